@@ -7,15 +7,16 @@ runner idle. So the loop plans when the step in flight has just enough time left
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
 LEAD_S = 0.002
-"""Time kept for planning, on top of twice the measured planning time."""
+"""Time kept for planning and launching, on top of twice what they have taken."""
 
 
 class StepForecast:
-    """Running means of step seconds by size class (powers of two of tokens), and of planning."""
+    """Running means of step seconds by size class (powers of two of tokens), of planning, and of
+    launching where that runs beside the step in flight."""
 
     def __init__(self) -> None:
         self._step_s: dict[int, float] = {}
-        self._plan_s = 0.0
+        self._plan_s = self._launch_s = 0.0
 
     def measured(self, tokens: int, seconds: float) -> None:
         size = tokens.bit_length()
@@ -24,6 +25,9 @@ class StepForecast:
 
     def planned(self, seconds: float) -> None:
         self._plan_s += SMOOTHING * (seconds - self._plan_s)
+
+    def launched(self, seconds: float) -> None:
+        self._launch_s += SMOOTHING * (seconds - self._launch_s)
 
     def wait(self, tokens: int, running_s: float, steps: int = 1) -> float:
         """Seconds until the next step should be planned.
@@ -34,4 +38,5 @@ class StepForecast:
             steps: how many of them follow each other.
         """
         expected = steps * self._step_s.get(tokens.bit_length(), 0.0)
-        return max(0.0, expected - running_s - LEAD_S - 2 * self._plan_s)
+        lead = LEAD_S + 2 * (self._plan_s + self._launch_s)
+        return max(0.0, expected - running_s - lead)

@@ -6,6 +6,7 @@ only as a protocol.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
@@ -36,6 +37,10 @@ class Handle:
         self.plan = plan
         self.result: StepResult | None = None
         self.copies: CopyResult | None = None
+        self.launch_s = 0.0
+        """What launching took, where the device works on while the host goes on."""
+        self.wait_s = 0.0
+        """What waiting for the result took then, from the end of the plan before on."""
         self._masks: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -107,6 +112,7 @@ class Threaded:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            began = time.perf_counter()
             try:
                 pending = self._runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
@@ -114,6 +120,7 @@ class Threaded:
             if self._launched is None:
                 self._finish(item, pending)
             else:
+                item.launch_s = time.perf_counter() - began
                 self._launched.put((item, pending))
         if self._launched is not None:
             self._launched.put(None)
@@ -124,13 +131,13 @@ class Threaded:
             self._finish(*item)
 
     def _finish(self, handle: Handle, pending: PendingStep | Exception) -> None:
-        settle(handle, pending)
+        settle(handle, pending, self._launched is not None)
         self._wake()
 
 
-def settle(handle: Handle, pending: PendingStep | Exception) -> None:
+def settle(handle: Handle, pending: PendingStep | Exception, is_timed: bool = False) -> None:
     """Give a plan its result; waits for it. Whatever fails, fails the step and not the engine."""
-    plan = handle.plan
+    plan, began = handle.plan, time.perf_counter()
     try:
         if isinstance(pending, Exception):
             raise pending
@@ -141,6 +148,7 @@ def settle(handle: Handle, pending: PendingStep | Exception) -> None:
         failed = [copy.id for copy in plan.copies]
         copies = CopyResult(ids=[], failed=failed) if failed else None
     handle.copies = copies
+    handle.wait_s = time.perf_counter() - began if is_timed else 0.0
     handle.result = result
 
 

@@ -322,9 +322,10 @@ class EngineLoop:
             if result.error and is_shared:
                 raise self._out_of_step(result)
             if not handle.plan.orders:
-                self._forecast.measured(
-                    _size(handle.plan), result.seconds / _ran(handle.plan, result)
-                )
+                # Launches run beside the device: the slower of the two sets the pace.
+                took = max(handle.launch_s, handle.wait_s) or result.seconds
+                self._forecast.measured(_size(handle.plan), took / _ran(handle.plan, result))
+                self._forecast.launched(handle.launch_s)
             told, masks = self._core.complete(result, now)
             if self._crashes_on_nan:
                 _check_rows(result)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.ops.host import sent
+
 PARAMS = np.dtype(
     [
         ("prompt_len", np.int64),
@@ -75,7 +77,7 @@ class Addends:
         return cls(*map(torch.from_numpy, (offsets, ids, values)))
 
     def to(self, device: torch.device) -> "Addends":
-        return Addends(self.offsets.to(device), self.ids.to(device), self.values.to(device))
+        return Addends(*(sent(x, device) for x in (self.offsets, self.ids, self.values)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Masks:
         return cls(torch.from_numpy(of_row), torch.from_numpy(bits))
 
     def to(self, device: torch.device) -> "Masks":
-        return Masks(self.of_row.to(device), self.bits.to(device))
+        return Masks(sent(self.of_row, device), sent(self.bits, device))
 
 
 def params_tensor(params: np.ndarray) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel
+from banyan.ops.host import sent
 from banyan.ops.sampling import (
     GOLDEN,
     MIX,
@@ -33,7 +34,7 @@ def _sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
     best, tokens = edited.max(-1)
     drawn = np.flatnonzero(~rows.asked("greedy"))
     if len(drawn):
-        where = torch.from_numpy(drawn).to(logits.device)
+        where = sent(drawn, logits.device)
         is_filtered = bool(((rows.asked("top_k") > 0) | (rows.asked("top_p") < 1.0))[drawn].any())
         part = edited[where] if len(drawn) < len(edited) else edited
         tokens[where] = _draw(part, rows, where, is_filtered)
@@ -57,7 +58,7 @@ def _edited(logits: Tensor, rows: SampleRows) -> Tensor:
         return logits
     edited = logits.clone()
     if len(penalised):
-        where = torch.from_numpy(penalised).to(logits.device)
+        where = sent(penalised, logits.device)
         edited[where] = _penalised(edited[where], rows, where)
     if rows.masks is not None:
         edited.masked_fill_(_banned(rows.masks, logits.shape[1]), -math.inf)

@@ -17,6 +17,7 @@ from banyan.layers.step import Taps
 from banyan.messages.plan import SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
+from banyan.ops.host import sent
 from banyan.ops.sampling import SampleRows
 from banyan.parallel.groups import Group
 from banyan.parallel.joint import JointBatch
@@ -182,12 +183,12 @@ class EagerForward:
         if stages.rank < stages.size - 1:
             found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
         else:
-            found = self._hidden[torch.from_numpy(tokens).to(self._device)]  # [n, hidden]
+            found = self._hidden[sent(tokens, self._device)]  # [n, hidden]
         return stages.broadcast(found, stages.size - 1)
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         assert self._taps is not None, "no layer is tapped"
-        return self._taps.of(torch.from_numpy(tokens).to(self._device))
+        return self._taps.of(sent(tokens, self._device))
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._step.targets(len(batch.last))

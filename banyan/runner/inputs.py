@@ -9,6 +9,7 @@ from torch import Tensor
 
 from banyan.layers.step import Embedded, StepInputs, Taps
 from banyan.ops.adapters import AdapterTokens
+from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.batch import Batch, Everywhere
@@ -160,9 +161,9 @@ class StepTensors:
         if self._table.adapters is not None:
             self._table.adapters.turn_to(np.repeat(batch.slots, batch.counts))
         self.choose(batch.last)
-        self.chosen[:count] = torch.from_numpy(batch.last).to(self._device)
-        self.to_slots[:count] = torch.from_numpy(batch.to_slots).to(self._device)
-        self.to_positions[:count] = torch.from_numpy(batch.to_positions).to(self._device)
+        self.chosen[:count] = sent(batch.last, self._device)
+        self.to_slots[:count] = sent(batch.to_slots, self._device)
+        self.to_positions[:count] = sent(batch.to_positions, self._device)
 
     def targets(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots and positions that the tokens of the first outputs go to."""

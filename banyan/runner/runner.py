@@ -43,6 +43,7 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.ops.api import OpTime
+from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
@@ -376,7 +377,7 @@ class ModelRunner:
             rows = batch.outputs_at(sheet.row[entries], sheet.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
-            chosen = torch.from_numpy(rows).to(self._device)
+            chosen = sent(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
@@ -402,7 +403,7 @@ class ModelRunner:
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
             where = np.stack([batch.slots[row], position])
-            slots, positions = torch.from_numpy(where).to(self._device)
+            slots, positions = sent(where, self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
 

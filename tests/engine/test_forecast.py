@@ -20,6 +20,15 @@ def test_slow_planning_starts_earlier():
     assert forecast.wait(8, 0.0) < before
 
 
+def test_a_launch_beside_the_step_starts_earlier_by_what_it_takes():
+    forecast = StepForecast()
+    forecast.measured(8, 0.1)
+    before = forecast.wait(8, 0.0)
+    for _ in range(40):
+        forecast.launched(0.01)
+    assert abs(before - forecast.wait(8, 0.0) - 0.02) < 1e-6
+
+
 def test_small_and_large_steps_are_told_apart():
     forecast = StepForecast()
     forecast.measured(1, 0.01)

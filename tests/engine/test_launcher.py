@@ -164,3 +164,27 @@ def test_what_fails_fails_its_step_and_its_copies(is_async, where):
     bell.wait()
     assert handle.result.error == "RuntimeError: no room" and handle.copies.failed == [4]
     launcher.close()
+
+
+@LAUNCHERS
+def test_launching_and_waiting_are_told_apart_where_they_overlap(is_async):
+    bell, launched, done = Bell(), threading.Event(), threading.Event()
+
+    class Slow(Pending):
+        def result(self):
+            assert done.wait(WAIT_S)
+            return super().result()
+
+    class Runner:
+        def launch(self, plan, mask_of=None):
+            assert launched.wait(WAIT_S)
+            return Slow(StepResult(step=plan.step))
+
+    launcher = Threaded(Runner(), bell.ring, is_async)
+    handle = launcher.launch(StepPlan(step=StepId(1)))
+    for event in (launched, done):
+        threading.Event().wait(0.05)
+        event.set()
+    bell.wait()
+    launcher.close()
+    assert (handle.launch_s > 0.04, handle.wait_s > 0.04) == (is_async, is_async)

@@ -39,6 +39,8 @@ SHAPES = [  # (context, count) of each row
     [(0, 1), (37, 1), (16, 1)],
     [(5, 1)],
     [(0, 70), (33, 1), (3, 20), (0, 1), (80, 17)],
+    [(300, 1), (0, 1), (257, 1)],
+    [(290, 30)],
 ]
 
 
@@ -55,7 +57,7 @@ def test_attention_is_that_of_the_reference(
     counts = torch.tensor([count for _, count in rows])
     contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
-    columns = 8
+    columns = 8 if max(max(row) for row in rows) < 128 else 24
     tables = torch.randperm(len(rows) * columns, generator=torch.Generator().manual_seed(1)) + 1
     tables = tables.view(len(rows), columns).to(torch.int32)
     shape = (len(rows) * columns + 1, PAGE, kv_heads, head_dim)

@@ -43,6 +43,9 @@ log = logger(__name__)
 
 _SHOWN = 5
 _DUMMY_STD = 0.02
+_DUMMY_DRAWN = 4_194_301
+"""Numbers that are drawn for a tensor; a larger one repeats them. A prime, so that no two rows are
+alike."""
 
 
 def load_model(
@@ -346,8 +349,12 @@ def fill_dummy(model: DecoderLM | EncoderLM | FollowingLM, build: Build, seed: i
             return StoredWeight.from_tensor(
                 torch.empty(shape, dtype=build.dtype, device=build.device)
             )
-        values = torch.empty(shape).normal_(mean, _DUMMY_STD, generator=generator)
-        return StoredWeight.from_tensor(values.to(build.dtype))
+        count = math.prod(shape)
+        drawn = torch.empty(min(count, _DUMMY_DRAWN)).normal_(mean, _DUMMY_STD, generator=generator)
+        drawn = drawn.to(build.dtype)
+        if count > len(drawn):
+            drawn = drawn.repeat(-(-count // len(drawn)))[:count]
+        return StoredWeight.from_tensor(drawn.view(shape))
 
     embedding: list[StoredWeight] = []
     for name, module in model.named_modules():

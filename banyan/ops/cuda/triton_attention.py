@@ -1,9 +1,15 @@
-"""Attention over pages in Triton: one kernel for rows of one token and of many.
+"""Attention over pages in Triton: a kernel for steps whose rows have one token each, and one for
+rows of many.
 
 The grid depends on how many rows and tokens there are, never on their lengths, so a launch can be
 captured. A block of queries is some tokens of one row times the query heads of one kv head. Keys
-are taken in blocks that begin at multiples of their size, in their order.
+are taken in blocks that begin at multiples of their size, in their order. Where few rows of one
+token would leave processors without work, the keys of each are divided among several programs
+(Dao et al., Flash-Decoding, 2023).
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +17,35 @@ from torch import Tensor
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda.needs import declines_pages
 
-_DECODE_BLOCK, _EXTEND_BLOCK = 16, 64
-_KEYS = 64
+_LOG2_E = 1 / math.log(2)
+_LEAST_BLOCK = 16
+"""Queries of a matrix product."""
+_PART = 256
+"""Keys that are seen by themselves, in rows of one token."""
+_PROGRAMS = 512
+"""Fewer of them leave processors without work: about four for each of a large device."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How much of its work a program holds at once.
+
+    Attributes:
+        queries: of rows of many tokens.
+        keys: of a block.
+        warps, stages: of a program; blocks of keys that are on their way.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+MANY, MANY_WIDE = Tiles(128, 64, 8, 3), Tiles(32, 32, 4, 2)
+"""Rows of many tokens; heads of more than 128 dimensions, or of fp32."""
+ONE, ONE_WIDE = Tiles(_LEAST_BLOCK, 64, 4, 3), Tiles(_LEAST_BLOCK, 32, 4, 2)
+"""Rows of one token, in the same way."""
 
 
 def _paged_attention(
@@ -27,17 +60,34 @@ def _paged_attention(
     soft_cap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    from banyan.ops.cuda.kernels import attend
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    tensors = (q, k_pages, v_pages, page_tables, row_starts, context_lengths, out)
+    run = _attend_rows if q.shape[0] == context_lengths.shape[0] else _attend
+    run(*tensors, scale if soft_cap else scale * _LOG2_E, window, soft_cap, sinks)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    from banyan.ops.cuda.attention_kernels import attend
 
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1:3]
+    kv_heads = k_pages.shape[2]
     rows, group = context_lengths.shape[0], heads // kv_heads
-    wide = head_dim > 128 or q.dtype == torch.float32  # what a block holds at once is bounded
-    extend = _EXTEND_BLOCK // 2 if wide else _EXTEND_BLOCK
-    width = _DECODE_BLOCK if tokens == rows else extend
-    block = max(width, 1 << (group - 1).bit_length())
+    tiles = MANY_WIDE if _is_wide(q) else MANY
+    block = max(tiles.queries, _power(group))
     per_block = block // group
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     attend[(tokens // per_block + rows, kv_heads)](
         q,
         k_pages,
@@ -58,17 +108,106 @@ def _paged_attention(
         window,
         HAS_CAP=bool(soft_cap),
         HAS_SINKS=sinks is not None,
-        PAGE=page_size,
+        PAGE=k_pages.shape[1],
         HEAD_DIM=head_dim,
-        BLOCK_D=1 << (head_dim - 1).bit_length(),
+        BLOCK_D=_power(head_dim),
         GROUP=group,
         PER_BLOCK=per_block,
         BLOCK=block,
-        KEYS=_KEYS // 2 if wide else _KEYS,
-        num_warps=4,
-        num_stages=2,
+        KEYS=tiles.keys,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
-    return out
+
+
+def _attend_rows(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    from banyan.ops.cuda.attention_kernels import attend_rows, merge
+
+    rows, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[1:3]
+    group, wide = heads // kv_heads, _power(head_dim)
+    tiles = ONE_WIDE if _is_wide(q) else ONE
+    parts = -(-page_tables.shape[1] * page_size // _PART)
+    programs = max(1, min(parts, _PROGRAMS // (rows * kv_heads)))
+    room = rows * heads * parts if programs > 1 else 0
+    sums = torch.empty((2, room), dtype=torch.float32, device=q.device)
+    results = torch.empty((room, wide), dtype=torch.float32, device=q.device)
+    given = q if sinks is None else sinks
+    attend_rows[(rows, kv_heads, programs)](
+        q,
+        k_pages,
+        v_pages,
+        page_tables,
+        context_lengths,
+        out,
+        given,
+        sums[0],
+        sums[1],
+        results,
+        scale,
+        soft_cap,
+        heads,
+        parts,
+        programs,
+        *q.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        page_tables.stride(0),
+        *out.stride()[:2],
+        window,
+        HAS_CAP=bool(soft_cap),
+        HAS_SINKS=sinks is not None,
+        PAGE=page_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=wide,
+        GROUP=group,
+        BLOCK=max(_LEAST_BLOCK, _power(group)),
+        KEYS=tiles.keys,
+        PART=_PART,
+        IS_SPLIT=programs > 1,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if programs > 1:
+        merge[(rows, heads)](
+            sums[0],
+            sums[1],
+            results,
+            context_lengths,
+            out,
+            given,
+            heads,
+            parts,
+            *out.stride()[:2],
+            window,
+            HAS_SINKS=sinks is not None,
+            HEAD_DIM=head_dim,
+            BLOCK_D=wide,
+            PART=_PART,
+            num_warps=1,
+        )
+
+
+def _is_wide(q: Tensor) -> bool:
+    """What a block holds at once is bounded."""
+    return q.shape[-1] > 128 or q.dtype == torch.float32
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def _write_kv(
@@ -89,7 +228,7 @@ def _write_kv(
         *v_pages.stride()[:3],
         PAGE=k_pages.shape[1],
         HEAD_DIM=head_dim,
-        BLOCK_D=1 << (head_dim - 1).bit_length(),
+        BLOCK_D=_power(head_dim),
         num_warps=1,
     )
 

@@ -52,22 +52,22 @@ def _norm(
 
 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from banyan.ops.cuda.kernels import rotate
 
-    tokens, heads, width = x.shape
+    (tokens, heads, width), kv_heads = q.shape, k.shape[1]
     pairs = cos.shape[1]
-    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    q_out = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
+    k_out = torch.empty((tokens, kv_heads, width), dtype=k.dtype, device=k.device)
     rest = width - 2 * pairs
-    rotate[(tokens, heads)](
-        x,
+    rotate[(tokens, heads + kv_heads)](
+        q,
+        k,
         cos.contiguous(),
         sin.contiguous(),
-        out,
-        *x.stride()[:2],
+        q_out,
+        k_out,
+        *q.stride()[:2],
+        *k.stride()[:2],
         heads,
         width,
         pairs,
@@ -75,7 +75,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         REST=_power(rest) if rest else 0,
         num_warps=1,
     )
-    return out
+    return q_out, k_out
 
 
 def _silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from banyan.base.ids import SlotId
 from banyan.messages.plan import NOT_FINITE, Join
 from banyan.ops.api import Ops
+from banyan.ops.host import sent
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
 from banyan.platform.base import Platform
 from banyan.runner.slots import SlotTable
@@ -119,7 +120,7 @@ class Sampler:
         addends = self._addends(slots, positions) if table.edited else None
         kept, failed = self._masks(len(slots), masks) if masks else (None, {})
         if where is None:
-            where = torch.from_numpy(slots).to(device), torch.from_numpy(positions).to(device)
+            where = sent(slots, device), sent(positions, device)
         rows = SampleRows(
             params=table.device_params,
             positions=where[1],

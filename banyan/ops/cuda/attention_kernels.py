@@ -1,0 +1,258 @@
+"""The kernels of attention over pages. Imported on first use: a machine without Triton has no need
+of them.
+
+Numbers are read in the type they are stored in; logits, weights and sums are fp32, exponents those
+of 2. What has been seen so far of a query's keys is (best, total, result): the largest logit, the
+sum of the weights relative to it, and the weighted sum of values (Milakov and Gimelshein,
+arXiv 1805.02867).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_of(row_starts, rows, block, PER_BLOCK: tl.constexpr):
+    """The row that a block of queries belongs to: row r begins at block
+    row_starts[r] // PER_BLOCK + r, and the last ones of a row may be empty."""
+    low: tl.int32 = 0
+    high: tl.int32 = rows
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(row_starts + middle) // PER_BLOCK + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def capped(logit, cap):
+    """cap · tanh(logit / cap)."""
+    turned = tl.exp(-2.0 * tl.abs(logit / cap))
+    tanh = (1.0 - turned) / (1.0 + turned)
+    return cap * tl.where(logit < 0, -tanh, tanh)
+
+
+@triton.jit
+def keys_of(
+    tables, key, is_key, page_stride, token_stride, IS_MASKED: tl.constexpr, PAGE: tl.constexpr
+):
+    """Where the pages have some keys of one row, whose page table is `tables`."""
+    if IS_MASKED:
+        page = tl.load(tables + key // PAGE, mask=is_key, other=0)
+    else:
+        page = tl.load(tables + key // PAGE)
+    return page.to(tl.int64) * page_stride + key % PAGE * token_stride
+
+
+@triton.jit
+def numbers_at(pointers, is_key, is_dim, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Keys or values; zeros where nothing may be read."""
+    if IS_MASKED:
+        return tl.load(pointers, mask=is_key & is_dim, other=0.0)
+    if IS_WHOLE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=is_dim, other=0.0)
+
+
+@triton.jit
+def see(
+    query, best, total, result, begin, lowest, length, position, tables, k_pages, v_pages,
+    scale, soft_cap, window, k_page, k_token, v_page, v_token,
+    IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The same of KEYS keys more. Without a mask every query sees all of them."""
+    key = begin + tl.arange(0, KEYS)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    is_key = (key >= lowest) & (key < length)
+    whole: tl.constexpr = HEAD_DIM == BLOCK_D
+    k_at = keys_of(tables, key, is_key, k_page, k_token, IS_MASKED, PAGE)
+    k_at = k_pages + k_at[None, :] + dims[:, None]
+    k = numbers_at(k_at, is_key[None, :], is_dim[:, None], IS_MASKED, whole)
+    logit = tl.dot(query, k.to(query.dtype), input_precision="ieee") * scale
+    if HAS_CAP:
+        logit = capped(logit, soft_cap) * 1.4426950408889634
+    if IS_MASKED:
+        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+        if window > 0:
+            is_seen = is_seen & (key[None, :] > position[:, None] - window)
+        logit = tl.where(is_seen, logit, float("-inf"))
+    larger = tl.maximum(best, tl.max(logit, 1))
+    base = larger
+    if IS_MASKED:
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+    weight = tl.exp2(logit - base[:, None])
+    kept = tl.exp2(best - base)
+    total = total * kept + tl.sum(weight, 1)
+    v_at = keys_of(tables, key, is_key, v_page, v_token, IS_MASKED, PAGE)
+    v_at = v_pages + v_at[:, None] + dims[None, :]
+    v = numbers_at(v_at, is_key[:, None], is_dim[None, :], IS_MASKED, whole).to(query.dtype)
+    result = result * kept[:, None]
+    result = tl.dot(weight.to(query.dtype), v, result, input_precision="ieee")
+    return larger, total, result
+
+
+@triton.jit
+def attend(
+    q, k_pages, v_pages, page_tables, row_starts, context_lengths, out, sinks,
+    scale, soft_cap, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token,
+    v_head, table_row, out_token, out_head, window,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one kv head: some tokens of a row, times its query heads."""
+    block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    row = row_of(row_starts, rows, block, PER_BLOCK)
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    first = (block - (start // PER_BLOCK + row)) * PER_BLOCK
+    if first >= count:
+        return
+    context = tl.load(context_lengths + row)
+    tables = page_tables + row.to(tl.int64) * table_row
+    at = tl.arange(0, BLOCK)
+    token, head = first + at // GROUP, kv_head * GROUP + at % GROUP
+    is_query = (at < PER_BLOCK * GROUP) & (token < count)
+    dims = tl.arange(0, BLOCK_D)
+    is_own = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    q_at = (start + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dims[None, :]
+    query = tl.load(q + q_at, mask=is_own, other=0.0)
+    position = context + token
+    length = context + tl.minimum(first + PER_BLOCK, count)
+    lowest = 0
+    if window > 0:
+        lowest = tl.maximum(0, context + first - window + 1)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if HAS_SINKS:  # a logit without a value
+        best = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = total + 1.0
+    result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    k_of, v_of = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    begin = lowest // KEYS * KEYS
+    if window <= 0:  # what all of them see
+        common = (context + first + 1) // KEYS * KEYS
+        for at_key in range(begin, common, KEYS):
+            best, total, result = see(
+                query, best, total, result, at_key, lowest, length, position, tables, k_of, v_of,
+                scale, soft_cap, window, k_page, k_token, v_page, v_token,
+                False, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
+            )  # fmt: skip
+        begin = common
+    for at_key in range(begin, length, KEYS):
+        best, total, result = see(
+            query, best, total, result, at_key, lowest, length, position, tables, k_of, v_of,
+            scale, soft_cap, window, k_page, k_token, v_page, v_token,
+            True, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
+        )  # fmt: skip
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = (start + token).to(tl.int64)[:, None] * out_token
+    out_at += head[:, None] * out_head + dims[None, :]
+    tl.store(out + out_at, result.to(query.dtype), mask=is_own)
+
+
+@triton.jit
+def merged(best, total, result, more_best, more_total, more_result):
+    """Of two parts of the keys, the first one's first."""
+    larger = tl.maximum(best, more_best)
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    kept, taken = tl.exp2(best - base), tl.exp2(more_best - base)
+    total = total * kept + more_total * taken
+    result = result * kept[:, None] + more_result * taken[:, None]
+    return larger, total, result
+
+
+@triton.jit
+def attend_rows(
+    q, k_pages, v_pages, page_tables, context_lengths, out, sinks, bests, totals, results,
+    scale, soft_cap, heads, parts, programs, q_token, q_head, k_page, k_token, k_head, v_page,
+    v_token, v_head, table_row, out_token, out_head, window,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Rows of one token, the query heads of one kv head. Keys are seen in parts of PART, each by
+    itself, and the parts merged in their order: by this program, or where they are split, by
+    `merge`. So a result does not depend on how many programs there are."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(context_lengths + row)
+    length = position + 1
+    row = row.to(tl.int64)
+    tables = page_tables + row * table_row
+    at = tl.arange(0, BLOCK)
+    head, is_query = kv_head * GROUP + at, at < GROUP
+    dims = tl.arange(0, BLOCK_D)
+    is_own = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    query = tl.load(
+        q + row * q_token + head[:, None] * q_head + dims[None, :], mask=is_own, other=0.0
+    )
+    positions = position + tl.zeros([BLOCK], tl.int32)
+    lowest = 0
+    if window > 0:
+        lowest = tl.maximum(0, length - window)
+    k_of, v_of = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    if HAS_SINKS:  # a logit without a value
+        best = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = total + 1.0
+    result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    first = lowest // PART + tl.program_id(2)
+    for part in range(first, (length + PART - 1) // PART, programs):
+        part_best = tl.full([BLOCK], float("-inf"), tl.float32)
+        part_total = tl.zeros([BLOCK], tl.float32)
+        part_result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        begin = tl.maximum(part * PART, lowest // KEYS * KEYS)
+        for at_key in range(begin, tl.minimum(part * PART + PART, length), KEYS):
+            part_best, part_total, part_result = see(
+                query, part_best, part_total, part_result, at_key, lowest, length, positions,
+                tables, k_of, v_of, scale, soft_cap, window, k_page, k_token, v_page, v_token,
+                True, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
+            )  # fmt: skip
+        if IS_SPLIT:
+            own = (row * heads + head) * parts + part
+            tl.store(bests + own, part_best, mask=is_query)
+            tl.store(totals + own, part_total, mask=is_query)
+            tl.store(results + own[:, None] * BLOCK_D + dims[None, :], part_result, mask=is_own)
+        else:
+            best, total, result = merged(best, total, result, part_best, part_total, part_result)
+    if not IS_SPLIT:
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = row * out_token + head[:, None] * out_head + dims[None, :]
+        tl.store(out + out_at, result.to(query.dtype), mask=is_own)
+
+
+@triton.jit
+def merge(
+    bests, totals, results, context_lengths, out, sinks, heads, parts, out_token, out_head, window,
+    HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: what `attend_rows` left of its parts, in their order."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(context_lengths + row) + 1
+    row = row.to(tl.int64)
+    lowest = 0
+    if window > 0:
+        lowest = tl.maximum(0, length - window)
+    one = tl.arange(0, 1)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        best = tl.load(sinks + head + one).to(tl.float32) * 1.4426950408889634
+        total = total + 1.0
+    result = tl.zeros([1, BLOCK_D], tl.float32)
+    for part in range(lowest // PART, (length + PART - 1) // PART):
+        own = (row * heads + head) * parts + part + one
+        values = tl.load(results + own[:, None] * BLOCK_D + dims[None, :], mask=is_dim[None, :])
+        best, total, result = merged(
+            best, total, result, tl.load(bests + own), tl.load(totals + own), values
+        )
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = row * out_token + head * out_head + one[:, None] + dims[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_dim[None, :])
