@@ -39,7 +39,7 @@ class CudaPlatform(Accelerator):
             torch_device="cuda",
             collectives=("nccl",),
             dtypes=("bfloat16", "float16", "float32"),
-            page_sizes=(16, 32, 64, 128),
+            page_sizes=(64, 16, 32, 128),
             async_launch=True,
             features=frozenset({f"sm{major}{minor}"} | has_triton),
             cores=len(os.sched_getaffinity(0)),

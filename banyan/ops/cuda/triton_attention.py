@@ -42,9 +42,9 @@ class Tiles:
     stages: int
 
 
-MANY, MANY_WIDE = Tiles(128, 64, 8, 3), Tiles(32, 32, 4, 2)
+MANY, MANY_WIDE = Tiles(128, 128, 8, 2), Tiles(32, 32, 4, 2)
 """Rows of many tokens; heads of more than 128 dimensions, or of fp32."""
-ONE, ONE_WIDE = Tiles(_LEAST_BLOCK, 64, 4, 3), Tiles(_LEAST_BLOCK, 32, 4, 2)
+ONE, ONE_WIDE = Tiles(_LEAST_BLOCK, 128, 4, 3), Tiles(_LEAST_BLOCK, 32, 4, 2)
 """Rows of one token, in the same way."""
 
 
