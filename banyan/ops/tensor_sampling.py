@@ -6,6 +6,7 @@ weights are added up as the same integers.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,15 +30,21 @@ _LOW = 0xFFFF_FFFF
 _TORCH = {"i": torch.int64, "u": torch.int64, "f": torch.float64, "b": torch.bool}
 
 
+Draw = Callable[[Tensor, Tensor, Tensor, SampleRows], None]
+"""Enters the tokens of the rows that do not take the best one; of (logits after all edits, the
+largest of each row, tokens, rows)."""
+
+
 def _sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+    return sampled_by(_draw, logits, rows)
+
+
+def sampled_by(draw: Draw, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+    """What `Ops.sample` returns."""
     edited = _edited(logits, rows)
     best, tokens = edited.max(-1)
-    drawn = np.flatnonzero(~rows.asked("greedy"))
-    if len(drawn):
-        where = sent(drawn, logits.device)
-        is_filtered = bool(((rows.asked("top_k") > 0) | (rows.asked("top_p") < 1.0))[drawn].any())
-        part = edited[where] if len(drawn) < len(edited) else edited
-        tokens[where] = _draw(part, rows, where, is_filtered)
+    if not rows.asked("greedy").all():
+        draw(edited, best, tokens, rows)
     tokens = torch.where(best.isfinite(), tokens, 0)
     rows.history[rows.slots, rows.positions] = tokens.to(torch.int32)
     return tokens, best
@@ -103,7 +110,15 @@ def _add(logits: Tensor, addends: Addends) -> None:
     logits.index_put_((row_of, addends.ids.long()), addends.values, accumulate=True)
 
 
-def _draw(logits: Tensor, rows: SampleRows, where: Tensor, is_filtered: bool) -> Tensor:
+def _draw(logits: Tensor, best: Tensor, tokens: Tensor, rows: SampleRows) -> None:
+    drawn = np.flatnonzero(~rows.asked("greedy"))
+    where = sent(drawn, logits.device)
+    is_filtered = bool(((rows.asked("top_k") > 0) | (rows.asked("top_p") < 1.0))[drawn].any())
+    part = logits[where] if len(drawn) < len(logits) else logits
+    tokens[where] = _drawn(part, rows, where, is_filtered)
+
+
+def _drawn(logits: Tensor, rows: SampleRows, where: Tensor, is_filtered: bool) -> Tensor:
     """The token of each row at its quantile. logits: [n, vocab], of the rows `where`."""
     below = logits.amax(-1, keepdim=True) - logits
     temperature = field(rows, "temperature", where)

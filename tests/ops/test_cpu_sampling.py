@@ -2,6 +2,7 @@
 machine."""
 
 import ctypes
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from banyan.ops import reference, tensor_sampling
 from banyan.ops.cpu.library import ISAS, Library
 from banyan.ops.cpu.sampling import Sampling
+from banyan.ops.cuda import triton_sampling
 from banyan.ops.sampling import PARAMS, Addends, Masks, SampleRows, quantile, sample_row, support
 from tests.ops.conftest import MACHINES, open_library
 
@@ -42,10 +44,41 @@ class Tensors:
     logprobs = staticmethod(tensor_sampling.logprobs.run)
 
 
-@pytest.fixture(params=["torch", *MACHINES], ids=str)
+class Triton:
+    """The kernel of CUDA devices, on one or in Triton's interpreter."""
+
+    logprobs = staticmethod(tensor_sampling.logprobs.run)
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def sample(self, logits, rows):
+        device = self._device
+        there = replace(
+            rows,
+            params=rows.params.to(device),
+            positions=rows.positions.to(device),
+            slots=rows.slots.to(device),
+            history=rows.history.to(device),
+            addends=None if rows.addends is None else rows.addends.to(device),
+            masks=None if rows.masks is None else rows.masks.to(device),
+        )
+        tokens, best = triton_sampling.sample.run(logits.to(device), there)
+        rows.history.copy_(there.history)
+        return tokens.cpu(), best.cpu()
+
+
+@pytest.fixture(params=["torch", "triton", *MACHINES], ids=str)
 def ops(request):
     if request.param == "torch":
         yield Tensors
+        return
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        is_interpreted = bool(os.environ.get("TRITON_INTERPRET"))
+        if not is_interpreted and not torch.cuda.is_available():
+            pytest.skip("no CUDA device, and TRITON_INTERPRET is not set")
+        yield Triton("cpu" if is_interpreted else "cuda")
         return
     for library in open_library(request):
         yield Sampling(library)

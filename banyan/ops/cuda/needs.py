@@ -9,12 +9,18 @@ from banyan.ops.bind import OpSpec
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def declines(spec: OpSpec) -> str | None:
-    """Why no Triton kernel can serve; None when one can."""
+def declines_device(spec: OpSpec) -> str | None:
+    """Why no Triton kernel can serve, whatever its numbers; None when one can."""
     if spec.device.type != "cuda":
         return f"tensors are on {spec.device.type}"
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
+    return "the package triton is not installed" if find_spec("triton") is None else None
+
+
+def declines(spec: OpSpec) -> str | None:
+    """The same for kernels of activations."""
+    reason = declines_device(spec)
+    if reason is not None:
+        return reason
     return None if spec.dtype in TYPES else f"activations are {spec.dtype}"
 
 
