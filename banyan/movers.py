@@ -16,7 +16,7 @@ from banyan.config.card import ModelCard
 from banyan.config.drafts import draft_of
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import CacheConfig, Config
-from banyan.config.stored import COPIED_APART, HOST, SPLIT, can_have_store, store_wishes
+from banyan.config.stored import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
 from banyan.formats.shards import files_of_weights
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup
@@ -258,7 +258,7 @@ def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> Host
             "GB are free",
             hint="lower --hicache-size or --hicache-ratio",
         )
-    pages.arrange(cache.host_layout == SPLIT, cache.host_copies == COPIED_APART)
+    pages.arrange(cache.host_layout in BY_NAME, cache.host_copies == COPIED_APART)
     log.info(
         "host_tier_gb=%.3f copies=%s layout=%s: pages of the device lie in memory of the host too",
         *(wanted / 1e9, cache.host_copies, cache.host_layout),

@@ -15,9 +15,15 @@ log = logger(__name__)
 
 HOST = "host"
 """The name of the memory of the host as a store of pages of a device."""
-SPLIT, DIRECT = "page_first_kv_split", "page_first_direct"
+DIRECT = "page_first_direct"
+BY_NAME = ("page_first_kv_split", "page_first")
+"""Layouts in which what all layers keep under one name lies together; each device has its word."""
 COPIED_APART = "direct"
-_COPIES = ("kernel_ascend", COPIED_APART)
+_HOST_TIERS = {
+    "npu": (("kernel_ascend", COPIED_APART), (DIRECT, BY_NAME[0])),
+    "cuda": (("kernel", COPIED_APART), (DIRECT, BY_NAME[1])),
+}
+"""Device whose pages may lie in memory of the host too -> ways to copy them, and layouts."""
 _EXTRA = "--hicache-storage-backend-extra-config"
 
 
@@ -97,7 +103,7 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
         raise ConfigError(
             f"--hicache-storage-backend {HOST}: the memory of the host is no store that outlives "
             "the process",
-            hint="--enable-hierarchical-cache alone keeps pages of an NPU there",
+            hint="--enable-hierarchical-cache alone keeps pages of a device there",
         )
     if cache.store and not cache.hierarchical:
         raise ConfigError(
@@ -113,7 +119,7 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
             "there is nothing to keep",
             hint="leave one of them out",
         )
-    if config.device.name == "npu":
+    if config.device.name in _HOST_TIERS:
         config = _with_host_tier(config, card)
         cache = config.cache
     if not cache.store:
@@ -148,21 +154,22 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
 
 def _with_host_tier(config: Config, card: ModelCard) -> Config:
     """With memory of the host for pages of a device."""
-    cache, layouts = config.cache, (DIRECT, SPLIT)
-    copies = cache.host_copies or _COPIES[0]
+    cache, device = config.cache, config.device.name
+    ways, layouts = _HOST_TIERS[device]
+    copies = cache.host_copies or ways[0]
     layout = cache.host_layout or layouts[card.latent is not None]
     for flag, given, known in (
-        ("--hicache-io-backend", copies, _COPIES),
+        ("--hicache-io-backend", copies, ways),
         ("--hicache-mem-layout", layout, layouts),
     ):
         if given not in known:
             raise ConfigError(
-                f"{flag} {given} is not available on npu: it is made for GPUs",
+                f"{flag} {given} is not available on {device}: it is made for other devices",
                 hint=f"choose {' or '.join(known)}, or leave it out",
             )
     if config.parallel.world > 1 or config.parallel.is_joined or config.handoff.role:
         raise ConfigError(
-            "--enable-hierarchical-cache is not available on npu with several ranks or "
+            f"--enable-hierarchical-cache is not available on {device} with several ranks or "
             "--disaggregation-mode: pages are carried between the host and one device",
             hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
         )

@@ -45,6 +45,8 @@ class CudaPlatform(Accelerator):
             cores=len(os.sched_getaffinity(0)),
             is_host=False,
             programs=BY_SHAPE,
+            verified=16,
+            moves_pages=True,
         )
         super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
 

@@ -49,7 +49,13 @@ SHAPES = [  # (context, count) of each row
 @pytest.mark.parametrize("rows", SHAPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "soft_cap"),
-    [(4, 2, 64, 0, 0.0), (6, 2, 80, 24, 0.0), (8, 1, 128, 0, 30.0), (2, 2, 256, 9, 5.0)],
+    [
+        (4, 2, 64, 0, 0.0),
+        (6, 2, 80, 24, 0.0),
+        (8, 1, 128, 0, 30.0),
+        (2, 2, 256, 9, 5.0),
+        (4, 2, 8, 0, 0.0),
+    ],
 )
 def test_attention_is_that_of_the_reference(
     rows, heads, kv_heads, head_dim, window, soft_cap, dtype, has_sinks

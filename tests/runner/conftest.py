@@ -18,6 +18,7 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.platform.cpu import CpuPlatform
+from banyan.platform.cuda import CudaPlatform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.runner.driver import PAGE
@@ -77,14 +78,16 @@ def build_runner(
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
     toolkit = open_toolkit("cpu", 2, {}) if is_recorded else NO_TOOLKIT
+    device = CPU if platform is None else platform.open(0, 2)
     ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        *(device.type, device, torch.float32, frozenset(), card.head_dim),
         exact=True,
         cache_dtype=torch.float32,
         toolkit=toolkit,
         page_size=PAGE,
     )
-    build = Build(ops if platform is None else SampledInTensors(ops), groups)
+    is_elsewhere = isinstance(platform, Elsewhere)
+    build = Build(SampledInTensors(ops) if is_elsewhere else ops, groups, device=device)
     model = wrap(load_model(card, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
     most = 64 if is_recorded else 0
@@ -125,9 +128,14 @@ def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCar
     return read_card(str(folder))
 
 
-@pytest.fixture(params=["eager", "recorded", "captured"], scope="module")
+@pytest.fixture(params=["eager", "recorded", "captured", "cuda"], scope="module")
 def make_runner(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[], ModelRunner]:
-    """ "captured": on a device that is not the host, whose decode steps are captured by shape."""
+    """ "captured": on a device that is not the host, whose decode steps are captured by shape;
+    "cuda": on a real one."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return lambda: build_runner(card, platform=CudaPlatform())
     if request.param == "captured":
         return lambda: build_runner(card, platform=Elsewhere())
     return lambda: build_runner(card, is_recorded=request.param == "recorded")

@@ -167,8 +167,8 @@ FLAGS = (
     Flag(
         "hicache-io-backend",
         "cache.host_copies",
-        "how pages are copied between a device (NPU) and the host: kernel_ascend = gathered there, "
-        "in one piece; direct = each tensor by itself; kernel is for GPUs; default: kernel_ascend",
+        "how pages are copied between a device and the host: kernel_ascend (NPU), kernel (CUDA) = "
+        "gathered there, in one piece; direct = each tensor by itself; default: the former",
         choices=("kernel_ascend", "direct", "kernel"),
         proof="tests/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
     ),
@@ -176,8 +176,8 @@ FLAGS = (
         "hicache-mem-layout",
         "cache.host_layout",
         "how the parts of a page lie in memory of the host: page_first_direct = layer by layer; "
-        "page_first_kv_split = first the keys of all layers; the others are for GPUs; default: "
-        "page_first_kv_split for latent attention, else page_first_direct",
+        "page_first_kv_split (NPU), page_first (CUDA) = first the keys of all layers; the others "
+        "exist nowhere; default: the second for latent attention, else page_first_direct",
         choices=(
             *("page_first_direct", "page_first_kv_split"),
             *("layer_first", "page_first", "page_head"),

@@ -52,13 +52,14 @@ def last_of(
     and the first that is enough are written to `found`, and what is between is halved there until
     one is left. top_k: more than there are, where nobody asks for it.
     """
-    at = tl.arange(0, TILE)
+    QUARTER: tl.constexpr = TILE // 4
+    at = tl.arange(0, QUARTER)  # eight numbers each
     each = tl.arange(0, 8)
     tried = temperature.to(tl.float32) * tl.exp2(each.to(tl.float32) - 2.0)
     tried = tl.where(each == 7, _ENDLESS, tried.to(tl.int32, bitcast=True))
-    weights = tl.zeros([TILE, 8], tl.int64)
-    counts = tl.zeros([TILE, 8], tl.int32)
-    for begin in range(0, vocab, TILE):
+    weights = tl.zeros([QUARTER, 8], tl.int64)
+    counts = tl.zeros([QUARTER, 8], tl.int32)
+    for begin in range(0, vocab, QUARTER):
         inside = begin + at < vocab
         below = best - tl.load(logits + begin + at, mask=inside, other=float("-inf"))
         bits = below.to(tl.int32, bitcast=True)
@@ -73,6 +74,7 @@ def last_of(
     low = tl.max(tl.where(is_enough, -1, tried), 0)
     less_weight = tl.max(tl.where(is_enough, 0, weight), 0)
     less_count = tl.max(tl.where(is_enough, 0, count), 0)
+    at = tl.arange(0, TILE)
     if low + 1 < high:
         size = 0
         for begin in range(0, vocab, TILE):
@@ -142,7 +144,7 @@ def draw(
     last = 0x7F800000
     if (top_k < _NEVER) | (top_p < 1.0):
         found += row.to(tl.int64) * found_row
-        last = last_of(logits, best, factor, temperature, top_k, top_p, found, vocab, TILE // 4)
+        last = last_of(logits, best, factor, temperature, top_k, top_p, found, vocab, TILE)
     total = tl.zeros([TILE], tl.int64)
     for begin in range(0, vocab, TILE):
         total += kept(logits, begin, best, factor, last, least, vocab, TILE)

@@ -19,7 +19,7 @@ from banyan.ops.cuda.needs import declines_pages
 
 _LOG2_E = 1 / math.log(2)
 _LEAST_BLOCK = 16
-"""Queries of a matrix product."""
+"""Queries, and dimensions, of a matrix product."""
 _PART = 256
 """Keys that are seen by themselves, in rows of one token."""
 _PROGRAMS = 512
@@ -110,7 +110,7 @@ def _attend(
         HAS_SINKS=sinks is not None,
         PAGE=k_pages.shape[1],
         HEAD_DIM=head_dim,
-        BLOCK_D=_power(head_dim),
+        BLOCK_D=max(_LEAST_BLOCK, _power(head_dim)),
         GROUP=group,
         PER_BLOCK=per_block,
         BLOCK=block,
@@ -137,7 +137,7 @@ def _attend_rows(
 
     rows, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
-    group, wide = heads // kv_heads, _power(head_dim)
+    group, wide = heads // kv_heads, max(_LEAST_BLOCK, _power(head_dim))
     tiles = ONE_WIDE if _is_wide(q) else ONE
     parts = -(-page_tables.shape[1] * page_size // _PART)
     programs = max(1, min(parts, _PROGRAMS // (rows * kv_heads)))
