@@ -314,6 +314,17 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
         )
     if sends_rows(config) and not traits.is_host:
         _check_the_sending(config, traits)
+    check_the_rounding(config.model.quantization, card, traits)
+
+
+def check_the_rounding(quantization: str, card: ModelCard, traits: Traits) -> None:
+    """ConfigError where float weights of a model are to be rounded and some would not be."""
+    if quantization and card.experts is not None and not traits.is_host:
+        raise ConfigError(
+            f"--quantization {quantization}: experts are rounded on CPUs only, this is "
+            f"{traits.name}",
+            hint="leave it out",
+        )
 
 
 def _check_the_sending(config: Config, traits: Traits) -> None:

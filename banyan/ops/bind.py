@@ -168,7 +168,11 @@ KERNEL_TABLES: Table[KernelTable] = Table(
 OpenToolkit = Callable[[int, Mapping[str, str]], Toolkit]
 TOOLKITS: Table[OpenToolkit] = Table(
     "device toolkit",
-    {"cpu": "banyan.ops.cpu:open_toolkit", "npu": "banyan.ops.npu:open_toolkit"},
+    {
+        "cpu": "banyan.ops.cpu:open_toolkit",
+        "cuda": "banyan.ops.cuda:open_toolkit",
+        "npu": "banyan.ops.npu:open_toolkit",
+    },
     plugins="banyan.toolkits",
 )
 """Opens what the kernels of a device share, for (threads of a rank, wishes)."""

@@ -14,6 +14,7 @@ from banyan.ops.stored import StoredWeight
 pytest.importorskip("triton")
 
 from banyan.ops.cuda import packing, products
+from banyan.ops.cuda.needs import CudaToolkit
 
 IS_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
 if not IS_INTERPRETED and not torch.cuda.is_available():
@@ -25,6 +26,15 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROWS = [1, 5, 33, 100]
 SIMPLE = ["Q8_0", "Q4_0", "Q4_1"]
 NESTED = ["Q4_K", "Q5_K", "Q6_K"]
+
+
+def pack_linear(
+    weight: StoredWeight, dtype: torch.dtype, quantization: str = "", **named: bool
+) -> products.QuantisedLinear:
+    toolkit = CudaToolkit(quantization=quantization)
+    linear = products.packer(toolkit)(weight, dtype, DEVICE, **named)
+    assert isinstance(linear, products.QuantisedLinear)
+    return linear
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -60,7 +70,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 )
 def test_products_are_those_of_the_plain_weight(type, outputs, inputs, group, dtype):
     weight = stored(type, outputs, inputs, group)
-    linear = products.pack_linear(weight, dtype, DEVICE)
+    linear = pack_linear(weight, dtype)
     assert linear.weight.group == group
     for rows in ROWS if (outputs, dtype) == (200, TYPES[1]) else ROWS[1:3]:
         wide = random(rows, 2 * inputs, seed=rows).to(DEVICE, dtype)
@@ -88,7 +98,7 @@ def test_every_cut_gives_the_same_product(type, is_turned, parts):
 @pytest.mark.parametrize("type", SIMPLE)
 def test_a_token_has_the_same_bits_again_and_beside_others(type, monkeypatch):
     monkeypatch.setattr(products, "LEAST_INPUTS", 96)
-    linear = products.pack_linear(stored(type, 70, 640), torch.float16, DEVICE)
+    linear = pack_linear(stored(type, 70, 640), torch.float16)
     assert products.shape_of(16, linear.weight).parts > 2
     x = random(16, 640).to(DEVICE, torch.float16)
     together = linear(x)
@@ -108,7 +118,7 @@ def test_nested_scales_keep_eleven_bits_whatever_their_size(type, magnitude):
     assert ((plain - want).abs() <= most).all()
     for rows in ROWS[:3]:
         x, bias = random(rows, 512).to(DEVICE), random(140, seed=2).to(DEVICE) * magnitude
-        got = products.pack_linear(weight, x.dtype, DEVICE)(x, bias)
+        got = pack_linear(weight, x.dtype)(x, bias)
         near = x.double().cpu() @ plain.T + bias.double().cpu()
         close(got / magnitude, near / magnitude, x.dtype)
 
@@ -134,7 +144,7 @@ def test_a_weight_takes_no_more_memory_than_in_the_file(type, group):
 def test_many_rows_are_multiplied_with_the_unpacked_weight(monkeypatch):
     monkeypatch.setattr(products, "UNPACK_FROM", 20)
     weight = stored("Q4_1", 70, 96)
-    linear = products.pack_linear(weight, torch.float32, DEVICE)
+    linear = pack_linear(weight, torch.float32)
     for rows in (19, 20, 40):
         x, bias = random(rows, 96).to(DEVICE), random(70).to(DEVICE)
         want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
@@ -145,7 +155,7 @@ def test_numbers_beyond_the_range_of_seven_bits_are_kept():
     numbers = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).view(8, 32)
     raw = blocks.lay_q8_0(numbers, torch.full((8, 1), 0.01).half())
     weight = StoredWeight("Q8_0", (1, 256), raw.view(1, -1))
-    linear = products.pack_linear(weight, torch.float16, DEVICE)
+    linear = pack_linear(weight, torch.float16)
     x = torch.eye(256, dtype=torch.float16, device=DEVICE)[::9]
     assert torch.equal(linear(x).cpu(), (x.float().cpu() @ weight.dense.T).half())
 
@@ -163,6 +173,28 @@ def test_the_documentation_lists_the_types_whose_numbers_are_kept():
         assert (packed.size_bytes - units) * 8 / (128 * 4096) == float(bits), type
 
 
+@pytest.mark.parametrize(
+    ("wish", "type"), [("q4_0", "Q4_0"), ("q4_1", "Q4_1"), ("q8_0", "Q8_0"), ("int8", "Q8_0")]
+)
+def test_float_weights_are_rounded_at_load(wish, type, monkeypatch):
+    monkeypatch.setattr(products, "_MOST_BYTES", 10_000)
+    values = random(70, 96)
+    stored_float = StoredWeight.from_tensor(values.bfloat16())
+    for is_head, kept in ((False, type), (True, "Q8_0")):
+        raw = rounding.to_blocks(values.bfloat16().float(), kept)
+        want = StoredWeight(kept, (70, 96), raw).dense
+        linear = pack_linear(stored_float, torch.float32, wish, is_head=is_head)
+        assert torch.equal(products.unpacked(linear.weight, torch.float32).cpu(), want)
+
+
+def test_weights_of_no_whole_blocks_are_not_rounded_and_that_is_told(caplog):
+    weight = StoredWeight.from_tensor(random(8, 40))
+    linear = products.packer(CudaToolkit(quantization="int8"))(weight, torch.float32, DEVICE)
+    x = random(3, 40).to(DEVICE)
+    assert torch.equal(linear(x).cpu(), x.cpu() @ weight.dense.T)
+    assert "stays as it is" in caplog.text
+
+
 def test_there_may_be_no_rows():
-    linear = products.pack_linear(stored("Q4_0", 48, 96), torch.float16, DEVICE)
+    linear = pack_linear(stored("Q4_0", 48, 96), torch.float16)
     assert linear(torch.empty(0, 96, dtype=torch.float16, device=DEVICE)).shape == (0, 48)

@@ -2,6 +2,11 @@
 projections is the vendor's library, on weights unpacked to the activation type where no kernel
 keeps their numbers."""
 
+from collections.abc import Mapping
+
+from banyan.base.errors import ConfigError
+from banyan.ops.bind import Toolkit
+
 _HERE = "banyan.ops.cuda"
 _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
 KERNELS = {
@@ -20,3 +25,28 @@ KERNELS = {
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
     **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},
 }
+
+
+def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
+    """
+    Args:
+        wishes: "quantization", what float weights of projections are rounded to at load.
+
+    Raises:
+        ConfigError: another wish, a rounding that does not exist, or one without its kernels.
+    """
+    from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, has_triton
+
+    wanted = wishes.get("quantization", "")
+    for flag, value in wishes.items():
+        if flag != "quantization" or value not in QUANTIZATIONS:
+            raise ConfigError(
+                f"--{flag} {value} does not exist on cuda",
+                hint=f"leave it out; --quantization may be {', '.join(QUANTIZATIONS)}",
+            )
+    if wanted and not has_triton():
+        raise ConfigError(
+            f"--quantization {wanted} needs the package triton, which is not installed",
+            hint="install triton, or leave the flag out",
+        )
+    return CudaToolkit(quantization=wanted)

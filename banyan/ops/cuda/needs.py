@@ -1,19 +1,39 @@
 """What the Triton kernels need; importable where Triton is not."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
-from banyan.ops.bind import OpSpec
+from banyan.ops.bind import NoToolkit, OpSpec
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+QUANTIZATIONS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "int8": "Q8_0"}
+"""What float weights may be rounded to at load -> storage type."""
+
+
+@dataclass(frozen=True)
+class CudaToolkit(NoToolkit):
+    """
+    Attributes:
+        quantization: a name of QUANTIZATIONS that float weights of projections are rounded to at
+            load; "" = they are kept.
+    """
+
+    quantization: str = ""
+
+
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def declines_device(spec: OpSpec) -> str | None:
     """Why no Triton kernel can serve, whatever its numbers; None when one can."""
     if spec.device.type != "cuda":
         return f"tensors are on {spec.device.type}"
-    return "the package triton is not installed" if find_spec("triton") is None else None
+    return None if has_triton() else "the package triton is not installed"
 
 
 def declines(spec: OpSpec) -> str | None:

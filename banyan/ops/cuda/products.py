@@ -6,16 +6,22 @@ The inputs are cut into parts whose sums are added in their order: a result depe
 there are, never on which block was first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.base.log import logger
 from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.blocks import BLOCK
 from banyan.ops.cuda.assembly import LEAST_CAPABILITY, nibbles, octets
-from banyan.ops.cuda.needs import declines
+from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, declines
 from banyan.ops.cuda.packing import BLOCK_TYPES, PackedNumbers, pack
+from banyan.ops.packed import PackedLinear
+from banyan.ops.reference import DenseLinear
+from banyan.ops.rounding import to_blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 UNPACK_FROM = 256
@@ -23,6 +29,10 @@ UNPACK_FROM = 256
 LEAST_INPUTS = 256
 """Below which a part is not worth the adding up."""
 _ADD = 1024
+_MOST_BYTES = 1 << 28
+"""Of float weights that are rounded at once."""
+
+_log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -174,19 +184,50 @@ def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
 
 
 def _declines(spec: OpSpec) -> str | None:
-    if STORAGE_TYPES[spec.weight_type].is_float:
+    if STORAGE_TYPES[spec.weight_type].is_float and not _rounding(spec.toolkit):
         return "for quantised weights"
     reason = declines(spec)
-    if reason is None and spec.weight_type not in BLOCK_TYPES:
+    is_kept = spec.weight_type in BLOCK_TYPES or STORAGE_TYPES[spec.weight_type].is_float
+    if reason is None and not is_kept:
         reason = "its numbers are not kept on this device"
     return reason
 
 
-def pack_linear(
-    weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
-) -> QuantisedLinear:
-    """A projection of a type of BLOCK_TYPES."""
-    return QuantisedLinear(pack(weight, device), dtype)
+def _rounding(toolkit: object) -> str:
+    """The storage type that float weights are rounded to; "" = they are kept."""
+    wanted = toolkit.quantization if isinstance(toolkit, CudaToolkit) else ""
+    return QUANTIZATIONS[wanted] if wanted else ""
 
 
-linear = Kernel(supports=_declines, run=pack_linear)
+def packer(toolkit: object) -> Callable[..., PackedLinear]:
+    """What packs a projection of a type of BLOCK_TYPES, or of floats that it rounds."""
+    type = _rounding(toolkit)
+
+    def pack_linear(
+        weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+    ) -> PackedLinear:
+        if STORAGE_TYPES[weight.type].is_float:
+            if weight.shape[1] % BLOCK:
+                _log.warning(
+                    "a weight %s stays as it is: its inputs are no whole blocks of %d",
+                    *(list(weight.shape), BLOCK),
+                )
+                return DenseLinear(weight.dense.to(device, dtype))
+            weight = _rounded(weight, "Q8_0" if is_head else type, device)
+        return QuantisedLinear(pack(weight, device), dtype)
+
+    return pack_linear
+
+
+def _rounded(weight: StoredWeight, type: str, device: torch.device) -> StoredWeight:
+    """Float weights [out, in] in blocks of `type`, on the device."""
+    outputs, inputs = weight.shape
+    step = max(1, _MOST_BYTES // (inputs * 4))
+    raw = [
+        to_blocks(weight.cut(0, first, min(first + step, outputs)).dense.to(device).float(), type)
+        for first in range(0, outputs, step)
+    ]
+    return StoredWeight(type, weight.shape, torch.cat(raw))
+
+
+linear = Kernel(supports=_declines, make=packer)
