@@ -45,10 +45,11 @@ READ_BYTES_PER_S = 4.3e12
 def main() -> int:
     options = _options()
     failed = 0
-    if options.device == "cuda":
-        kernels = ["tests/ops/test_cuda_kernels.py", "tests/ops/test_cuda_experts.py"]
+    if options.device == "cuda" and not options.only_speed:
+        kernels = [f"tests/ops/test_cuda_{name}.py" for name in ("kernels", "experts", "products")]
         failed += subprocess.run([sys.executable, "-m", "pytest", "-q", *kernels]).returncode
-    failed += _same_tokens(options.device)
+    if not options.only_speed:
+        failed += _same_tokens(options.device)
     shape = {**LARGE, "num_hidden_layers": options.layers}
     if options.small:
         shape = {**TINY, "num_hidden_layers": options.layers}
@@ -65,6 +66,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--bandwidth", type=float, default=READ_BYTES_PER_S)
     parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--quantization", default="", help="of the model that is timed")
+    parser.add_argument("--only-speed", action="store_true")
     return parser.parse_args()
 
 
@@ -156,6 +159,7 @@ def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
             disable_radix_cache=True,
             max_total_tokens=max(options.rows) * (INPUT + OUTPUT + 64),
             max_running_requests=max(options.rows),
+            **({"quantization": options.quantization} if options.quantization else {}),
         ) as engine:
             info = engine.get_server_info()["facts"]
             print(f"start-up {time.perf_counter() - began:.1f} s, {json.dumps(info['phases'])}")
