@@ -89,7 +89,8 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
 
 
 def with_store(random: Random, world: World) -> World:
-    """The same world with a store. `now` goes on by 0.01 with every action."""
+    """The same world with a store, which may be attached later. `now` goes on by 0.01 with every
+    action."""
     share = replace(
         world.core,
         share=True,
@@ -100,6 +101,7 @@ def with_store(random: Random, world: World) -> World:
             threshold=random.choice((0, 0, 2 * PAGE * world.scale)),
             timeout_s=random.choice((0.03, 0.3, 3.0)),
             max_writes=random.choice((2, 64)),
+            is_attached=random.random() < 0.8,
         ),
     )
     device = dataclasses.replace(world.device, groups=share.groups)

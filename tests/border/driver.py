@@ -11,19 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from banyan.engine.control import attach_store, detach_store
 from banyan.engine.core import Recorder
 from banyan.engine.spec import CoreSpec
+from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
 from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
 from banyan.messages.orders import (
     MEMORY_TAGS,
+    AttachStore,
+    DetachStore,
     Order,
     ReleaseMemory,
     ResumeMemory,
     StopProfile,
     TakeWeights,
 )
-from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
+from banyan.messages.requests import Abort, Control, Generate, GiveOrders, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
+from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.build import Peers, RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
 from tests.border.laws import BorderError, require
@@ -275,6 +280,38 @@ class Play:
             self.core.receive(RetractAll(), self.now)
             order = TakeWeights("path", str(len(self.given)), random.random() < 0.5)
         self._give(order)
+
+    def _switch(self, random: Random) -> None:
+        """Attach a store or detach the one that there is, as an administrator would: what stands
+        in the way is refused."""
+        tier, stats = self.core.scheduler.cache.tier, self.core.stats(self.now)
+        if tier is None or len(self.replies) < len(self.given):
+            return
+        if (stats.running or stats.waiting) and random.random() < 0.6:
+            for name, client in self.clients.items():
+                if client.end is None:
+                    client.is_aborted = True
+                    self.core.receive(Abort(name), self.now)
+            return
+        is_trial, force = random.random() < 0.2, random.random() < 0.5
+        if tier.is_attached:
+            order, does = DetachStore(is_trial), detach_store
+            args: dict[str, str | int | float | bool] = {"force": force}
+        else:
+            order = AttachStore(
+                *("file", random.choice((b"{}", b"{}", b'{"path": "other"}'))),
+                *(random.choice((WRITE_THROUGH, WRITE_SELECTIVE, WRITE_BACK)),),
+                *(random.choice((BEST_EFFORT, WAIT_COMPLETE, TIMEOUT)), 0, 0.3, 0.0, is_trial),
+            )
+            args = {"store": order.store, "options": order.options.decode(), "write": order.write}
+            args |= {"prefetch": order.prefetch, "threshold": 0, "patience_s": order.timeout_s}
+            does = attach_store
+        self.given.append(order)
+        control = Control(len(self.given), does.__name__, args=args)
+        refused = does(self.core, control, self.now, is_trial)
+        if refused is not None:
+            self.given.pop()
+            self.seen["refused switches of the store"] += 1
 
     def _give(self, order: Order) -> None:
         self.given.append(order)

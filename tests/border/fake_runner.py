@@ -16,7 +16,15 @@ from random import Random
 import msgspec
 
 from banyan.memory.groups import FULL, STATE, WINDOW, unit_tokens
-from banyan.messages.orders import KV_CACHE, Order, OrderReply, ReleaseMemory, TakeWeights
+from banyan.messages.orders import (
+    KV_CACHE,
+    AttachStore,
+    DetachStore,
+    Order,
+    OrderReply,
+    ReleaseMemory,
+    TakeWeights,
+)
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
@@ -117,6 +125,7 @@ class FakeRunner:
         faults: what goes wrong, and how often.
         namespaces: sampling seed -> cache namespace; the border does not carry namespaces.
         stored: pages in the store.
+        has_store: it is attached from the start.
     """
 
     def __init__(
@@ -126,7 +135,11 @@ class FakeRunner:
         random: Random,
         namespaces: dict[int, bytes],
         stored: Stored | None = None,
+        has_store: bool = True,
     ) -> None:
+        self._has_store = has_store
+        self._shelves: dict[bytes, Stored] = {}
+        """What other stores hold, by the options that they are attached with."""
         self.device = device
         self.faults = faults
         self.failed_seeds: set[int] = set()
@@ -139,7 +152,7 @@ class FakeRunner:
         """Copies done and not yet reported: (id, is good)."""
         self._weights = 0
         """What pages are computed with; part of their content."""
-        self._stored = {} if stored is None else stored
+        self._stored = self._shelves[b"{}"] = {} if stored is None else stored
         self._moving: list[tuple[PageCopy, list[Content]]] = []
         """Copies to the store with what they bring, and from it with nothing."""
         self._lookups: deque[Lookup] = deque()
@@ -198,7 +211,8 @@ class FakeRunner:
             return None
         lookup = self._lookups.popleft()
         groups = range(len(self.device.groups))
-        known = [all((g, key) in self._stored for g in groups) for key in lookup.keys]
+        stored = self._stored if self._has_store else {}
+        known = [all((g, key) in stored for g in groups) for key in lookup.keys]
         count = [*known, False].index(False)
         self.laws.seen["prefixes found in the store"] += count > 0
         return Held(lookup.id, count)
@@ -242,9 +256,26 @@ class FakeRunner:
                 self._pages = [{} for _ in self.device.groups]
             if isinstance(order, TakeWeights):
                 self._weights = oracle.mix(1, int(order.version))
+            if isinstance(order, AttachStore | DetachStore) and not order.is_trial:
+                self._switch(order)
             self.laws.carry_out(order)
             replies.append(OrderReply(True, "done"))
         return replies
+
+    def _switch(self, order: AttachStore | DetachStore) -> None:
+        """Another store, or none: what is on its way to one that goes is not told any more."""
+        is_new = isinstance(order, AttachStore)
+        require(is_new or self._has_store, f"{order}: there is no store")
+        require(not (is_new and self._has_store), f"{order}: there is a store")
+        self._has_store = is_new
+        if isinstance(order, AttachStore):
+            self._stored = self._shelves.setdefault(order.options, {})
+            return
+        for copy, _ in self._moving:
+            require(copy.dst.tier == STORE, f"copy {copy.id} waits for a store that goes")
+            del self.laws.copies[copy.id]
+        self._moving.clear()
+        self._lookups.clear()
 
     def _enter(self, join: Join, life: int, tokens: list[int]) -> Slot:
         start = oracle.start_of(self._namespaces[join.sampling.seed])
@@ -309,6 +340,8 @@ class Execution:
         where = f"step {self.plan.step} copy {copy.id}"
         size = self.device.groups[copy.group].page_tokens
         pages, content = self.runner._pages[copy.group], list[Content]()
+        is_there = self.runner._has_store or PEER in (copy.src.tier, copy.dst.tier)
+        require(is_there, f"{where}: there is no store")
         if copy.dst.tier == STORE:
             content = list(pages.get(copy.src.page, [None] * size))
             is_right = all(isinstance(value, int) for value in content)

@@ -110,7 +110,11 @@ class FakeKit:
         hurry: Hurry,
         answers: Answers,
     ) -> Runner:
-        return FakeRunner(world.device, world.faults, random, namespaces, self._stored)
+        rules = world.core.store
+        has_store = rules is None or rules.is_attached
+        return FakeRunner(
+            *(world.device, world.faults, random, namespaces, self._stored, has_store)
+        )
 
     def story(self, generate: Generate, world: World) -> Story:
         return HashStory(generate)

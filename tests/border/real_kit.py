@@ -130,7 +130,10 @@ class RealKit:
         shelf = None
         if self.stored is not None:  # pages of other worlds have other shapes
             name = identity([world.shape]).hex()
-            shelf = Shelf(self.stored / name, world.faults, random)
+            rules = world.core.store
+            shelf = Shelf(
+                self.stored / name, world.faults, random, bool(rules and rules.is_attached)
+            )
         open_mover = None if shelf is None else shelf.open_mover
         runner = build_runner(world.shape, ops, wrap, open_mover, drafter)
         return RealRunner(

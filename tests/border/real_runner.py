@@ -22,6 +22,8 @@ from banyan.memory.groups import STATE
 from banyan.messages.orders import (
     KV_CACHE,
     WEIGHTS,
+    AttachStore,
+    DetachStore,
     Order,
     ReleaseMemory,
     ResumeMemory,
@@ -104,6 +106,13 @@ class RealRunner:
         self._model = model
         self._is_recorded = runner.is_recorded
         carriers = dict.fromkeys((TakeWeights, ReleaseMemory, ResumeMemory), self._prepare)
+        if shelf is not None:
+            switch = shelf.switch
+            self._switches = {
+                AttachStore: switch.prepare_attach,
+                DetachStore: switch.prepare_detach,
+            }
+            carriers |= dict.fromkeys(self._switches, self._prepare_switch)
         self._taker = OrderTaker(runner, carriers | {StopProfile: self._prepare})
         self._device = device
         self._faults = faults
@@ -291,6 +300,20 @@ class RealRunner:
             self.seen["refused orders"] += 1
             raise RequestError("the pages of this device stay")
         return partial(self._obey, order)
+
+    def _prepare_switch(self, order: Order) -> Finish:
+        """Another rank may fail once this one is ready."""
+        finish = self._switches[type(order)](order)
+        if self._random.random() < self._faults.order:
+            self.seen["failed orders"] += 1
+            raise RequestError("injected")
+
+        def switch() -> Said:
+            said = finish()
+            self.laws.carry_out(order)
+            return said
+
+        return switch
 
     def _obey(self, order: Order) -> Said:
         """After other weights, or without memory, no page holds what it held."""

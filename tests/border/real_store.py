@@ -9,6 +9,7 @@ from random import Random
 
 from banyan.messages.plan import CopyResult, Held, Lookup
 from banyan.runner.kvstore import KVStore
+from banyan.runner.store_switch import StoreSwitch
 from banyan.transfer.files import FileStore
 from banyan.transfer.mover import Mover
 from tests.border.fake_runner import Faults
@@ -38,9 +39,13 @@ class Shelf:
     Args:
         folder: of the pages.
         faults: `copy` says how often a file is spoiled or removed.
+        is_attached: there is a store from the start.
     """
 
-    def __init__(self, folder: Path, faults: Faults, random: Random) -> None:
+    def __init__(
+        self, folder: Path, faults: Faults, random: Random, is_attached: bool = True
+    ) -> None:
+        self._is_attached = is_attached
         self._folder = folder
         self._faults = faults
         self._random = random
@@ -51,12 +56,23 @@ class Shelf:
         self.spoiled = 0
 
     def open_mover(self, pages: KVStore) -> Mover:
-        store = FileStore(self._folder, IDENTITY, CAPACITY_BYTES)
+        store = FileStore(self._folder, IDENTITY, CAPACITY_BYTES) if self._is_attached else None
         self._mover = Mover(pages, store, lambda: None, self._open_lane)
         return self._mover
 
+    @property
+    def switch(self) -> StoreSwitch:
+        """What attaches other stores to the mover, and detaches them."""
+        assert self._mover is not None
+
+        def open_store(name: str, options: dict[str, object]) -> FileStore:
+            folder = self._folder / str(options.get("path", ""))
+            return FileStore(folder, IDENTITY, CAPACITY_BYTES)
+
+        return StoreSwitch(self._mover, open_store)
+
     def _open_lane(self, name: str) -> ManualLane:
-        self._lanes.append(ManualLane())
+        self._lanes = [*self._lanes[-2:], ManualLane()]  # those of the present store
         return self._lanes[-1]
 
     @property
@@ -65,15 +81,16 @@ class Shelf:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.copies or self._held or self._lanes[0].waiting)
+        return bool(self.copies or self._held or any(lane.waiting for lane in self._lanes[:1]))
 
     def look(self, lookups: list[Lookup]) -> None:
         assert self._mover is not None
         self._mover.look(lookups)
+        self._sort()  # where there is no store it is answered at once
 
     def held(self) -> Held | None:
         """The answer to the oldest lookup."""
-        if self._lanes[0].waiting:
+        if self._lanes and self._lanes[0].waiting:
             self._lanes[0].waiting.popleft()()
             self._sort()
         return self._held.popleft() if self._held else None

@@ -14,7 +14,7 @@ from banyan.memory.tiers import StoreTier
 from banyan.runner.kvstore import KVStore
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
-from tests.border.driver import play, random_actions, smallest
+from tests.border.driver import Action, play, random_actions, smallest
 from tests.border.kit import FakeKit
 from tests.border.laws import BorderError
 from tests.border.real_kit import RealKit
@@ -23,7 +23,11 @@ ACTIONS = 250
 WORLDS = 90
 LIVES = 3
 """Runners, one after another, that find what the one before has stored."""
+SWITCHES = 0.03
+"""Share of the actions that switches of the store take the place of."""
 MUST_HAPPEN = (
+    "AttachStore",
+    "DetachStore",
     "evicted pages",
     "failed copies",
     "failed loads",
@@ -31,19 +35,26 @@ MUST_HAPPEN = (
     "loaded pages",
     "pages evicted from the store",
     "prefixes found in the store",
+    "refused switches of the store",
     "retractions",
     "shared page reads",
     "stored pages",
 )
 
 
-def play_lives(seed: int, lives: int = LIVES) -> Counter[str]:
+def some_actions(seed: int, switches: float = SWITCHES) -> list[Action]:
+    """Among them switches of the store."""
+    random = Random(seed)
+    actions = random_actions(random, ACTIONS)
+    return [("switch" if random.random() < switches else kind, at) for kind, at in actions]
+
+
+def play_lives(seed: int, lives: int = LIVES, switches: float = SWITCHES) -> Counter[str]:
     """One world after another with one store; when one fails, the fewest actions that still do."""
     seen: Counter[str] = Counter()
     kit = FakeKit({})
     for life in range(lives):
-        actions = random_actions(Random(seed * 10 + life), ACTIONS)
-        game = play(seed, actions, kit=kit)
+        game = play(seed, some_actions(seed * 10 + life, switches), kit=kit)
         seen += game.seen + game.runner.seen
     return seen
 
@@ -78,6 +89,8 @@ def test_a_recorded_world_with_a_store_replays_plan_for_plan(tmp_path, seed: int
 
 
 REAL_MUST_HAPPEN = (
+    "AttachStore",
+    "DetachStore",
     "failed loads",
     "failed steps",
     "loaded pages",
@@ -95,7 +108,7 @@ def test_the_real_runner_answers_from_real_files(tmp_path, request: pytest.Fixtu
         kit = RealKit(stored=tmp_path / str(seed))
         for life in range(LIVES):
             try:
-                game = play(seed, random_actions(Random(seed * 10 + life), ACTIONS), kit=kit)
+                game = play(seed, some_actions(seed * 10 + life), kit=kit)
             except Exception as error:
                 raise AssertionError(f"world {seed}, life {life} fails: {error}") from error
             seen += game.seen + game.runner.seen
@@ -113,10 +126,10 @@ def test_loaded_bytes_that_do_not_reach_their_page_are_noticed(tmp_path, monkeyp
                 play(seed, random_actions(Random(seed * 10 + life), ACTIONS), kit=kit)
 
 
-def verdict(worlds: int = 60) -> str:
+def verdict(worlds: int = 60, switches: float = 0.0) -> str:
     for seed in range(1, worlds):
         try:
-            play_lives(seed, 2)
+            play_lives(seed, 2, switches)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
@@ -194,6 +207,11 @@ def test_a_page_that_failed_to_come_and_is_used_is_noticed(monkeypatch) -> None:
     end = StoreTier.end
     monkeypatch.setattr(StoreTier, "end", lambda self, ids, failed: end(self, [*ids, *failed], []))
     assert "never written" in verdict()
+
+
+def test_a_store_that_is_used_after_it_was_let_go_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(StoreTier, "detach", lambda self: None)
+    assert "there is no store" in verdict(switches=SWITCHES)
 
 
 def test_the_smallest_play_still_names_what_is_wrong(monkeypatch) -> None:

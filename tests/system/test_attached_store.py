@@ -161,3 +161,42 @@ def test_a_server_without_an_admin_key_or_the_flag_attaches_nothing(
         reply = attach(server, tmp_path / "pages")
         assert reply.status_code == 400 and "--enable-hierarchical-cache" in reply.text
     assert not (tmp_path / "pages").exists()
+
+
+def test_the_engine_after_a_killed_one_has_the_attached_store_or_says_that_it_has_none(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "pages", tmp_path / "log"
+    with started(tiny_model, log) as server:
+        assert attach(server, folder).status_code == 200
+        first = http_ask(server)
+        wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
+        _replace_engine(server)
+        again = http_ask(server)
+        assert stored_tokens(again) == KEPT and told(again) == told(first)
+        assert present(server) == ("file", "file") and "without a store" not in log.read_text()
+        # One whose folder cannot be used any more serves without it.
+        folder.rename(tmp_path / "elsewhere")
+        folder.write_text("no folder")
+        _replace_engine(server)
+        assert told(http_ask(server)) == told(first)
+        assert "the new engine goes on without a store" in log.read_text()
+        # Whoever lets go of it brings it back, in another place.
+        assert detach(server).status_code == 200 and not present(server)[0]
+        assert attach(server, tmp_path / "elsewhere").status_code == 200
+        server.http.post("/flush_cache", headers=KEY)
+        assert stored_tokens(http_ask(server)) == KEPT
+
+
+def _replace_engine(server: Server) -> None:
+    """Kill the engine, and wait for the one that comes in its place."""
+    lost = server.engine_pid()
+    os.kill(lost, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            server.engine_pids() not in ([], [lost])
+            and server.http.get("/readyz").status_code == 200
+        ),
+        WAIT_S,
+        "another engine",
+    )
