@@ -12,7 +12,7 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE, ModelCard
 from banyan.config.defaults import settings_of, settle
 from banyan.config.dispatch import check_the_tokens, sends_rows, slot_bytes
 from banyan.config.drafts import card_of_the_draft, draft_of
@@ -258,15 +258,24 @@ def plan_the_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
     found, groups = agree_on_memory(card, opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
     sharers = config.parallel.local_world * config.parallel.dp if is_host else 1
+    # What states were after tokens that may not stand.
+    state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
+    trails = trails_of(config) * state_bytes
     return plan_memory(
         config.cache,
         config.schedule,
         context_length=config.model.context_length or card.context_length,
         groups=groups,
-        process_bytes=found.ours_bytes,
+        process_bytes=found.ours_bytes + trails,
         total_bytes=found.total_bytes // sharers,
-        free_bytes=found.free_bytes // sharers,
+        free_bytes=max(0, found.free_bytes // sharers - trails),
     )
+
+
+def trails_of(config: Config) -> int:
+    """States that are kept of drafts in one step, at most."""
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    return min(DRAFT_ROOM, running * config.speculative.drafts)
 
 
 def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
@@ -365,6 +374,12 @@ def check_drafts(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: masks of a block "
             "that read each other are read on the host alone",
             hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
+        )
+    if card is not None and card.has_states:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
+            "model keep a state, which goes back behind drafts that do not stand on the host alone",
+            hint="leave it out, or use --device cpu",
         )
     latent = None if card is None else card.latent
     if speculative.is_ahead and latent is not None and latent.index_heads:

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
-from banyan.base.json_types import is_list
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
 from banyan.config.card import FULL, EagleFacts, ModelCard
 from banyan.config.checkpoint import read_card
@@ -50,7 +50,7 @@ def card_of_the_dflash(model: ModelConfig, served: ModelCard) -> ModelCard:
     card = read_card(model.path, model.load_format, overrides={"architectures": [_BODY]})
     told = facts.part("dflash_config") or Facts({}, where)
     given = facts.any("dflash_config")
-    others = sorted(set(given) - _KNOWN) if isinstance(given, dict) else []
+    others = sorted(set(given) - _KNOWN) if is_object(given) else []
     kinds = {str(kind) for kind in facts.listed("layer_types")} - {"full_attention"}
     if others or kinds or any(card.kind_of(layer) != FULL for layer in range(card.num_layers)):
         what = [f"dflash_config.{printable(key)}" for key in others] or ["layer_types"]

@@ -130,8 +130,9 @@ def _check_the_ahead(config: Config, card: ModelCard, flag: str) -> None:
         raise ConfigError(
             f"{flag}: {printable(card.path)} says nothing of a layer for drafting "
             "(num_nextn_predict_layers, nextn_predict_layers)",
-            hint="DeepSeek-V3, V3.2, GLM-4.5, GLM-5 and MiMo bring one; EAGLE takes a model that "
-            f"was trained to draft as --speculative-draft-model-path; or {another}",
+            hint="DeepSeek-V3, V3.2, GLM-4.5, GLM-5, MiMo, Qwen3-Next and Qwen3.5 bring one; EAGLE "
+            "takes a model that was trained to draft as --speculative-draft-model-path; or "
+            f"{another}",
         )
     ahead = FAMILIES.load(card.architecture).ahead
     if ahead is None or card.format not in ahead.names:

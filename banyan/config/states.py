@@ -7,6 +7,7 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
+from banyan.config.speculation import what_branches
 
 log = logger(__name__)
 
@@ -26,9 +27,9 @@ def check_the_states(config: Config, card: ModelCard, environment: Environment) 
         return config
     for is_there, flag, why in (
         (
-            bool(config.speculative.algorithm),
-            f"--speculative-algorithm {config.speculative.algorithm}",
-            "a state does not go back behind drafts that do not stand",
+            bool(what_branches(config.speculative)),
+            what_branches(config.speculative),
+            "a state does not branch",
         ),
         (
             bool(cache.store),

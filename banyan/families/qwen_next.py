@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from banyan.config.card import FULL, STATE, ModelCard, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, state_where
+from banyan.families.base import MAX_WIDTH, Ahead, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import (
@@ -26,6 +26,7 @@ from banyan.families.names import (
 from banyan.families.qwen import HUB_SHARED
 
 _MAX_HEADS = 4096
+_AHEAD = "mtp."
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -48,7 +49,7 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         key_dim=facts.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
         value_dim=facts.integer("linear_value_head_dim", 1, MAX_WIDTH, default=128),
     )
-    card = replace(card, state=state)
+    card = replace(card, state=state, num_ahead=_layers_ahead(facts, card))
     if "Qwen3_5" in card.architecture:
         card = replace(card, state=replace(state, is_grouped=False, has_grouped_rates=False))
     if card.architecture.startswith("Qwen3_5For"):
@@ -56,6 +57,13 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     if facts.integer("num_experts", 0, 1 << 16, default=512) == 0:
         return card
     return qwen_moe(facts, card, has_shared=True, is_normalised=True)
+
+
+def _layers_ahead(facts: Facts, card: ModelCard) -> int:
+    """Layers that draft. Configurations of Qwen3-Next do not speak of the one that there is."""
+    usual = int(card.architecture.startswith("Qwen3Next"))
+    found = facts.integer("mtp_num_hidden_layers", 0, 64, default=usual)
+    return 0 if facts.flag("mtp_use_dedicated_embeddings", default=False) else found
 
 
 def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -157,6 +165,24 @@ _APART = _HUB_NAMES | {
     "model.layers.{}.linear_attn.in_proj_a": "layers.{}.attention.rates:a",
 }
 
+_AHEAD_NAMES = NameMap(
+    {
+        name.replace("model.", _AHEAD): place
+        for name, place in _HUB_NAMES.items()
+        if "layers.{}." in name and "linear_attn" not in name
+    }
+    | {
+        _AHEAD + name: f"layers.0.{place}"
+        for name, place in {
+            "fc": "join",
+            "pre_fc_norm_embedding": "token_norm",
+            "pre_fc_norm_hidden": "state_norm",
+            "norm": "norm",
+        }.items()
+    },
+    norm_offset=1.0,
+)
+
 QWEN3_NEXT = Family(
     hub=_HUB,
     gguf=GgufForm(
@@ -171,11 +197,12 @@ QWEN3_NEXT = Family(
                 "model.layers.{}.linear_attn.in_proj_ba": "layers.{}.attention.rates",
             },
             norm_offset=1.0,
-            unread=("mtp.",),
+            unread=(_AHEAD,),
         ),
     },
     qk_norm="head",
     has_attention_gate=True,
+    ahead=Ahead({"safetensors": (_AHEAD, _AHEAD_NAMES)}),
 )
 
 QWEN35 = replace(
@@ -191,7 +218,7 @@ QWEN35 = replace(
                 for name, place in _APART.items()
             },
             norm_offset=1.0,
-            unread=("mtp.", "model.visual."),
+            unread=(_AHEAD, "model.visual."),
         ),
     },
 )

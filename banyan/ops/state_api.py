@@ -20,11 +20,15 @@ class StateRows:
         pages: [rows] int32, page of each row's state; entries may lie apart.
         row_starts: [rows + 1] int32; row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
         context_lengths: [rows] int32, positions before this step's tokens.
+        trails: [rows, 2] int32: a first page and how many there are. The state after each of so
+            many tokens of a row, the last one left out, goes to these pages as well, one behind
+            another: those tokens may turn out to be wrong. None where none ever do.
     """
 
     pages: Tensor
     row_starts: Tensor
     context_lengths: Tensor
+    trails: Tensor | None = None
 
 
 class StateOps(Protocol):

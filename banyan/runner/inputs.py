@@ -75,6 +75,7 @@ class StepTensors:
         self.carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
         self._taps = taps
         self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
+        self.trails = zeros(max_rows, 2, dtype=torch.int32) if store.trails else None
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
         self._adapted_outputs = AdapterTokens(max_outputs)
         self._fill = self._gather
@@ -108,7 +109,9 @@ class StepTensors:
             self._table.adapters.show_outputs(self._adapted_outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(
-            self.row_starts, self.context_lengths, tuple(views), paths=self.paths
+            *(self.row_starts, self.context_lengths, tuple(views)),
+            paths=self.paths,
+            trails=self.trails,
         )
         states = BoundStates(self._store, geometry)
         bound, carried = attention.bind(geometry), self.carried
@@ -128,7 +131,8 @@ class StepTensors:
         )
         paths = None if self.paths is None else self.paths[:tokens]
         lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
-        geometry = StepGeometry(*lengths, views, paths=paths)
+        trails = None if self.trails is None else self.trails[:rows]
+        geometry = StepGeometry(*lengths, views, paths=paths, trails=trails)
         return StepInputs(
             tokens=self.tokens[:tokens],
             positions=self.positions[:tokens],
@@ -184,6 +188,8 @@ class StepTensors:
         host.positions[:num_tokens] = batch.positions if batch.branches else positions
         if self.paths is not None:
             enter_paths(self.paths.numpy(), batch)
+        if self.trails is not None:
+            self.trails.numpy()[:num_rows] = batch.trails + (self._store.first_trail, 0)
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
         if batch.everywhere is not None:

@@ -6,7 +6,7 @@ Knows pages by number only; who owns a page is the engine's business.
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,6 +66,8 @@ class KVStore:
         caches: what the layers of this rank declare.
         is_shared: other processes may map the pages. Host memory only.
         stream: what steps of the device are ordered by; pages are put there in their turn.
+        trails: pages behind those of a STATE group that no plan names: what states were after
+            tokens that may not stand.
 
     Attributes:
         file: what they map; -1 where they may not.
@@ -79,8 +81,10 @@ class KVStore:
         device: torch.device,
         is_shared: bool = False,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+        trails: int = 0,
     ) -> None:
         self.groups = groups
+        self.trails = trails if any(group.kind == STATE for group in groups) else 0
         self.caches = tuple(caches)
         self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_shared else -1
         self.places: dict[int, dict[str, int]] = {}
@@ -95,10 +99,11 @@ class KVStore:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
             tokens = () if group.kind == STATE else (group.page_size,)
+            behind = self.trails if group.kind == STATE else 0
             self._group_of[cache.layer] = index
             self._tensors[cache.layer], self.places[cache.layer] = {}, {}
             for name, tensor in cache.tensors.items():
-                shape = (group.num_pages, *tokens, *tensor.shape)
+                shape = (group.num_pages + behind, *tokens, *tensor.shape)
                 if is_shared:
                     self.places[cache.layer][name] = os.fstat(self.file).st_size
                 self._tensors[cache.layer][name] = self._zeros(shape, tensor.dtype, device)
@@ -132,6 +137,18 @@ class KVStore:
             if copy.when == when and copy.is_on_device:
                 for pages in self._pages_of(copy.group):
                     pages[copy.dst.page].copy_(pages[copy.src.page])
+
+    @property
+    def first_trail(self) -> int:
+        """The first of the pages for trails; where there are any."""
+        return next(group.num_pages for group in self.groups if group.kind == STATE)
+
+    def go_back(self, pages: Sequence[int], trails: Sequence[int]) -> None:
+        """States are what these pages of trails have."""
+        targets, sources = torch.tensor(pages), torch.tensor(trails)
+        for group, layout in enumerate(self.groups):
+            for held in self._pages_of(group) if layout.kind == STATE else ():
+                held[targets] = held[sources]
 
     def arrange(self, is_by_name: bool, is_apart: bool) -> None:
         """Say how pages are carried between a device and the host, before any is.

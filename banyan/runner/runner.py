@@ -113,8 +113,10 @@ class ModelRunner:
         )
         beside = [] if draft is None else draft.model.caches
         caches = numbered_through([model.caches, beside])
+        can_go_back = self._platform.traits.is_host and not sizes.branching
+        trails = sizes.draft_room if open_drafter is not None and can_go_back else 0
         self.store = KVStore(
-            sizes.groups, caches, device, sizes.shares_pages, self._platform.stream
+            sizes.groups, caches, device, sizes.shares_pages, self._platform.stream, trails
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
@@ -136,7 +138,7 @@ class ModelRunner:
                 layers = 1 + max((cache.layer for cache in model.caches), default=-1)
                 compaction = Compaction(self._table, self.store, layers, build.ops)
             drafter = open_drafter(partial(open_beside, *whole))
-            mine = (self._table, self._ran, compaction, sizes.branching)
+            mine = (self._table, self._ran, self.store, compaction, sizes.branching)
             self._drafting = Drafting(drafter, *mine)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self._peers: Peers | None = None
@@ -192,7 +194,7 @@ class ModelRunner:
             copies=True,
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE, PEER),
             drafts=self._drafting is not None,
-            goes_back=False,
+            goes_back=self.store.trails > 0,
             peers=self._peers is not None,
             adapters=self._table.adapters is not None,
             text=self._pooler is None,

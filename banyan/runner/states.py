@@ -21,5 +21,6 @@ class BoundStates:
     def __call__(self, layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
         view = self.step.groups[self.store.group_of(layer)]
         pages = view.page_tables[:, 0]
-        rows = StateRows(pages, self.step.row_starts, self.step.context_lengths)
+        lengths = (self.step.row_starts, self.step.context_lengths)
+        rows = StateRows(pages, *lengths, self.step.trails)
         return self.store.tensors(layer), rows

@@ -37,7 +37,10 @@ def checked(line: str, card: ModelCard) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("--speculative-algorithm NGRAM", "--speculative-algorithm NGRAM"),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 2",
+            "--speculative-ngram-min-bfs-breadth 2",
+        ),
         (STORE, "--hicache-storage-backend file"),
         ("--dp 2 --tp 2 --enable-dp-attention", "--enable-dp-attention"),
         ("--pp 2", "--pipeline-parallel-size 2"),

@@ -387,7 +387,7 @@ def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> Plain
     size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if "o_proj" in name or "down_proj" in name or "out_proj" in name:
                 parameter *= noise
         model.model.embed_tokens.weight *= 5  # of the size of what a norm makes of it
 
@@ -413,6 +413,32 @@ def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> Plain
     mine = {} if listed is None else {"mlp_layer_types": listed[:LAYERS]}
     rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1, **mine)
     return PlainAhead(model, model.config.rms_norm_eps, weights)
+
+
+def tiny_next(variant: str, folder: Path, **more: object) -> PlainAhead:
+    """Qwen3-Next's and Qwen3.5's form of the same: other names, and norms around nought; what comes
+    before has layers that keep a state."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    plain = tiny_ahead(variant, folder, layer_types=[*kinds, "full_attention"], **more)
+    mine = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    stored = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        own = name.removeprefix(f"model.layers.{LAYERS}.")
+        stem = own.removesuffix(".weight")
+        if own == name:
+            stored[name] = value
+        elif stem in mine:
+            stored[f"mtp.{mine[stem]}.weight"] = value - 1
+        elif stem in ("eh_proj", "shared_head.norm"):
+            stored["mtp.fc.weight" if stem == "eh_proj" else "mtp.norm.weight"] = value
+        elif not own.startswith(("embed_tokens", "shared_head.head")):
+            stored[f"mtp.layers.0.{own}"] = value
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(
+        folder, layer_types=kinds, num_nextn_predict_layers=None, mtp_num_hidden_layers=1
+    )
+    plain.weights["shared_head.norm"] = 1 + plain.weights["shared_head.norm"]
+    return plain
 
 
 def tiny_mimo(folder: Path, **more: object) -> PlainAhead:

@@ -1,6 +1,7 @@
 """The compiled ops on states against the plain ones, in every instruction set of this machine."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ def rows_of(*rows):
     table[:, 0] = torch.tensor([page for page, _, _ in rows])
     starts = torch.tensor([0, *(count for _, count, _ in rows)]).cumsum(0).int()
     return StateRows(table[:, 0], starts, torch.tensor([c for _, _, c in rows]).int())
+
+
+def with_trails(rows, *trails):
+    return replace(rows, trails=torch.tensor(trails, dtype=torch.int32))
 
 
 MIXED = ((4, 3, 7), (2, 1, 0), (8, 0, 5), (1, 13, 0), (5, 1, 2))
@@ -150,3 +155,48 @@ def test_a_gate_equals_the_reference(states, curve, dim):
     torch.testing.assert_close(
         states.apply_gate(x, gate, curve), reference.apply_gate(x, gate, curve)
     )
+
+
+CUT = 4
+"""Tokens of a row before those that may not stand."""
+
+
+@pytest.mark.parametrize("kind", ["conv", "scan", "delta", "selective"])
+def test_a_trail_has_what_the_state_was_after_each_of_the_last_tokens(states, kind):
+    """Bit for bit what a row leaves that ends there, for rows that go on and that begin anew."""
+    counts, drafts, before = (CUT + 3, 1, CUT + 2), (3, 0, 2), (7, 2, 0)
+    total = sum(counts)
+    if kind == "conv":
+        inputs, shape = (apart(random(total, 21)),), (3, 21)
+    elif kind == "selective":
+        q, k = (apart(random(total, 5, seed=s)) for s in (1, 2))
+        v, step = (apart(random(total, 19, seed=s)) for s in (3, 4))
+        inputs, shape = (q, k, v, step.exp()), (5, 19)
+    else:
+        inputs, shape = scan_inputs(6, 2, 5, 19, total), (6, 5, 19)
+    weight, bias = random(4, 21, seed=1), random(21, seed=2)
+    rate, skip = random(5, 19, seed=5).exp(), random(19, seed=6)
+
+    def run(of, kept, inputs, rows):
+        if kind == "conv":
+            return of.short_conv(*inputs, weight, bias, True, kept, rows)
+        if kind == "selective":
+            return of.selective_scan(*inputs, rate, skip, kept, rows)
+        return of.scan(*inputs, None, kind == "delta", kept, rows)
+
+    fresh = random(PAGES, *shape, seed=7)
+    rows = rows_of(*zip((1, 2, 3), counts, before, strict=True))
+    trailed = with_trails(rows, (4, 3), (7, 0), (7, 2))
+    for of in (states, reference):
+        kept, plain = fresh.clone(), fresh.clone()
+        out = run(of, kept, inputs, trailed)
+        assert torch.equal(out, run(of, plain, inputs, rows))
+        assert torch.equal(kept[:4], plain[:4])
+        for row, (first, page) in enumerate(
+            zip((0, counts[0], counts[0] + 1), (4, 7, 7), strict=True)
+        ):
+            for at in range(drafts[row]):
+                count, alone = counts[row] - drafts[row] + at, fresh.clone()
+                part = tuple(each[first : first + count] for each in inputs)
+                run(of, alone, part, rows_of((row + 1, count, before[row])))
+                assert torch.equal(kept[page + at], alone[row + 1]), (row, at)

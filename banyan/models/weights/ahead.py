@@ -38,6 +38,7 @@ def load_ahead(
     beginning, names = family.ahead.names[card.format]
     beginning = beginning.format(card.num_layers)
     name = beginning.rstrip(".").rpartition(".")[2]
+    name = name if name.isdecimal() else "0"  # they lie beside the model's
     ahead = AheadLM(card, family, name, build, page_size, served_length)
     if load_format == "dummy":
         fill_dummy(ahead, build, 1)

@@ -110,10 +110,14 @@ class States:
         return out
 
 
-def _places(rows: StateRows) -> tuple[int, int, int, int]:
-    starts, contexts = rows.row_starts, rows.context_lengths
+def _places(rows: StateRows) -> tuple[int, int, int, int, int]:
+    starts, contexts, trails = rows.row_starts, rows.context_lengths, 0
     assert starts.is_contiguous() and contexts.is_contiguous()
-    return rows.pages.data_ptr(), rows.pages.stride(0), starts.data_ptr(), contexts.data_ptr()
+    if rows.trails is not None:
+        assert rows.trails.is_contiguous() and rows.trails.dtype == torch.int32
+        trails = rows.trails.data_ptr()
+    pages = (rows.pages.data_ptr(), rows.pages.stride(0))
+    return *pages, starts.data_ptr(), contexts.data_ptr(), trails
 
 
 def _rows(x: Tensor) -> tuple[int, int]:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from banyan.base.branches import is_chain
+from banyan.config.card import STATE
 from banyan.messages.orders import Order
 from banyan.messages.plan import Row, StepPlan
 from banyan.runner.batch import Batch
 from banyan.runner.branches import Compaction
+from banyan.runner.kvstore import KVStore
 from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter, Tree
@@ -48,6 +50,7 @@ class Drafting:
     """
     Args:
         ran: what the drafter reads of the last step.
+        store: whose states go back where drafts do not stand.
         compaction: None where drafts are chains.
         branching: longest path of drafts that branch, the newest token included; 0 = none do.
     """
@@ -57,12 +60,14 @@ class Drafting:
         drafter: Drafter,
         table: SlotTable,
         ran: TargetStep,
+        store: KVStore | None = None,
         compaction: Compaction | None = None,
         branching: int = 0,
     ) -> None:
         self._drafter = drafter
         self._table = table
         self._ran = ran
+        self._store = store if store is not None and store.trails else None
         self._compaction = compaction
         self._branching = branching
         self._joined: set[int] = set()
@@ -123,6 +128,7 @@ class Drafting:
             if row.slot in self._joined:
                 self._drafter.extend(row.slot, known, stood)
         self._compact(moved)
+        self._go_back(batch, verified)
         return verified
 
     def draft(self, batch: Batch, verified: Verified, num_rows: int) -> None:
@@ -145,6 +151,21 @@ class Drafting:
         self._ran.stood(slot, path)
         if path[-1] != len(path) - 1:
             moved.append((slot, known - 1, path))
+
+    def _go_back(self, batch: Batch, verified: Verified) -> None:
+        """States are what they were after the last token that stands."""
+        store, pages, trails = self._store, list[int](), list[int]()
+        if store is None:
+            return
+        group = next(at for at, layout in enumerate(store.groups) if layout.kind == STATE)
+        for at, (row, (before, drafts)) in enumerate(
+            zip(batch.rows, batch.trails.tolist(), strict=True)
+        ):
+            if cut := verified.cut.get(int(batch.indices[at]), 0):
+                pages.append(int(self._table.pages[group][row.slot, 0]))
+                trails.append(store.first_trail + before + drafts - cut)
+        if pages:
+            store.go_back(pages, trails)
 
     def _compact(self, moved: Sequence[tuple[int, int, list[int]]]) -> None:
         if not moved:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.card import FULL, ModelCard
+from banyan.config.card import FULL, STATE, ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.config.eagle import card_of_the_eagle
 from banyan.config.schema import ModelConfig, SpeculativeConfig
@@ -28,7 +28,14 @@ from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.speculative.growth import Grower
 from banyan.runner.speculative.hidden import HiddenDrafter
 from tests.models import test_gguf_experts
-from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3, tiny_mimo
+from tests.models.drafting import (
+    PlainAhead,
+    tiny_ahead,
+    tiny_eagle,
+    tiny_eagle3,
+    tiny_mimo,
+    tiny_next,
+)
 from tests.models.families import rewrite_config
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_standalone import drafted_loop
@@ -67,8 +74,11 @@ def runner_of(
         return Build(ops)
 
     build = mine = build_of(card)
+    groups = [GroupLayout(FULL, 0, PAGE, NUM_PAGES)]
+    if card.has_states:
+        groups.append(GroupLayout(STATE, 0, PAGE, NUM_PAGES))
     sizes = RunnerSizes(
-        *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
+        *(4, MAX_LENGTH, tuple(groups)),
         max_tokens=48 if is_recorded else 0,
         draft_room=16,
         branching=tree[1] + 1 if tree else 0,
@@ -101,6 +111,21 @@ def runner_of(
         for pages in runner.store.tensors(layer).values():
             pages.fill_(float("nan"))
     return runner
+
+
+@pytest.mark.parametrize("variant", ["qwen3 next", "qwen3.5", "qwen3.5 moe"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, is_recorded):
+    plain, accepted, refused = tiny_next(variant, tmp_path, noise=0.15), 0, 0
+    runner = runner_of(tmp_path, is_recorded)
+    assert runner.abilities.goes_back
+    for seed, (length, chunk) in enumerate([(1, 1000), (30, 7), (40, 16)]):
+        prompt = prompt_of(length, seed)
+        right, steps = plain_loop(plain, prompt, 3, NEW)
+        assert drafted_loop(runner, prompt, 3, NEW, chunk) == (right, steps)
+        accepted += sum(steps) - len(steps)
+        refused += sum(1 < count < 4 for count in steps) + sum(count == 1 for count in steps)
+    assert accepted > 10 and refused > 3
 
 
 def plain_loop(plain: PlainAhead, prompt: list[int], drafts: int, new: int):

@@ -116,7 +116,7 @@ def drafted_loop(runner: ModelRunner, prompt: list[int], drafts: int, new: int, 
     """The same by plans: the prompt in pieces, then rows of `drafts` drafts."""
     driver, request = Driver(runner), Request(prompt, greedy(new + drafts + 1))
     join, grant = driver.enter(request)
-    parts = {"joins": [join], "grants": [grant]}
+    parts = {"joins": [join], "grants": driver.of_every_group(grant)}
     given: list[int] = []
     while len(request.output) < new:
         start, known = request.done, request.known

@@ -15,7 +15,16 @@ constexpr int MAX_TAPS = 16;
 struct StateRows {
   const int32_t *pages, *row_starts, *context_lengths;
   int64_t pages_stride;
+  const int32_t* trails;  // [rows, 2]: first page of a row's trail, and its pages; or null
 };
+
+// Where the state after token `t` of a row is kept as well, -1 = nowhere: the last tokens but one
+// may turn out to be wrong.
+inline int64_t trail_page(const StateRows& rows, int64_t row, int64_t t) {
+  if (!rows.trails) return -1;
+  int64_t place = t - (rows.row_starts[row + 1] - 1 - rows.trails[2 * row + 1]);
+  return place < 0 || place >= rows.trails[2 * row + 1] ? -1 : rows.trails[2 * row] + place;
+}
 
 struct ConvArgs {
   StateRows rows;

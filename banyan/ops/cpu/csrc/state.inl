@@ -53,6 +53,10 @@ void conv_block(const ConvArgs& a, int64_t row, int64_t first) {
     for (int i = 0; i < a.taps; i++) total = fma(weight[i], seen[i], total);
     put(a.out + t * a.channels + first, a.has_silu ? silu(total) : total, lanes);
     for (int i = 0; i < kept; i++) seen[i] = seen[i + 1];
+    int64_t trail = trail_page(a.rows, row, t);
+    if (trail < 0) continue;
+    float* left = a.last_inputs + trail * kept * a.channels + first;
+    for (int i = 0; i < kept; i++) put(left + (int64_t)i * a.channels, seen[i], lanes);
   }
   for (int i = 0; i < kept; i++) put(inputs + (int64_t)i * a.channels, seen[i], lanes);
 }
@@ -123,6 +127,11 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
     vf read = (out[0] + out[1]) + (out[2] + out[3]);
     put(a.out + (t * a.heads + head) * a.value_dim + first, a.skip ? fma(skip, value, read) : read,
         lanes);
+    int64_t trail = trail_page(a.rows, row, t);
+    if (trail < 0) continue;
+    float* behind = a.states + (trail * a.heads + head) * dim * a.value_dim + first;
+    for (int i = 0; i < dim; i++)
+      put(behind + (int64_t)i * a.value_dim, load(state + i * LANES), lanes);
   }
   for (int i = 0; i < dim; i++)
     put(held + (int64_t)i * a.value_dim, load(state + i * LANES), lanes);
@@ -177,6 +186,10 @@ void selective_block(const SelectiveArgs& a, int64_t row, int64_t first, float* 
     }
     vf read = (out[0] + out[1]) + (out[2] + out[3]);
     put(a.out + t * width + first, fma(skip, value, read), lanes);
+    int64_t trail = trail_page(a.rows, row, t);
+    if (trail < 0) continue;
+    float* behind = a.states + trail * dim * width + first;
+    for (int i = 0; i < dim; i++) put(behind + i * width, load(state + i * LANES), lanes);
   }
   for (int i = 0; i < dim; i++) put(held + i * width, load(state + i * LANES), lanes);
 }
