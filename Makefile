@@ -57,7 +57,7 @@ test-lora: $(VENV)/.test
 
 # Drafts of layers that read hidden states, and trees of drafts, however the engine runs.
 test-drafts: $(VENV)/.test
-	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_hidden.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
+	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_hidden.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
 
 # The tests that docs/security.md names; some minutes.
 test-security: $(VENV)/.test

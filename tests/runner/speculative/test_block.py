@@ -30,7 +30,7 @@ from tests.runner.speculative.test_standalone import drafted_loop
 BLOCKS, NEW = "blocks", 24
 
 
-def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
+def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
     card = read_card(str(folder))
     toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
 
@@ -46,9 +46,9 @@ def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
         )
 
     sizes = RunnerSizes(
-        *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
-        max_tokens=48 if is_recorded else 0,
-        draft_room=16,
+        *(slots, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
+        max_tokens=12 * slots if is_recorded else 0,
+        draft_room=8 * slots,
         verified=8,
     )
     build, source = build_of(card), str(folder / BLOCKS)

@@ -57,7 +57,11 @@ def one_thread() -> Iterator[None]:
 
 
 def runner_of(
-    folder: Path, is_recorded: bool, tokens: tuple[int, ...] = (), tree: tuple[int, ...] = ()
+    folder: Path,
+    is_recorded: bool,
+    tokens: tuple[int, ...] = (),
+    tree: tuple[int, ...] = (),
+    slots: int = 4,
 ) -> ModelRunner:
     """tree: tokens that follow one, and levels, of drafts that branch."""
     card = read_card(str(folder))
@@ -78,9 +82,9 @@ def runner_of(
     if card.has_states:
         groups.append(GroupLayout(STATE, 0, PAGE, NUM_PAGES))
     sizes = RunnerSizes(
-        *(4, MAX_LENGTH, tuple(groups)),
-        max_tokens=48 if is_recorded else 0,
-        draft_room=16,
+        *(slots, MAX_LENGTH, tuple(groups)),
+        max_tokens=12 * slots if is_recorded else 0,
+        draft_room=4 * slots,
         branching=tree[1] + 1 if tree else 0,
     )
     model = load_model(card, build)
