@@ -104,7 +104,7 @@ BATTERY = (
     ),
     Line(
         "T7",
-        "requests that are wrong somewhere, and those of schemathesis",
+        "requests that are wrong somewhere: mutated, of schemathesis, each field of each operation",
         "0 answers >= 500 but 501 and 503, 0 hangs, /livez never blocked, others unharmed",
         f"{TRUST}/malformed.py {TRUST}/every_field.py",
         "MALFORMED=10000",
@@ -123,6 +123,7 @@ BATTERY = (
         "retracted requests answer as if nothing had been",
         f"{SYSTEM}/test_numerics.py::test_forced_retraction_changes_no_answer "
         f"{SYSTEM}/test_states.py tests/memory tests/scheduler/test_growth.py",
+        "STATES=all",
     ),
     Line(
         "T11",
