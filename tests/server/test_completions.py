@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from banyan.config.adapters import AdapterPlace
 from banyan.frontend.requests.generation import TextRequest
 from tests.server.fakes import Site, Step, steps
 from tests.server.test_chat import events
@@ -53,6 +54,43 @@ def test_a_batch_answers_in_order_and_counts_each_prompt_once(
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     assert body["usage"]["prompt_tokens"] == 4
     assert body["usage"]["completion_tokens"] == 4
+
+
+@pytest.fixture
+def site_with_adapters() -> Iterator[Site]:
+    with Site().serving() as site:
+        site.state.adapters.is_enabled = True
+        yield site
+
+
+def test_each_prompt_of_a_list_may_name_its_own_adapter(site_with_adapters: Site) -> None:
+    site, http = site_with_adapters, site_with_adapters.http
+    for name in ("a", "b"):
+        site.state.adapters.add(AdapterPlace(name, f"/{name}"))
+
+    def named(**fields: object) -> list[str]:
+        answer = post(http, prompt=["x", "y", "z"], **fields)
+        assert answer.status_code == 200, answer.text
+        return [request.adapter for request in site.generator.asked[-3:]]
+
+    assert named() == [""] * 3
+    assert named(lora_path="b") == ["b"] * 3
+    assert named(lora_path=["b", None, "/a"]) == ["b", "", "a"]
+    assert named(model="a", lora_path=[None, "a", ""]) == ["a"] * 3
+    for wrong, text in (
+        (["a"], "1 names for 3 prompts"),
+        (["a"] * 4, "4 names for 3 prompts"),
+        ([None, "c", None], "'c' is not loaded. There are: a, b."),
+    ):
+        answer = post(http, prompt=["x", "y", "z"], lora_path=wrong)
+        assert answer.status_code == 400 and text in answer.text
+    answer = post(http, prompt=["x", "y"], model="a", lora_path=["a", "b"])
+    assert answer.status_code == 400 and "another one" in answer.text
+    many = post(http, prompt=["x"] * 100_000, lora_path=["c"] * 100_000)
+    assert many.status_code == 400 and "prompt" in many.text
+    user = [{"role": "user", "content": "hi"}]
+    chat = http.post("/v1/chat/completions", json={"messages": user, "lora_path": ["b"]})
+    assert chat.status_code == 200 and site.generator.asked[-1].adapter == "b"
 
 
 def test_special_texts_in_a_prompt_are_special(site: Site, http: httpx.Client) -> None:

@@ -2,7 +2,8 @@
 adapter, and version of it, that was named, and nothing is left behind.
 
 LORA_REQUESTS requests are sent (`make test-lora`: 10,000, with fifty adapters), by default a few
-hundred with ten. Plain torch says what is right, from weights that each adapter is merged into.
+hundred with ten; LORA_SEED draws others. Plain torch says what is right, from weights that each
+adapter is merged into.
 """
 
 import contextlib

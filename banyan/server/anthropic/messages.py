@@ -46,7 +46,7 @@ async def messages(exchange: Exchange, state: ServerState) -> None:
         try:
             body = chat_body(request, service.chat and service.chat.template, report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "messages", adapter)
+            origin = origin_of(exchange, chat, "messages", (adapter,))
             plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
         except RequestError as error:
             raise in_words(error, WORDS) from None

@@ -94,7 +94,7 @@ def _asked(
     """What the body of a chat request runs."""
     chat = typed(body, OpenAIChatRequest)
     model, adapter = model_and_adapter_of(chat.model, exchange, state)
-    origin = origin_of(exchange, chat, route, adapter)
+    origin = origin_of(exchange, chat, route, (adapter,))
     plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
     return _Asked(model, chat, plan)
 

@@ -3,6 +3,7 @@ by `lora_path`, or in the place of the model.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.server.http.state import ServerState
@@ -30,6 +31,27 @@ def model_and_adapter(
         return name, found
     strict = state.config.server.strict_requests
     return check_model(name, state.served_name, warn, strict), asked
+
+
+def model_and_adapters(
+    name: str, state: ServerState, warn: Warn, lora_path: object, count: int
+) -> tuple[str, tuple[str, ...]]:
+    """The same for `count` prompts: the adapter of each, where `lora_path` is a list.
+
+    Raises:
+        RequestError: as there; the list has not one entry for each prompt.
+    """
+    if not isinstance(lora_path, list):
+        model, adapter = model_and_adapter(name, state, warn, lora_path)
+        return model, (adapter,) * count
+    entries = cast(list[object], lora_path)
+    if len(entries) != count:
+        raise RequestError(
+            f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
+        )
+    model, first = model_and_adapter(name, state, warn, entries[0])
+    rest = [model_and_adapter(name, state, lambda _: None, entry) for entry in entries[1:]]
+    return model, (first, *(adapter for _, adapter in rest))
 
 
 def model_alone(name: str, state: ServerState, warn: Warn) -> str:

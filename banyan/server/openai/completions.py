@@ -19,7 +19,7 @@ from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapter
+from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -50,9 +50,11 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
         request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
-        model, adapter = model_and_adapter(request.model, state, exchange.warn, request.lora_path)
-        origin = origin_of(exchange, request, "completion", adapter)
         try:
+            asked = (request.model, state, exchange.warn, request.lora_path)
+            count = _count(service, request.prompt)
+            model, adapters = model_and_adapters(*asked, count)
+            origin = origin_of(exchange, request, "completion", adapters)
             report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
             return request, model, origin, _plan(service, raw, request, origin, report)
         except RequestError as error:
@@ -87,9 +89,6 @@ class Plan:
 def _plan(
     service: Service, raw: Json, request: CompletionRequest, origin: Origin, report: Report
 ) -> Plan:
-    num = len(request.prompt) if isinstance(request.prompt, list) else 1
-    if num and not _is_ids(request.prompt):
-        check_count(num, service, "prompt")
     prompts = _prompts(request.prompt)
     best_of = min(_sequences_of(raw, request), service.limits.max_n)
     if len(prompts) * best_of > service.limits.max_sequences:
@@ -129,6 +128,14 @@ def _plan(
         return ScoreOptions(0 if request.echo and request.logprobs is not None else len(ids), top)
 
     return Plan(sequences(origin, found, scores, best_of), echoes, n, best_of)
+
+
+def _count(service: Service, prompt: object) -> int:
+    """How many prompts there are; no more than there may be."""
+    if not isinstance(prompt, list) or not prompt or _is_ids(prompt):
+        return 1
+    check_count(len(prompt), service, "prompt")
+    return len(prompt)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

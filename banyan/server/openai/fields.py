@@ -141,10 +141,13 @@ class Origin:
     """First position whose chosen experts are told."""
     rooms: Mapping[str, object] = field(default_factory=dict[str, object])
     """The fields that say where its prompts are handed over."""
-    adapter: str = ""
+    adapters: tuple[str, ...] = ()
+    """Of each prompt, "" for none; () where none has one."""
 
 
-def origin_of(exchange: Exchange, request: CommonRequest, route: str, adapter: str = "") -> Origin:
+def origin_of(
+    exchange: Exchange, request: CommonRequest, route: str, adapters: tuple[str, ...] = ()
+) -> Origin:
     """Name, cache namespace and priority of what `request` starts."""
     return Origin(
         checked_rid(request.rid) if request.rid is not None else exchange.id,
@@ -159,7 +162,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str, adapter: s
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
         first_experts(partial(getattr, request)),
         {name: getattr(request, name) for name in rooms.FIELDS},
-        adapter,
+        adapters,
     )
 
 
@@ -176,6 +179,7 @@ def sequences(
     """
     is_batch = isinstance(origin.rooms.get("bootstrap_room"), list) or len(prompts) > 1
     meetings = rooms.meetings_of(origin.rooms.get, len(prompts) if is_batch else None)
+    adapters = origin.adapters or ("",) * len(prompts)
     found = [
         TextRequest(
             id=RequestId(origin.rid),
@@ -189,13 +193,13 @@ def sequences(
             hidden=origin.hidden,
             experts_from=origin.experts_from,
             priority=origin.priority,
-            adapter=origin.adapter,
+            adapter=adapter,
             route=origin.route,
             stride=parsed.stream_interval,
             room=meeting.name(i),
             peer=meeting.peer,
         )
-        for (ids, parsed), meeting in zip(prompts, meetings, strict=True)
+        for (ids, parsed), meeting, adapter in zip(prompts, meetings, adapters, strict=True)
         for i in range(count or parsed.n)
     ]
     if len(found) == 1:

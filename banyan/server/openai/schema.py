@@ -34,7 +34,8 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
-    lora_path: str | None = None
+    lora_path: str | list[str | None] | None = None
+    """A list has a name, or null, for each prompt."""
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):

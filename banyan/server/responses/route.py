@@ -87,7 +87,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "responses", asked.adapter)
+            origin = origin_of(exchange, chat, "responses", (asked.adapter,))
             return plan_chat(service, body, chat, origin, report)
         except RequestError as error:
             raise in_words(error, WORDS) from None

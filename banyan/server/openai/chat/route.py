@@ -7,7 +7,7 @@ from banyan.frontend.requests.generation import at_once, run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapter
+from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
@@ -29,8 +29,9 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[ChatRequest, str, Origin, ChatPlan]:
         request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
-        model, adapter = model_and_adapter(request.model, state, exchange.warn, request.lora_path)
-        origin = origin_of(exchange, request, "chat", adapter)
+        asked = (request.model, state, exchange.warn, request.lora_path)
+        model, adapters = model_and_adapters(*asked, 1)
+        origin = origin_of(exchange, request, "chat", adapters)
         try:
             return request, model, origin, plan_chat(service, raw, request, origin, report)
         except RequestError as error:
