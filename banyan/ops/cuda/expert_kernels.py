@@ -51,6 +51,31 @@ def order_pairs(
 
 
 @triton.jit
+def _expert_of(ids, block_experts, total, block, first, experts, ALONE: tl.constexpr):
+    """The expert of a block of rows, −1 where there is nothing to do; ALONE: pair and block and row
+    have one number, and nothing was ordered."""
+    if ALONE:
+        expert = tl.load(ids + block) - first
+        return tl.where((expert >= 0) & (expert < experts), expert, -1)
+    else:
+        is_used = block < tl.load(total)
+        return tl.load(block_experts + block, mask=is_used, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _rows_of(order, block_firsts, block_ends, block, ALONE: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of a block, which of them there are, and their pairs."""
+    if ALONE:
+        row = block + tl.arange(0, BLOCK)
+        is_row = row == block
+        return row, is_row, tl.where(is_row, row, block)
+    else:
+        row = tl.load(block_firsts + block) + tl.arange(0, BLOCK)
+        is_row = row < tl.load(block_ends + block)
+        return row, is_row, tl.load(order + row, mask=is_row, other=0)
+
+
+@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -88,7 +113,7 @@ def _multiplied(
 @triton.jit
 def expert_inner(
     x, weight, bias, order, block_experts, block_firsts, block_ends, total, out,
-    x_row, dim, inner, per_token, limit, alpha,
+    ids, first, experts, x_row, dim, inner, per_token, limit, alpha, ALONE: tl.constexpr,
     GATE: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +121,10 @@ def expert_inner(
     above zero. weight: [experts, 2 · inner, dim], the gates first, or [experts, inner, dim]."""
     tiles = tl.cdiv(inner, COLUMNS)
     block = tl.program_id(0) // tiles
-    if block >= tl.load(total):
+    expert = _expert_of(ids, block_experts, total, block, first, experts, ALONE)
+    if expert < 0:
         return
-    expert = tl.load(block_experts + block).to(tl.int64)
-    row = tl.load(block_firsts + block) + tl.arange(0, BLOCK)
-    is_row = row < tl.load(block_ends + block)
-    pair = tl.load(order + row, mask=is_row, other=0)
+    row, is_row, pair = _rows_of(order, block_firsts, block_ends, block, ALONE, BLOCK)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < inner
     steps = tl.arange(0, STEP)
@@ -142,7 +165,8 @@ def expert_inner(
 
 @triton.jit
 def expert_outer(
-    x, weight, bias, order, block_experts, block_firsts, block_ends, total, out, dim, inner,
+    x, weight, bias, order, block_experts, block_firsts, block_ends, total, out,
+    ids, first, experts, dim, inner, ALONE: tl.constexpr,
     HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -150,17 +174,15 @@ def expert_outer(
     x: [rows, inner]; weight: [experts, dim, inner]; out: [pairs, dim]."""
     tiles = tl.cdiv(dim, COLUMNS)
     block = tl.program_id(0) // tiles
-    if block >= tl.load(total):
+    expert = _expert_of(ids, block_experts, total, block, first, experts, ALONE)
+    if expert < 0:
         return
-    expert = tl.load(block_experts + block).to(tl.int64)
-    first, end = tl.load(block_firsts + block), tl.load(block_ends + block)
-    row = first + tl.arange(0, BLOCK)
-    is_row = row < end
-    pair = tl.load(order + row, mask=is_row, other=0).to(tl.int64)
+    row, is_row, pair = _rows_of(order, block_firsts, block_ends, block, ALONE, BLOCK)
+    pair = pair.to(tl.int64)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < dim
     steps = tl.arange(0, STEP)
-    given = tl.where(is_row, row, first).to(tl.int64)
+    given = tl.where(is_row, row, tl.min(row, 0)).to(tl.int64)
     source = x + given[:, None] * inner + steps[None, :]
     own = weight + expert * dim * inner
     lines = own + (column % dim).to(tl.int64)[None, :] * inner + steps[:, None]

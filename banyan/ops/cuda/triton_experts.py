@@ -116,11 +116,14 @@ class GroupedExperts:
         assert x.stride(1) == 1 and ids.is_contiguous(), f"{x.stride()} {ids.stride()}"
         dim, inner, pairs = x.shape[1], self.down.shape[2], ids.numel()
         tiles = tiles_for(pairs, self.count, x.dtype)
-        ordered = self._ordered(ids, tiles.rows)
+        is_alone = len(ids) == 1  # its experts are different ones: nothing to sort
+        ordered = Ordered((ids,) * 5, pairs) if is_alone else self._ordered(ids, tiles.rows)
+        which = (ids, self.first, self.count)
         middle = x.new_empty(pairs, inner)
         in_bias, out_bias = self.biases or (x, x)
         limit, alpha = (self.clamp.limit, self.clamp.alpha) if self.clamp else (0.0, 0.0)
         common = {
+            "ALONE": is_alone,
             "HAS_BIAS": self.biases is not None,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
             "BLOCK": tiles.rows,
@@ -130,7 +133,7 @@ class GroupedExperts:
         step = _step(tiles.step, dim)
         expert_inner[(ordered.blocks * -(-inner // tiles.columns),)](
             *(x, self.gate_up, in_bias, *ordered.parts, middle),
-            *(x.stride(0), dim, inner, ids.shape[1], limit, alpha),
+            *(*which, x.stride(0), dim, inner, ids.shape[1], limit, alpha),
             GATE=self.gate,
             WHOLE=dim % step == 0,
             COLUMNS=tiles.columns,
@@ -139,7 +142,7 @@ class GroupedExperts:
         )
         step = _step(tiles.step, inner)
         expert_outer[(ordered.blocks * -(-dim // tiles.outer),)](
-            *(middle, self.down, out_bias, *ordered.parts, out, dim, inner),
+            *(middle, self.down, out_bias, *ordered.parts, out, *which, dim, inner),
             WHOLE=inner % step == 0,
             COLUMNS=tiles.outer,
             STEP=step,
