@@ -37,6 +37,11 @@ def _bits(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)
 
 
+def fifths(bits: Tensor, packed: Tensor) -> Tensor:
+    """Numbers of 5 bits: [n, 4] their highest bits and [n, 16] as for `nibbles` -> [n, 32]"""
+    return nibbles(packed) | (_bits(bits) << 4)
+
+
 def q4_0(blocks: Tensor) -> Tensor:
     return half(blocks, 0) * (nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
 
@@ -46,12 +51,12 @@ def q4_1(blocks: Tensor) -> Tensor:
 
 
 def q5_0(blocks: Tensor) -> Tensor:
-    quants = nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
+    quants = fifths(blocks[:, 2:6], blocks[:, 6:])
     return half(blocks, 0) * (quants.to(torch.int8) - 16).float()
 
 
 def q5_1(blocks: Tensor) -> Tensor:
-    quants = nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
+    quants = fifths(blocks[:, 4:8], blocks[:, 8:])
     return half(blocks, 0) * quants.float() + half(blocks, 2)
 
 

@@ -13,7 +13,7 @@ from banyan.ops.cuda import needs
 from banyan.platform.cpu import CpuPlatform
 from tests.config.test_experts import CARD
 
-QUANTISED = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
 
 
 def kernels_of(wishes: dict[str, str]) -> bind.BoundOps:

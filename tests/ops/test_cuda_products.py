@@ -25,6 +25,7 @@ TYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloa
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROWS = [1, 5, 33, 100]
 SIMPLE = ["Q8_0", "Q4_0", "Q4_1"]
+WIDER = ["Q5_0", "Q5_1", "IQ4_NL"]
 NESTED = ["Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -46,8 +47,10 @@ def stored(
 ) -> StoredWeight:
     """A weight whose blocks share their factors along `group` inputs."""
     values = random(outputs, inputs, seed=1) * magnitude / inputs**0.5
+    if type == "IQ4_NL":  # has the form of Q4_0
+        return StoredWeight(type, values.shape, rounding.to_blocks(values / 16, "Q4_0"))
     raw = rounding.to_blocks(values, type)
-    if type in NESTED:
+    if type in (*WIDER, *NESTED):
         return StoredWeight(type, (outputs, inputs), raw)
     raw = raw.view(outputs, inputs // 32, -1).clone()
     if group > 32:
@@ -139,6 +142,15 @@ def test_a_weight_takes_no_more_memory_than_in_the_file(type, group):
     packed = packing.pack(weight, DEVICE)
     bits = packing.BLOCK_TYPES[type].bits + (32 if type == "Q4_1" else 16) / group
     assert packed.size_bytes == 256 * 512 * bits / 8 <= weight.raw.nbytes
+
+
+@pytest.mark.parametrize("type", WIDER)
+def test_types_of_four_and_five_bits_may_be_kept_in_eight(type):
+    weight = stored(type, 70, 96)
+    linear = pack_linear(weight, torch.float32)
+    assert torch.equal(products.unpacked(linear.weight, torch.float32).cpu(), weight.dense)
+    x = random(5, 96).to(DEVICE)
+    close(linear(x), x.double().cpu() @ weight.dense.double().T, torch.float32)
 
 
 def test_many_rows_are_multiplied_with_the_unpacked_weight(monkeypatch):

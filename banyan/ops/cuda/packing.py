@@ -72,6 +72,20 @@ def _q4_1(raw: Tensor) -> Levels:
     return Levels(numbers, _half(raw, 0), _half(raw, 2))
 
 
+def _q5_0(raw: Tensor) -> Levels:
+    return Levels(blocks.fifths(raw[:, 2:6], raw[:, 6:]).view(torch.int8) - 16, _half(raw, 0))
+
+
+def _q5_1(raw: Tensor) -> Levels:
+    numbers = blocks.fifths(raw[:, 4:8], raw[:, 8:]).view(torch.int8)
+    return Levels(numbers, _half(raw, 0), _half(raw, 2))
+
+
+def _iq4_nl(raw: Tensor) -> Levels:
+    levels = torch.tensor(blocks.IQ4_NL_LEVELS, dtype=torch.int8, device=raw.device)
+    return Levels(levels[blocks.nibbles(raw[:, 2:]).int()], _half(raw, 0))
+
+
 def _counted(levels: blocks.Counted) -> Levels:
     numbers, scale, minimum = levels
     low = None if minimum is None else minimum.reshape(-1)
@@ -82,6 +96,9 @@ BLOCK_TYPES = {
     "Q8_0": BlockType(8, 0, 32, _q8_0),
     "Q4_0": BlockType(4, 8, 32, _q4_0),
     "Q4_1": BlockType(4, 0, 32, _q4_1),
+    "Q5_0": BlockType(8, 0, 32, _q5_0),
+    "Q5_1": BlockType(8, 0, 32, _q5_1),
+    "IQ4_NL": BlockType(8, 0, 32, _iq4_nl),
     "Q4_K": BlockType(4, 0, 32, lambda raw: _counted(blocks.counted_q4_k(raw))),
     "Q5_K": BlockType(8, 0, 32, lambda raw: _counted(blocks.counted_q5_k(raw))),
     "Q6_K": BlockType(8, 0, 16, lambda raw: _counted(blocks.counted_q6_k(raw))),
