@@ -154,7 +154,7 @@ def test_types_of_four_and_five_bits_may_be_kept_in_eight(type):
 
 
 def test_many_rows_are_multiplied_with_the_unpacked_weight(monkeypatch):
-    monkeypatch.setattr(products, "UNPACK_FROM", 20)
+    monkeypatch.setattr(products, "UNPACK_ABOVE", 19)
     weight = stored("Q4_1", 70, 96)
     linear = pack_linear(weight, torch.float32)
     for rows in (19, 20, 40):

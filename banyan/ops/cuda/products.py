@@ -24,8 +24,8 @@ from banyan.ops.reference import DenseLinear
 from banyan.ops.rounding import to_blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
-UNPACK_FROM = 256
-"""Rows from which on a weight is unpacked."""
+UNPACK_ABOVE = 256
+"""With more rows than these a weight is unpacked."""
 LEAST_INPUTS = 256
 """Below which a part is not worth the adding up."""
 _ADD = 1024
@@ -56,11 +56,16 @@ class Shape:
 def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
     """The cut for some rows of activations: the quickest ones of `benchmarks/cuda_products.py` on a
     device of 132 processors, which wants so many blocks of threads."""
-    is_wide = weight.bits == 8
+    is_wide, is_coarse = weight.bits == 8, weight.numbers.shape[2] >= 64
     if rows <= 16:
-        shape, blocks = Shape(16, 128 if is_wide else 64, 1, is_turned=False), 1056
+        shape, blocks = Shape(16, 128, 1, is_turned=False), 1056 if is_wide else 528
+        if not is_wide and not is_coarse:
+            shape, blocks = Shape(16, 64, 1, is_turned=False), 1056
     elif rows <= 32 or item_bytes > 2:
-        shape, blocks = Shape(32, 128 if is_wide else 64, 1, is_turned=not is_wide), 528
+        width = 64 if is_coarse and not is_wide else 128
+        shape, blocks = Shape(32, width, 1, is_turned=not is_wide), 528
+    elif rows > 64 and is_coarse and not is_wide:
+        shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8), 132
     else:
         shape, blocks = Shape(64 if rows <= 64 else 128, 64, 1, is_turned=True, stages=4), 264
     tiles = -(-weight.outputs // shape.outputs) * max(1, -(-rows // shape.rows))
@@ -76,7 +81,7 @@ class QuantisedLinear:
         self._assembly = assembly_for(weight, dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(x) >= UNPACK_FROM:
+        if len(x) > UNPACK_ABOVE:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
         shape = shape_of(len(x), self.weight, x.element_size())
         return product(x, self.weight, bias, shape, self._assembly)
