@@ -93,8 +93,11 @@ class KVStore:
         self._maps: list[mmap.mmap] = []
         """Memory of the host that the pages lie in."""
         self._bytes: dict[int, list[Tensor]] = {}
+        self._on_host: dict[int, list[np.ndarray]] = {}
+        """The same memory as `_bytes` where it is the host's; empty where it is not, and where it
+        is said how pages are carried."""
         self._device, self._stream = device, stream
-        self._is_by_name = self._is_apart = False
+        self._is_by_name = self._is_apart = self._is_arranged = False
         for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
@@ -158,8 +161,9 @@ class KVStore:
                 layer keeps.
             is_apart: each tensor is copied by itself, instead of all of a page in one piece.
         """
-        self._is_by_name, self._is_apart = is_by_name, is_apart
+        self._is_by_name, self._is_apart, self._is_arranged = is_by_name, is_apart, True
         self._bytes.clear()
+        self._on_host.clear()
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one page over all layers and tensors of a group."""
@@ -169,6 +173,12 @@ class KVStore:
         """The bytes of a page as they are now: layers in order, tensors as declared (but see
         `arrange`). On a device that is not the host it waits for what the stream has been told
         before."""
+        if group not in self._on_host:
+            rows = self._bytes_of(group)
+            is_host = all(each.device.type == "cpu" for each in rows) and not self._is_arranged
+            self._on_host[group] = [each.numpy() for each in rows] if is_host else []
+        if on_host := self._on_host[group]:  # in half the time of as many small tensors
+            return np.concatenate([rows[page] for rows in on_host])
         parts = [rows[page] for rows in self._bytes_of(group)]
         # sync: whoever carries the page elsewhere reads it in memory of the host
         if self._is_apart:
