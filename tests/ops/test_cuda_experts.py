@@ -143,6 +143,19 @@ def test_a_token_that_is_no_number_spoils_no_other():
     assert torch.equal(got[others], want[others]) and got[7].isnan().all()
 
 
+def test_choices_may_lie_apart():
+    """As `route` leaves them: the first ones of all experts in order."""
+    experts = experts_of(6, 64, 48, torch.float32)
+    x, (ids, weights) = random(20, 64, seed=3), routed(20, 6, 6)
+    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    few, their = ids[:, :2], weights[:, :2]
+
+    got, pairs = packed(x, few, their), packed.apart(x, few)
+
+    assert torch.equal(got, packed(x, few.contiguous(), their.contiguous()))
+    assert torch.equal(pairs, packed.apart(x, few.contiguous()))
+
+
 def test_no_tokens_are_no_work():
     packed = triton_experts.experts.run(experts_of(4, 32, 32, torch.float32), torch.float32, WHERE)
     none = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)

@@ -87,7 +87,7 @@ class GroupedExperts:
     ) -> Tensor:
         if sides is not None:
             raise NotImplementedError("these experts take no adapters: they are refused at start")
-        tokens, per_token = ids.shape
+        ids, (tokens, per_token) = ids.contiguous(), ids.shape
         out = x.new_empty(tokens, x.shape[1])
         pairs = x.new_empty(tokens * per_token, x.shape[1])
         self._outputs(x, ids, pairs)
@@ -96,7 +96,7 @@ class GroupedExperts:
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
         pairs = x.new_zeros(ids.numel(), x.shape[1])
-        self._outputs(x, ids, pairs)
+        self._outputs(x, ids.contiguous(), pairs)
         return pairs.view(ids.shape[0], -1)
 
     def parts(self, at: int) -> list[Tensor]:
