@@ -1,10 +1,10 @@
 """The kernels of attention over pages. Imported on first use: a machine without Triton has no need
 of them.
 
-Numbers are read in the type they are stored in; logits, weights and sums are fp32, exponents those
-of 2. What has been seen so far of a query's keys is (best, total, result): the largest logit, the
-sum of the weights relative to it, and the weighted sum of values (Milakov and Gimelshein,
-arXiv 1805.02867).
+Numbers are read in the type they are stored in, those of 8 bits in their unit; logits, weights and
+sums are fp32, exponents those of 2. What has been seen so far of a query's keys is (best, total,
+result): the largest logit, the sum of the weights relative to it, and the weighted sum of values
+(Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 import triton
@@ -98,7 +98,7 @@ def see(
 @triton.jit
 def attend(
     q, k_pages, v_pages, page_tables, row_starts, context_lengths, out, sinks,
-    scale, soft_cap, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token,
+    scale, soft_cap, unit, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token,
     v_head, table_row, out_token, out_head, window,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -149,7 +149,7 @@ def attend(
             scale, soft_cap, window, k_page, k_token, v_page, v_token,
             True, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
         )  # fmt: skip
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
     out_at = (start + token).to(tl.int64)[:, None] * out_token
     out_at += head[:, None] * out_head + dims[None, :]
     tl.store(out + out_at, result.to(query.dtype), mask=is_own)
@@ -169,8 +169,8 @@ def merged(best, total, result, more_best, more_total, more_result):
 @triton.jit
 def attend_rows(
     q, k_pages, v_pages, page_tables, context_lengths, out, sinks, bests, totals, results,
-    scale, soft_cap, heads, parts, programs, q_token, q_head, k_page, k_token, k_head, v_page,
-    v_token, v_head, table_row, out_token, out_head, window,
+    scale, soft_cap, unit, heads, parts, programs, q_token, q_head, k_page, k_token, k_head,
+    v_page, v_token, v_head, table_row, out_token, out_head, window,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_SPLIT: tl.constexpr,
@@ -221,14 +221,15 @@ def attend_rows(
         else:
             best, total, result = merged(best, total, result, part_best, part_total, part_result)
     if not IS_SPLIT:
-        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
         out_at = row * out_token + head[:, None] * out_head + dims[None, :]
         tl.store(out + out_at, result.to(query.dtype), mask=is_own)
 
 
 @triton.jit
 def merge(
-    bests, totals, results, context_lengths, out, sinks, heads, parts, out_token, out_head, window,
+    bests, totals, results, context_lengths, out, sinks, unit, heads, parts, out_token, out_head,
+    window,
     HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: what `attend_rows` left of its parts, in their order."""
@@ -253,6 +254,6 @@ def merge(
         best, total, result = merged(
             best, total, result, tl.load(bests + own), tl.load(totals + own), values
         )
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
     out_at = row * out_token + head * out_head + one[:, None] + dims[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_dim[None, :])

@@ -8,6 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
+def stored(x, inverse, MOST: tl.constexpr):
+    """`pages.to_stored` before the type changes; MOST: the largest number of 8 bits, 0 where it
+    has more of them."""
+    if MOST == 0:
+        return x
+    wide = x.to(tl.float32) * inverse
+    held = tl.minimum(tl.maximum(wide, -MOST), MOST)
+    return tl.where(tl.abs(wide) < float("inf"), held, float("nan"))
+
+
+@triton.jit
 def write_pages(
     k,
     v,
@@ -24,9 +35,11 @@ def write_pages(
     v_page,
     v_inside,
     v_page_head,
+    inverse,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """K and V of one token and head into their page."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -38,6 +51,7 @@ def write_pages(
     value = tl.load(v + token * v_token + head * v_head + dims, mask=is_dim)
     k_at = page * k_page + inside * k_inside + head * k_page_head + dims
     v_at = page * v_page + inside * v_inside + head * v_page_head + dims
+    key, value = stored(key, inverse, MOST), stored(value, inverse, MOST)
     tl.store(k_pages + k_at, key.to(k_pages.dtype.element_ty), mask=is_dim)
     tl.store(v_pages + v_at, value.to(v_pages.dtype.element_ty), mask=is_dim)
 

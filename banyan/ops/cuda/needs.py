@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from banyan.ops.bind import NoToolkit, OpSpec
+from banyan.ops.pages import FLOAT8
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,7 +48,7 @@ def declines(spec: OpSpec) -> str | None:
 def declines_pages(spec: OpSpec) -> str | None:
     """The same for kernels that read or write pages."""
     reason = declines(spec)
-    if reason is None and spec.cache_dtype not in TYPES:
+    if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8):
         return f"cannot read pages of {spec.cache_dtype}"
     if reason is None and spec.head_dim > 256:
         return f"heads of {spec.head_dim} dimensions, more than 256"

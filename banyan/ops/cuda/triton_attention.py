@@ -16,6 +16,7 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda.needs import declines_pages
+from banyan.ops.pages import FLOAT8
 
 _LOG2_E = 1 / math.log(2)
 _LEAST_BLOCK = 16
@@ -59,11 +60,13 @@ def _paged_attention(
     window: int,
     soft_cap: float,
     sinks: Tensor | None = None,
+    unit: float = 1.0,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     tensors = (q, k_pages, v_pages, page_tables, row_starts, context_lengths, out)
     run = _attend_rows if q.shape[0] == context_lengths.shape[0] else _attend
-    run(*tensors, scale if soft_cap else scale * _LOG2_E, window, soft_cap, sinks)
+    scale = scale * unit if soft_cap else scale * unit * _LOG2_E
+    run(*tensors, scale, window, soft_cap, sinks, unit)
     return out
 
 
@@ -79,6 +82,7 @@ def _attend(
     window: int,
     soft_cap: float,
     sinks: Tensor | None,
+    unit: float,
 ) -> None:
     from banyan.ops.cuda.attention_kernels import attend
 
@@ -99,6 +103,7 @@ def _attend(
         q if sinks is None else sinks,
         scale,
         soft_cap,
+        unit,
         rows,
         *q.stride()[:2],
         *k_pages.stride()[:3],
@@ -132,6 +137,7 @@ def _attend_rows(
     window: int,
     soft_cap: float,
     sinks: Tensor | None,
+    unit: float,
 ) -> None:
     from banyan.ops.cuda.attention_kernels import attend_rows, merge
 
@@ -153,11 +159,11 @@ def _attend_rows(
         context_lengths,
         out,
         given,
-        sums[0],
-        sums[1],
+        *sums,
         results,
         scale,
         soft_cap,
+        unit,
         heads,
         parts,
         programs,
@@ -182,12 +188,12 @@ def _attend_rows(
     )
     if programs > 1:
         merge[(rows, heads)](
-            sums[0],
-            sums[1],
+            *sums,
             results,
             context_lengths,
             out,
             given,
+            unit,
             heads,
             parts,
             *out.stride()[:2],
@@ -211,7 +217,12 @@ def _power(size: int) -> int:
 
 
 def _write_kv(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    flat_locations: Tensor,
+    unit: float = 1.0,
 ) -> None:
     from banyan.ops.cuda.kernels import write_pages
 
@@ -226,9 +237,11 @@ def _write_kv(
         *v.stride()[:2],
         *k_pages.stride()[:3],
         *v_pages.stride()[:3],
+        1 / unit,
         PAGE=k_pages.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_D=_power(head_dim),
+        MOST=torch.finfo(k_pages.dtype).max if k_pages.dtype in FLOAT8 else 0,
         num_warps=1,
     )
 
