@@ -33,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHARE, ACTIONS_PER_WORLD = 25, 120
 """Of the steps that the runner plays by itself."""
 REPLICAS = 2
+LEAST = 800
+"""That all of this happens in."""
 MUST_HAPPEN = (
     *("aborts", "copied parts", "evicted pages", "finished by length", "finished by stop"),
     *("held for peers", "idle peer steps", "late results", "masked rows", "refused joins"),
@@ -158,7 +160,7 @@ def play_joined(seed: int) -> list[Play]:
 
 
 def test_joined_replicas_give_the_oracles_answers(request) -> None:
-    steps = request.config.getoption("--real-border-steps") // SHARE
+    steps = max(LEAST, request.config.getoption("--real-border-steps") // SHARE)
     seen: Counter[str] = Counter()
     seed = 0
     while seen["steps"] < steps:

@@ -14,6 +14,8 @@ from tests.border.driver import Play, play, random_actions, smallest
 
 SHARE, ACTIONS_PER_WORLD = 50, 100
 """Of the steps that the runner plays on the host."""
+LEAST = 400
+"""That all of this happens in."""
 MUST_HAPPEN = (
     *("aborts", "accepted drafts", "checked writes", "copied parts", "copies after"),
     *("failed by a fault", "finished by length", "late masks", "masked rows", "refused joins"),
@@ -31,7 +33,7 @@ def kit(npu, monkeypatch) -> DeviceKit:
 
 
 def test_the_runner_on_a_device_gives_the_oracles_answers(request, kit) -> None:
-    steps = request.config.getoption("--real-border-steps") // SHARE
+    steps = max(LEAST, request.config.getoption("--real-border-steps") // SHARE)
     seen: Counter[str] = Counter()
     seed = 0
     while seen["steps"] < steps:
