@@ -11,11 +11,13 @@ import triton.language as tl
 def stored(x, inverse, MOST: tl.constexpr):
     """`pages.to_stored` before the type changes; MOST: the largest number of 8 bits, 0 where it
     has more of them."""
-    if MOST == 0:
-        return x
-    wide = x.to(tl.float32) * inverse
-    held = tl.minimum(tl.maximum(wide, -MOST), MOST)
-    return tl.where(tl.abs(wide) < float("inf"), held, float("nan"))
+    if MOST > 0:
+        wide = x.to(tl.float32) * inverse
+        held = tl.minimum(tl.maximum(wide, -MOST), MOST)
+        found = tl.where(tl.abs(wide) < float("inf"), held, float("nan"))
+    else:
+        found = x
+    return found
 
 
 @triton.jit
