@@ -38,6 +38,8 @@ LARGE = {
     "max_position_embeddings": 4096,
 }
 INPUT, OUTPUT = 128, 128
+BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5}
+"""Of a weight with its share of a block's scale."""
 READ_BYTES_PER_S = 4.3e12
 """What a copy on an H200 has moved; --bandwidth gives another."""
 
@@ -164,17 +166,15 @@ def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
             info = engine.get_server_info()["facts"]
             print(f"start-up {time.perf_counter() - began:.1f} s, {json.dumps(info['phases'])}")
             print(info["kernels"])
-            weights = info["memory"]["weight_bytes"]
             for rows in options.rows:
-                _report(
-                    "banyan", rows, _banyan_seconds(engine, rows, shape), shape, weights, options
-                )
+                took = _banyan_seconds(engine, rows, shape)
+                _report("banyan", rows, took, shape, options.quantization, options)
     if options.without_transformers:
         return
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    _transformers(shape, options, dtype, weights)
+    _transformers(shape, options, dtype)
 
 
 def _prompts(rows: int, shape: dict[str, int]) -> list[list[int]]:
@@ -194,9 +194,7 @@ def _banyan_seconds(engine: banyan.Engine, rows: int, shape: dict[str, int]) -> 
     return (took[2] - took[1]) / (OUTPUT - 8)
 
 
-def _transformers(
-    shape: dict[str, int], options: argparse.Namespace, dtype: str, weights: int
-) -> None:
+def _transformers(shape: dict[str, int], options: argparse.Namespace, dtype: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device(options.device):
@@ -215,7 +213,7 @@ def _transformers(
                 do_sample=False,
             )
             took.append(time.perf_counter() - began)
-        _report("transformers", rows, (took[2] - took[1]) / 32, shape, weights, options)
+        _report("transformers", rows, (took[2] - took[1]) / 32, shape, "", options)
 
 
 def _report(
@@ -223,13 +221,15 @@ def _report(
     rows: int,
     step_s: float,
     shape: dict[str, int],
-    weights: int,
+    quantization: str,
     options: argparse.Namespace,
 ) -> None:
-    head = shape["hidden_size"] // shape["num_attention_heads"]
-    per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
-    table = 2 * shape["vocab_size"] * shape["hidden_size"]
-    read = weights - table + rows * (INPUT + OUTPUT // 2) * per_token
+    layers, width = shape["num_hidden_layers"], shape["hidden_size"]
+    kv = shape["num_key_value_heads"] * (width // shape["num_attention_heads"])
+    projections = layers * width * (2 * width + 2 * kv + 3 * shape["intermediate_size"])
+    bits, head_bits = (BITS[quantization], BITS["q8_0"]) if quantization else (16, 16)
+    weights = (projections * bits + shape["vocab_size"] * width * head_bits) / 8
+    read = weights + rows * (INPUT + OUTPUT // 2) * 4 * layers * kv
     bound = read / options.bandwidth / step_s
     print(
         f"{who:<12} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
