@@ -172,12 +172,14 @@ class Engine:
         prompt: str | list[object],
         dimensions: int | None = None,
         rid: str | None = None,
+        lora_path: str | list[str | None] | None = None,
     ) -> Answer | list[Answer]:
         """The vector of a prompt, or of each of several.
 
         Args:
             prompt: a text, token ids, or a list of either; lists of two texts each are pairs.
             dimensions: keep this many values, scaled to length one again.
+            lora_path: the adapter of all prompts, or a list with one for each.
 
         Returns:
             dict (a list of them for a list) with embedding and meta_info.
@@ -185,16 +187,17 @@ class Engine:
         Raises:
             RequestError: the model is not served for embeddings, or a prompt is refused.
         """
-        return self._loop.run(self._live().encode(prompt, dimensions, rid))
+        return self._loop.run(self._live().encode(prompt, dimensions, rid, lora_path))
 
     async def async_encode(
         self,
         prompt: str | list[object],
         dimensions: int | None = None,
         rid: str | None = None,
+        lora_path: str | list[str | None] | None = None,
     ) -> Answer | list[Answer]:
         """`encode` for callers with an event loop."""
-        work = self._live().encode(prompt, dimensions, rid)
+        work = self._live().encode(prompt, dimensions, rid, lora_path)
         return await self._loop.await_from_elsewhere(work)
 
     def open_session(
@@ -366,11 +369,12 @@ class _Opened:
         return answer
 
     async def encode(
-        self, prompt: object, dimensions: int | None, rid: str | None
+        self, prompt: object, dimensions: int | None, rid: str | None, lora_path: object
     ) -> Answer | list[Answer]:
         prompts, is_list = prompts_of(prompt, "prompt", self.limits, with_pairs=True)
         origin = Origin(uuid.uuid4().hex if rid is None else rid)
-        requests = await asyncio.to_thread(self.vectors.read, prompts, origin)
+        adapters = self.adapters.of_prompts(lora_path, len(prompts))
+        requests = await asyncio.to_thread(self.vectors.read, prompts, origin, adapters)
         answers = await self.vectors.answer(requests, dimensions)
         return answers if is_list else answers[0]
 

@@ -18,7 +18,7 @@ EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
 )
 _ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
 """Last parts of routers' names in checkpoints."""
-_GGUF_ENDS = {"token_embd": EMBEDDING, "output": HEAD}
+_OTHER_ENDS = {"token_embd": EMBEDDING, "output": HEAD, "score": HEAD}
 TYPES = ("F32", "F16", "BF16")
 
 
@@ -122,7 +122,7 @@ class AdapterCard:
         """What room it needs beside that for projections: of KINDS."""
         names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved, *self.tokens)}
         has_gains = any(found.magnitude for found in self.modules.values())
-        names = {_GGUF_ENDS.get(name, name) for name in names}
+        names = {_OTHER_ENDS.get(name, name) for name in names}
         found = names & {EMBEDDING, HEAD, EXPANSION}
         found |= {DORA} if has_gains else set()
         found |= {EXPERTS} if any(is_of_experts(name) for name in self.modules) else set()

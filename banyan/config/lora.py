@@ -23,6 +23,7 @@ _TARGETS = (
     *("embed_tokens", "lm_head"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("experts", "router"),
+    *("query", "key", "value", "dense"),
 )
 NO_PROJECTION = "none"
 """A target that no projection has."""
@@ -38,7 +39,7 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
         lora = config.lora
     if not lora.is_enabled:
         return config
-    _check(config, card)
+    _check(config)
     places = named_adapters(lora.paths)
     cards = [read_adapter(place.path, lora.max_rank) for place in places]
     ranks = [found.rank for found in cards if found.rank]
@@ -82,6 +83,8 @@ def _kinds(
     have. It costs a little at each step, so that nobody has it who does not need it."""
     absent = () if model.experts else (EXPERTS, ROUTER)
     brought = {kind for card in cards for kind in card.kinds if kind not in absent}
+    if model.labels and not model.is_encoder:
+        brought |= {HEAD}  # PEFT saves a head of its own with every adapter of a classifier
     if model.tie_embeddings and any(card.tokens for card in cards):
         brought |= {HEAD}
     return tuple(kind for kind in KINDS if kind in targets or kind in brought)
@@ -125,13 +128,8 @@ def _check_the_experts(config: Config, card: ModelCard) -> None:
         )
 
 
-def _check(config: Config, card: ModelCard) -> None:
+def _check(config: Config) -> None:
     """Refuse what adapters do not go with, by name."""
-    if card.pooling is not None:
-        raise ConfigError(
-            f"{_FLAG}: this model makes vectors, and adapters are served for texts only",
-            hint="merge the adapter into the weights",
-        )
     for is_there, other, hint in (
         (
             config.model.implementation == "transformers",

@@ -58,7 +58,7 @@ class AdaptedEmbedding:
 
 
 class AdaptedHead:
-    """The packed weight of the logits with the adapters beside it."""
+    """The packed weight of the logits, or of scores of classes, with the adapters beside it."""
 
     def __init__(
         self, weight: PackedLinear, table: RowTable, seats: AdapterSeats, ops: Ops
@@ -84,11 +84,12 @@ def wrap(seats: AdapterSeats, name: str, projection: Projection, ops: Ops) -> No
 
 
 def wrap_ends(seats: AdapterSeats, embedding: Embedding, head: nn.Module | None, ops: Ops) -> None:
-    """The same for the embedding and the logits, where they were asked for."""
+    """The same for the embedding and the head, of logits or of classes, where they were asked
+    for."""
     if EMBEDDING in seats.kinds and embedding.rows is not None:  # of later stages it is None
         table = seats.rows.setdefault("embedding", RowTable(seats.capacity))
         embedding.rows = AdaptedEmbedding(embedding.rows, table, seats, ops)
-    if HEAD in seats.kinds and isinstance(head, Logits):
+    if HEAD in seats.kinds and isinstance(head, Logits | ColumnLinear):
         assert head.weight is not None
         table = seats.rows.setdefault("head", RowTable(seats.capacity))
         head.weight = AdaptedHead(head.weight, table, seats, ops)

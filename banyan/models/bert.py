@@ -72,6 +72,7 @@ class EncoderLM(nn.Module):
         super().__init__()
         self.card = card
         self.dtype = build.dtype
+        self.stage = range(card.num_layers)
         self.caches: list[LayerCache] = []  # whole prompts: nothing is kept
         size = card.hidden_size
         num_positions = card.context_length + card.first_position

@@ -7,6 +7,8 @@ from torch import Tensor
 from banyan.config.card import CLS, MEAN, Pooling
 from banyan.messages.plan import POOL
 from banyan.models.base import Model
+from banyan.ops.adapters import AdapterTokens
+from banyan.runner.adapters import AdapterSlots
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
 
@@ -16,9 +18,13 @@ class Pooler:
     Args:
         pooling: which tokens count.
         model: its head, if it has one, turns the pooled states into scores of classes.
+        adapters: of each slot, where there may be some; the head may depend on them too.
     """
 
-    def __init__(self, pooling: Pooling, model: Model) -> None:
+    def __init__(
+        self, pooling: Pooling, model: Model, adapters: AdapterSlots | None = None
+    ) -> None:
+        self._adapters = adapters
         self._pooling = pooling
         self._model = model
 
@@ -27,6 +33,8 @@ class Pooler:
         if not batch.wanted & POOL:
             return None
         rows = np.array(batch.wanting(POOL))
+        if self._adapters is not None and self._adapters.has_outputs:
+            self._adapters.choose(AdapterTokens(len(rows)), batch.offsets[rows])
         vectors = self._model.classify(self._pool(forward, batch, rows)).float()
         if self._pooling.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)

@@ -162,7 +162,9 @@ class ModelRunner:
                 *(attention, self._platform),
             )
         self._platform.synchronize()
-        self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
+        self._pooler = None
+        if card.pooling is not None:
+            self._pooler = Pooler(card.pooling, model, self._table.adapters)
 
     def drop_model(self) -> None:
         """Let go of the model; no rows can run until another one is taken."""

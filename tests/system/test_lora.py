@@ -397,8 +397,24 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
         assert said("/v1/messages", model) == text
         options = {"options": {"num_predict": 12, "temperature": 0}, "stream": False}
         assert said("/api/chat", model, **options) == text
-    answer = server.http.post("/v1/score", json={"model": "a", "query": "x", "items": ["y"]})
-    assert answer.status_code == 400 and "base's alone" in answer.text
+    asked = {"query": PROMPT[:20], "items": [PROMPT[20:]] * 3, "label_token_ids": [7, 300]}
+    several = server.http.post("/v1/score", json={**asked, "lora_path": ["a", None, "b"]}).json()
+    for name, found in zip(("a", "base", "base:b"), several["scores"], strict=True):
+        answer = server.http.post("/v1/score", json={**asked, "model": name}).json()
+        assert answer["scores"] == [found] * 3 and answer["model"] == name
+        one = {"max_new_tokens": 1, "temperature": 1}
+        logprobs = server.generate(
+            input_ids=PROMPT,
+            sampling_params=one,
+            return_logprob=True,
+            token_ids_logprob=[7, 300],
+            lora_path={"a": "a", "base": None, "base:b": "b"}[name],
+        )["meta_info"]["output_token_ids_logprobs"][0]
+        assert np.allclose(found, np.exp([p for p, *_ in logprobs]), rtol=1e-4)
+    assert len({tuple(found) for found in several["scores"]}) == 3
+    for path, more in (("/v1/score", asked), ("/v1/score", {**asked, "items": []})):
+        answer = server.http.post(path, json={**more, "model": "base:x"})
+        assert answer.status_code == 404 and "There are: a, b." in answer.text
     cards = server.http.get("/v1/models").json()["data"]
     assert [(c["id"], c["parent"]) for c in cards] == [("base", None), ("a", "base"), ("b", "base")]
     assert server.http.get("/v1/models/b").json()["root"] == str(folders["b"])

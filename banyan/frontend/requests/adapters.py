@@ -1,6 +1,7 @@
 """AdapterNames: the adapters that requests may name, as the front knows them."""
 
 from collections.abc import Iterable
+from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.config.adapters import AdapterPlace, named_adapters
@@ -81,6 +82,21 @@ class AdapterNames:
             status=status,
             code="model_not_found",
         )
+
+    def of_prompts(self, given: object, count: int) -> list[str]:
+        """The adapter of each of `count` prompts, of which all have one or each its own.
+
+        Raises:
+            RequestError: as `named`; a list has not one entry for each prompt.
+        """
+        if not isinstance(given, list):
+            return [self.named(given)] * count
+        entries = cast(list[object], given)
+        if len(entries) != count:
+            raise RequestError(
+                f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
+            )
+        return [self.named(entry) for entry in entries]
 
     def _listed(self) -> str:
         if not self._places:

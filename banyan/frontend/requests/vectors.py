@@ -111,8 +111,13 @@ class VectorService:
         self._weight_version = weight_version
         self._clock = clock or WallClock()
 
-    def read(self, prompts: Sequence[Prompt], origin: Origin) -> list[TextRequest]:
+    def read(
+        self, prompts: Sequence[Prompt], origin: Origin, adapters: Sequence[str] = ()
+    ) -> list[TextRequest]:
         """One request for the vector of each prompt.
+
+        Args:
+            adapters: the one of each prompt, "" for none; () = none at all.
 
         Raises:
             RequestError: there are too many, or one is too long or not legal.
@@ -139,11 +144,12 @@ class VectorService:
             pool=True,
             route=origin.route,
         )
+        named = adapters or [""] * len(ids)
         if len(ids) == 1:
-            return [replace(base, prompt=ids[0])]
+            return [replace(base, prompt=ids[0], adapter=named[0])]
         return [
-            replace(base, id=RequestId(f"{origin.rid}_{i}"), prompt=prompt)
-            for i, prompt in enumerate(ids)
+            replace(base, id=RequestId(f"{origin.rid}_{i}"), prompt=prompt, adapter=adapter)
+            for i, (prompt, adapter) in enumerate(zip(ids, named, strict=True))
         ]
 
     async def vectors(self, requests: Sequence[TextRequest]) -> list[Vector]:

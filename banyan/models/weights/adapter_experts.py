@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -24,7 +24,6 @@ from banyan.layers.adapted_experts import (
 from banyan.layers.experts import ExpertWeights
 from banyan.layers.seats import AdaptedRouter, AdapterSeats
 from banyan.layers.slot import ShardRule
-from banyan.models.decoder import DecoderLM
 from banyan.models.weights.names import Place, place_of
 from banyan.ops.expert_adapters import ExpertPart
 from banyan.parallel.groups import Group
@@ -87,7 +86,7 @@ class ExpertPlace:
         return int(self.module.split(".")[1])
 
 
-def open_experts(model: DecoderLM, seats: AdapterSeats) -> None:
+def open_experts(model: nn.Module, seats: AdapterSeats) -> None:
     """Let adapters lie beside experts and routers, where they were asked for."""
     for name, block in expert_blocks(model):
         router = f"{name}.router"
@@ -99,7 +98,7 @@ def open_experts(model: DecoderLM, seats: AdapterSeats) -> None:
             wrap_experts(f"{name}.experts", block.experts, seats)
 
 
-def seat_experts_on_paper(model: DecoderLM, seats: AdapterSeats) -> None:
+def seat_experts_on_paper(model: nn.Module, seats: AdapterSeats) -> None:
     """The same for a model without weights."""
     for name, block in expert_blocks(model):
         seats.slots[f"{name}.router"] = block.router.slots()["weight"]
@@ -107,7 +106,7 @@ def seat_experts_on_paper(model: DecoderLM, seats: AdapterSeats) -> None:
         seat_experts(f"{name}.experts", block.experts, seats)
 
 
-def expert_slots(model: DecoderLM) -> dict[str, ExpertSlot]:
+def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
     found: dict[str, ExpertSlot] = {}
     for name, block in expert_blocks(model):
         for side in ("gate_up", "down"):

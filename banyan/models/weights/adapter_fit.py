@@ -4,7 +4,8 @@ claims has its tensors. Knows names and sizes, no numbers.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -23,6 +24,7 @@ from banyan.config.adapter_card import (
 from banyan.config.adapters import names_token
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
+from banyan.families.names import NameMap
 from banyan.layers.seats import AdapterSeats
 from banyan.models.weights.adapter_experts import (
     ROUTER_ENDING,
@@ -35,9 +37,10 @@ from banyan.models.weights.adapter_experts import (
     of_experts,
 )
 from banyan.models.weights.adapter_heads import ENDING
-from banyan.models.weights.adapter_rows import MERGE, Share, check_end, check_tokens
+from banyan.models.weights.adapter_rows import BODY, MERGE, Share, check_end, check_tokens
 from banyan.models.weights.names import Place, place_of
 
+_T = TypeVar("_T")
 _END_KINDS = {"embedding": EMBEDDING, "head": HEAD}
 
 
@@ -56,6 +59,32 @@ class Base:
     seats: AdapterSeats
     shares: Mapping[str, Share]
     experts: Mapping[str, ExpertSlot]
+
+
+def in_full(card: AdapterCard, base: Base) -> AdapterCard:
+    """An adapter with the names of a whole model: made for the body alone (`AutoModel`), it leaves
+    out what stands in front of them. What it does to the pooler of an encoder without classes,
+    which no vector goes through, counts for nothing."""
+    names = FAMILIES.load(base.card.architecture).names.get(card.format)
+    if names is None:
+        return card
+    ignored = names.ignored if base.card.is_encoder and not base.card.labels else ()
+
+    def renamed(named: Mapping[str, _T]) -> dict[str, _T]:
+        found: dict[str, _T] = {}
+        for name, value in named.items():
+            longer = f"{BODY}{name}"
+            is_short = not _is_known(name, names) and _is_known(longer, names)
+            if f"{name}.weight" not in ignored:
+                found[longer if is_short and longer not in named else name] = value
+        return found
+
+    modules, saved = renamed(card.modules), renamed(card.saved)
+    return replace(card, modules=modules, saved=saved, tokens=renamed(card.tokens))
+
+
+def _is_known(name: str, names: NameMap) -> bool:
+    return bool(module_place(name, names) or expert_place(name, names))
 
 
 class Fit:
@@ -178,13 +207,19 @@ class Fit:
         if place is None or place.module not in self._base.shares or len(whole.shape) != 2:
             raise ConfigError(
                 f"adapter {self._folder!r} brings {printable(name, 100)} as a whole: only "
-                f"{EMBEDDING} and {HEAD} may be replaced (modules_to_save)",
+                f"{self._ends_here()} may be replaced (modules_to_save)",
                 hint=MERGE,
             )
         if not whole.is_copy:
             self._check_room(_END_KINDS[place.module], name)
         self._check_end(name, place.module, True, whole.shape)
         return place
+
+    def _ends_here(self) -> str:
+        """What of this model may be replaced as a whole."""
+        if "head" not in self._base.shares:
+            return EMBEDDING
+        return f"{EMBEDDING} and {'score' if self._base.card.labels else HEAD}"
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
         """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
@@ -197,7 +232,8 @@ class Fit:
         if place is None or place.module not in self._base.shares:
             raise self._stranger(name, place)
         ends = [place.module]
-        if self._base.card.tie_embeddings and len(self._card.tokens) == 1:
+        is_tied = self._base.card.tie_embeddings and not self._base.card.labels
+        if is_tied and len(self._card.tokens) == 1:
             ends = [end for end in ("embedding", "head") if end in self._base.shares]
         twice = {*self._card.modules, *self._card.saved}
         if name in twice:
@@ -206,6 +242,8 @@ class Fit:
                 "tokens",
                 hint=MERGE,
             )
+        if "head" in ends and self._base.card.labels:
+            raise self._not_served(name, "Single rows of scores")
         rows = max(self._base.card.vocab_size, max(tokens.ids) + 1)
         for end in ends:
             self._check_room(_END_KINDS[end], name)
@@ -243,7 +281,11 @@ class Fit:
 
     def check_claims(self) -> None:
         """ConfigError when a layer lacks a projection that the adapter says it changes."""
-        lacking = [name for name in self._claimed() if name not in self._card.modules]
+        there = {module_place(name, self._names) for name in self._card.modules}
+        claimed: dict[Place | None, str] = {}  # a body may have two names
+        for name in self._claimed():
+            claimed.setdefault(module_place(name, self._names), name)
+        lacking = [name for place, name in claimed.items() if place not in there]
         lacking += lacking_experts(self._card, self._names, self._base.experts)
         if lacking:
             raise ConfigError(
@@ -254,7 +296,8 @@ class Fit:
 
     def _claimed(self) -> list[str]:
         # Layers of several kinds may have one projection under several names.
-        counts = Counter(self._names.modules.values())
+        stems = {(target, name.rpartition(".")[2]) for name, target in self._names.modules.items()}
+        counts = Counter(target for target, _ in stems)
         templates = [
             template
             for template, target in self._names.modules.items()

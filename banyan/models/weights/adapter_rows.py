@@ -12,7 +12,9 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard
 from banyan.layers.embedding import Logits
+from banyan.layers.linear import ColumnLinear
 from banyan.layers.slot import WeightSlot
+from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.names import Place
@@ -26,6 +28,8 @@ from banyan.ops.adapter_rows import (
 )
 from banyan.ops.stored import RawTensor, StoredWeight
 
+BODY = "model."
+"""What names have in front that a model without a head leaves out."""
 MERGE = "merge the adapter into the weights"
 RESIZE = "resize the base, save it with the adapter's tokenizer, and serve that"
 
@@ -43,14 +47,16 @@ class Share:
     scale: float = 1.0
 
 
-def shares_of(model: DecoderLM) -> dict[str, Share]:
-    """By "embedding" and "head"."""
+def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
+    """By "embedding" and "head", whose ids are classes where it scores these."""
     embedding = model.embedding
     found = {
         "embedding": Share(embedding.share.first, embedding.share.last, embedding.scale),
     }
     if isinstance(model.head, Logits):
         found["head"] = Share(model.head.share.first, model.head.share.last)
+    if isinstance(model.head, ColumnLinear):
+        found["head"] = Share(0, len(model.card.labels))
     return found
 
 
@@ -73,6 +79,9 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
     Raises:
         ConfigError: without the adapter's name, which the caller knows.
     """
+    if module == "head" and card.labels:
+        _check_classes(card, rows, width)
+        return
     if module == "head" and card.has_normed_head:
         raise ConfigError("the model norms the columns of its head", hint=MERGE)
     if module == "head" and is_whole and card.head_bias:
@@ -92,6 +101,16 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
             f"{card.hidden_size} here",
             hint="serve the model that it was made for",
         )
+
+
+def _check_classes(card: ModelCard, classes: int, width: int) -> None:
+    if (classes, width) == (len(card.labels), card.hidden_size):
+        return
+    raise ConfigError(
+        f"it scores {classes} classes from {width} values, the base {len(card.labels)} from "
+        f"{card.hidden_size}",
+        hint="serve the model that it was made for, saved with as many classes (num_labels)",
+    )
 
 
 def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) -> RowPart:
@@ -191,7 +210,9 @@ def base_weights(card: ModelCard, names: set[str], folder: str) -> Iterator[tupl
         ConfigError: it has not all of them.
     """
     lacking = set(names)
-    for name, tensor in tensors_of(card):
+    for short, tensor in tensors_of(card):
+        is_bare = card.pooling is not None and short not in lacking
+        name = f"{BODY}{short}" if is_bare else short
         if name in lacking and not isinstance(tensor, RawTensor):
             lacking.remove(name)
             yield name, tensor.dense.float()

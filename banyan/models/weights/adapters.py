@@ -28,6 +28,7 @@ from banyan.layers.build import Build
 from banyan.layers.seats import AdapterSeats
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
+from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.adapter_experts import (
     Found,
@@ -36,7 +37,7 @@ from banyan.models.weights.adapter_experts import (
     seat_experts_on_paper,
     take_experts,
 )
-from banyan.models.weights.adapter_fit import Base, Fit
+from banyan.models.weights.adapter_fit import Base, Fit, in_full
 from banyan.models.weights.adapter_heads import ENDING, head_parts, open_heads, seat_on_paper
 from banyan.models.weights.adapter_rows import (
     Gains,
@@ -81,7 +82,7 @@ class LoadedAdapter:
 
 def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     """Wrap the projections that adapters may change."""
-    assert isinstance(model, DecoderLM)
+    assert isinstance(model, DecoderLM | EncoderLM)
     for name, projection in _open(model, seats):
         wrap(seats, name, projection, ops)
     open_heads(model, seats, ops)
@@ -91,7 +92,11 @@ def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
 
 def base_on_paper(card: ModelCard, ops: Ops) -> Base:
     """What adapters of a model must fit, without its weights."""
-    model = DecoderLM(card, FAMILIES.load(card.architecture), Build(ops), _SHORT)
+    model: DecoderLM | EncoderLM
+    if card.is_encoder:
+        model = EncoderLM(card, Build(ops))
+    else:
+        model = DecoderLM(card, FAMILIES.load(card.architecture), Build(ops), _SHORT)
     seats = AdapterSeats(max_rank=1, capacity=0, kinds=KINDS)
     for name, _ in _open(model, seats):
         seats.seat(name)
@@ -100,7 +105,7 @@ def base_on_paper(card: ModelCard, ops: Ops) -> Base:
     return base_of(model, seats)
 
 
-def _open(model: DecoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projection]]:
+def _open(model: DecoderLM | EncoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projection]]:
     """The projections that adapters may change; of those that are closed, the sizes are kept."""
     named = _named(model.card)
     for name, projection in projections(model):
@@ -112,7 +117,7 @@ def _open(model: DecoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projecti
 
 def base_of(model: Model, seats: AdapterSeats) -> Base:
     """What adapters of `model` must fit, once its projections are open."""
-    assert isinstance(model, DecoderLM)
+    assert isinstance(model, DecoderLM | EncoderLM)
     return Base(model.card, model.stage, seats, shares_of(model), expert_slots(model))
 
 
@@ -122,7 +127,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     Raises:
         ConfigError: it cannot be served, or does not fit the model.
     """
-    card = read_adapter(path, base.seats.max_rank)
+    card = in_full(read_adapter(path, base.seats.max_rank), base)
     fit = Fit(base, card)
     found: dict[str, list[Part]] = {}
     rows: dict[str, RowPart] = {}
@@ -222,6 +227,7 @@ def _stored(file: MappedFile, name: str, card: AdapterCard) -> StoredWeight:
 
 def check_fit(card: AdapterCard, base: Base) -> None:
     """ConfigError when an adapter does not belong to a model; says why."""
+    card = in_full(card, base)
     fit = Fit(base, card)
     for name, low_rank in card.modules.items():
         if fit.expert_place(name, low_rank) is None:

@@ -8,7 +8,7 @@ from banyan.frontend.requests.vectors import Prompt, prompts_of, shortened
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.ollama.fields import model_of, reporter, typed_from
+from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
 from banyan.server.vectors.native import VectorRequest, origin_of, vector_service, vectors_of
 
@@ -19,11 +19,11 @@ async def embed(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[EmbedRequest, str, list[TextRequest]]:
         request = _typed(raw, exchange, state)
-        model = model_of(request.model, exchange, state)
+        model, adapter = model_and_adapter_of(request.model, exchange, state)
         if request.input == []:
             return request, model, []
         prompts, _ = prompts_of(request.input, "input", service.limits)
-        return request, model, _requests(exchange, state, service, prompts)
+        return request, model, _requests(exchange, state, service, prompts, adapter)
 
     request, model, requests = await exchange.read(read)
     found = await vectors_of(exchange, state, service, requests) if requests else []
@@ -46,10 +46,10 @@ async def embed_prompt(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> list[TextRequest]:
         request = _typed(raw, exchange, state)
-        model_of(request.model, exchange, state)
+        _, adapter = model_and_adapter_of(request.model, exchange, state)
         if not request.prompt:
             raise RequestError("prompt must be a text", param="prompt")
-        return _requests(exchange, state, service, [request.prompt])
+        return _requests(exchange, state, service, [request.prompt], adapter)
 
     (vector,) = await vectors_of(exchange, state, service, await exchange.read(read))
     await exchange.json({"embedding": vector.values.tolist()})
@@ -64,7 +64,7 @@ def _typed(raw: Json, exchange: Exchange, state: ServerState) -> EmbedRequest:
 
 
 def _requests(
-    exchange: Exchange, state: ServerState, service: Service, prompts: list[Prompt]
+    exchange: Exchange, state: ServerState, service: Service, prompts: list[Prompt], adapter: str
 ) -> list[TextRequest]:
     if not service.limits.is_embedding:
         raise RequestError(
@@ -74,4 +74,4 @@ def _requests(
             hint="Start a server with --is-embedding",
         )
     origin = origin_of(exchange, VectorRequest(), "embed")
-    return vector_service(service, state).read(prompts, origin)
+    return vector_service(service, state).read(prompts, origin, [adapter] * len(prompts))

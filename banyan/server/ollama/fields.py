@@ -9,7 +9,6 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
-from banyan.server.openai.adapters import model_alone
 from banyan.server.openai.fields import (
     Report,
     account_for,
@@ -49,13 +48,6 @@ def typed_from(raw: Json, kind: type[R], report: Report) -> R:
 async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
     """The typed request of a body."""
     return await exchange.read(lambda raw: typed_from(raw, kind, report))
-
-
-def model_of(name: str, exchange: Exchange, state: ServerState) -> str:
-    """The model name to answer with, where no adapter can."""
-    if adapter := model_and_adapter_of(name, exchange, state)[1]:
-        model_alone(adapter, state, exchange.warn)
-    return name or state.served_name
 
 
 def model_and_adapter_of(name: str, exchange: Exchange, state: ServerState) -> tuple[str, str]:

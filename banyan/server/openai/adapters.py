@@ -49,21 +49,11 @@ def model_and_adapters(
         raise RequestError(
             f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
         )
+    if not entries:
+        return model_and_adapter(name, state, warn)[0], ()
     model, first = model_and_adapter(name, state, warn, entries[0])
     rest = [model_and_adapter(name, state, lambda _: None, entry) for entry in entries[1:]]
     return model, (first, *(adapter for _, adapter in rest))
-
-
-def model_alone(name: str, state: ServerState, warn: Warn) -> str:
-    """The model name to answer with, where no adapter can."""
-    model, adapter = model_and_adapter(name, state, warn)
-    if adapter:
-        raise RequestError(
-            f"The adapter {adapter!r} answers with text; vectors and scores are the base's alone",
-            param="model",
-            hint=f"Name {state.served_name}.",
-        )
-    return model
 
 
 def _adapter_in(name: str, state: ServerState) -> str:

@@ -8,11 +8,11 @@ from banyan.frontend.requests.vectors import Vector, prompts_of, shortened, usag
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
-from banyan.server.openai.adapters import model_alone
 from banyan.server.openai.fields import typed
 from banyan.server.vectors.native import (
     COMMON,
     VectorRequest,
+    model_and_adapters_of,
     origin_of,
     refuse_fields,
     vector_service,
@@ -42,10 +42,10 @@ async def create_embeddings(exchange: Exchange, state: ServerState) -> None:
                 f"encoding_format must be float or base64, got {form[:40]!r}.",
                 param="encoding_format",
             )
-        model = model_alone(request.model, state, exchange.warn)
         prompts, _ = prompts_of(request.input, "input", service.limits)
+        model, adapters = model_and_adapters_of(exchange, state, request, len(prompts))
         vectors, origin = vector_service(service, state), origin_of(exchange, request, "embeddings")
-        return request, model, vectors.read(prompts, origin)
+        return request, model, vectors.read(prompts, origin, adapters)
 
     request, model, requests = await exchange.read(read)
     found = await vectors_of(exchange, state, service, requests)

@@ -19,17 +19,18 @@ from banyan.frontend.requests.vectors import (
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_alone
+from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.fields import typed
 
-COMMON = ("model", "rid", "priority", "cache_salt", "extra_key", "user")
+COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
 """Fields that every route about vectors honours, and `user`, which changes nothing."""
 
-_MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides", "lora_path")
+_MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides")
 
 
 class VectorRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
+    lora_path: str | list[str | None] | None = None
     rid: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -60,7 +61,9 @@ async def encode(exchange: Exchange, state: ServerState) -> None:
         name = "text" if request.input_ids is None else "input_ids"
         value = request.text if request.input_ids is None else request.input_ids
         prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
-        return request, vectors.read(prompts, origin_of(exchange, request, "encode")), is_list
+        _, adapters = model_and_adapters_of(exchange, state, request, len(prompts))
+        origin = origin_of(exchange, request, "encode")
+        return request, vectors.read(prompts, origin, adapters), is_list
 
     request, requests, is_list = await exchange.read(read)
     with state.open.holding(requests, exchange.tenant):
@@ -77,10 +80,10 @@ async def classify(exchange: Exchange, state: ServerState) -> None:
         strict = state.config.server.strict_requests
         refuse_fields(raw, {*COMMON, "input"}, exchange, strict)
         request = typed(raw, ClassifyRequest)
-        model = model_alone(request.model, state, exchange.warn)
         prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
+        model, adapters = model_and_adapters_of(exchange, state, request, len(prompts))
         vectors, origin = vector_service(service, state), origin_of(exchange, request, "classify")
-        return model, vectors.read(prompts, origin)
+        return model, vectors.read(prompts, origin, adapters)
 
     model, requests = await exchange.read(read)
     found = await vectors_of(exchange, state, service, requests)
@@ -124,6 +127,14 @@ def origin_of(exchange: Exchange, request: VectorRequest, route: str) -> Origin:
         request.priority or 0,
         route,
     )
+
+
+def model_and_adapters_of(
+    exchange: Exchange, state: ServerState, request: VectorRequest, count: int
+) -> tuple[str, tuple[str, ...]]:
+    """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
+    named = (request.model, state, exchange.warn, request.lora_path)
+    return model_and_adapters(*named, count)
 
 
 async def vectors_of(

@@ -26,13 +26,13 @@ from banyan.messages.sampling import SamplingParams
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_alone
 from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import check_count, text_ids
 from banyan.server.vectors.native import (
     COMMON,
     VectorRequest,
     labels_of,
+    model_and_adapters_of,
     origin_of,
     refuse_fields,
     vector_service,
@@ -75,15 +75,15 @@ async def score(exchange: Exchange, state: ServerState) -> None:
             )
         refuse_fields(raw, _SCORE_FIELDS, exchange, strict)
         request = typed(raw, ScoreRequest)
-        model = model_alone(request.model, state, exchange.warn)
         queries, _ = prompts_of(request.query, "query", service.limits)
         empty = request.items == []
         items = [] if empty else prompts_of(request.items, "items", service.limits)[0]
         if len(queries) != 1:
             raise RequestError("query must be one text or one list of token ids.", param="query")
+        model, adapters = model_and_adapters_of(exchange, state, request, len(items))
         ask = _for_classes if service.card.labels else _for_labels
         origin = origin_of(exchange, request, "score")
-        return request, model, ask(state, service, request, origin, queries[0], items)
+        return request, model, ask(state, service, request, origin, queries[0], items, adapters)
 
     request, model, requests = await exchange.read(read)
     if service.card.labels:
@@ -114,8 +114,9 @@ async def rerank(exchange: Exchange, state: ServerState) -> None:
             )
         check_count(len(request.documents), service, "documents", "documents")
         pairs = [(request.query, document) for document in request.documents]
+        _, adapters = model_and_adapters_of(exchange, state, request, len(pairs))
         origin = origin_of(exchange, request, "rerank")
-        return request, vector_service(service, state).read(pairs, origin)
+        return request, vector_service(service, state).read(pairs, origin, adapters)
 
     request, requests = await exchange.read(read)
     found = await vectors_of(exchange, state, service, requests)
@@ -140,6 +141,7 @@ def _for_classes(
     origin: Origin,
     query: Prompt,
     items: Sequence[Prompt],
+    adapters: Sequence[str],
 ) -> list[TextRequest]:
     """What asks for the classes of each pair of query and item."""
     if request.label_token_ids or request.return_token_logprobs:
@@ -148,7 +150,7 @@ def _for_classes(
     if not isinstance(query, str) or len(texts) != len(items):
         raise RequestError("A classifier needs query and items as texts.", param="items")
     pairs = [(item, query) if request.item_first else (query, item) for item in texts]
-    return vector_service(service, state).read(pairs, origin)
+    return vector_service(service, state).read(pairs, origin, adapters)
 
 
 def _classes(request: ScoreRequest, found: Sequence[Vector]) -> Json:
@@ -165,6 +167,7 @@ def _for_labels(
     origin: Origin,
     query: Prompt,
     items: Sequence[Prompt],
+    adapters: Sequence[str],
 ) -> list[TextRequest]:
     """What asks for the probabilities of the label tokens right after query and each item."""
     labels = _labels(request, service)
@@ -199,8 +202,9 @@ def _for_labels(
             id=RequestId(f"{origin.rid}_{i}"),
             prompt=p,
             scores=ScoreOptions(len(p), 0, labels),
+            adapter=adapter,
         )
-        for i, p in enumerate(prompts)
+        for i, (p, adapter) in enumerate(zip(prompts, adapters, strict=True))
     ]
 
 
