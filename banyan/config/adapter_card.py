@@ -18,7 +18,9 @@ EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
 )
 _ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
 """Last parts of routers' names in checkpoints."""
-_OTHER_ENDS = {"token_embd": EMBEDDING, "output": HEAD, "score": HEAD}
+CLASSES = "score"
+"""Last part of the name of a head of classes; it takes the room of one of tokens."""
+_OTHER_ENDS = {"token_embd": EMBEDDING, "output": HEAD, CLASSES: HEAD}
 TYPES = ("F32", "F16", "BF16")
 
 

@@ -125,7 +125,7 @@ def reference(model: torch.nn.Module) -> np.ndarray:
         if "Classification" in type(model).__name__:
             return torch.cat([model(torch.tensor([p])).logits for p in PROMPTS]).numpy()
         body = getattr(model, "model", model)
-        at = 0 if type(body).__name__.startswith("Bert") else -1
+        at = 0 if type(body).__name__.startswith(("Bert", "Roberta")) else -1
         found = [body(torch.tensor([p])).last_hidden_state[0, at] for p in PROMPTS]
     return torch.nn.functional.normalize(torch.stack(found), dim=-1).numpy()
 
@@ -154,12 +154,16 @@ def test_vectors_and_scores_are_those_of_the_merged_model(name: str, tmp_path: P
         assert np.abs(expected[adapter] - expected[""]).max() > 0.05
     paths = [f"{adapter}={tmp_path / adapter}" for adapter in "ab"]
     with engine(base, lora_paths=paths, **case.flags) as served:
-        alone = {
-            adapter: np.stack([rows([served.encode(p, lora_path=adapter)])[0] for p in PROMPTS])
-            for adapter in expected
-        }
-        for adapter, found in alone.items():
-            assert np.abs(found - expected[adapter]).max() < 1e-4
+        alone: dict[str, np.ndarray] = {}
+        for adapter in expected:
+            answers = [
+                served.encode(prompt, lora_path=adapter) for prompt in (*PROMPTS, PROMPTS[1])
+            ]
+            alone[adapter] = rows(answers[:3])
+            assert np.abs(alone[adapter] - expected[adapter]).max() < 1e-4
+            seen = [answers[at]["meta_info"]["cached_tokens"] for at in (1, 3)]
+            assert seen == [0, 0 if name == "an encoder" else len(PROMPTS[1]) - 1]
+            assert answers[3]["embedding"] == answers[1]["embedding"]
         company = ["a", "", "b", None, "b", "a"] * 3
         asked = [PROMPTS[at // 2 % 3] for at in range(len(company))]
         together = rows(served.encode(asked, lora_path=company))
@@ -194,6 +198,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     save_file(kept, tmp_path / "d" / WEIGHTS, metadata={"format": "pt"})
     for model, adapter, flags, why in (
         (base, "a", {}, "scores 2 classes from 32 values, the base 3"),
+        (body, "a", {}, "head of classes .score., and the base scores none"),
+        (body, "a", {"is_embedding": True}, "the base scores none. Save the base as a model for"),
         (pair, "b", {}, "classifier.bias. Merge it into the weights"),
         (encoder, "d", {}, "lacks the matrices of 1 projections.*layer.1.attention.self.query"),
         (body, "c", {"is_embedding": True}, "lm_head as a whole: only embed_tokens may be"),

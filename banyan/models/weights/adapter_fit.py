@@ -10,6 +10,7 @@ from typing import TypeVar
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.adapter_card import (
+    CLASSES,
     DORA,
     EMBEDDING,
     EXPANSION,
@@ -203,6 +204,13 @@ class Fit:
         Raises:
             ConfigError: no weight of the base may be replaced there, or by that.
         """
+        if name.rpartition(".")[2] == CLASSES and not self._base.card.labels:
+            raise ConfigError(
+                f"adapter {self._folder!r} brings a head of classes ({CLASSES}), and the base "
+                "scores none",
+                hint="save the base as a model for sequence classification with as many classes "
+                "(num_labels), and serve that",
+            )
         place = place_of(f"{name}.weight", self._names)
         if place is None or place.module not in self._base.shares or len(whole.shape) != 2:
             raise ConfigError(
@@ -219,7 +227,7 @@ class Fit:
         """What of this model may be replaced as a whole."""
         if "head" not in self._base.shares:
             return EMBEDDING
-        return f"{EMBEDDING} and {'score' if self._base.card.labels else HEAD}"
+        return f"{EMBEDDING} and {CLASSES if self._base.card.labels else HEAD}"
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
         """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
