@@ -351,11 +351,13 @@ def test_the_log_is_told_once_where_a_stuck_engine_stands(caplog):
     finally:
         logger.removeHandler(handler)
     lines = [r.getMessage() for r in caplog.records if r.name == logger.name]
-    (stack,) = [line for line in lines if line.startswith("thread runner:")]
+    end = next(at for at, line in enumerate(lines) if line.startswith("queues: running="))
+    (stack,) = [line for line in lines[:end] if line.startswith("thread runner:")]
     assert "self.gate.wait(WAIT_S)" in stack
-    assert any(line.startswith("queues: running=") for line in lines)
     plans = [line for line in lines if line.startswith("in flight: ")]
-    assert "step=1 joins=1" in plans[0] and "1:0+3" in plans[0] and len(plans) <= 2
+    assert "step=1 joins=1" in plans[0] and "1:0+3" in plans[0]
+    # A machine that is busy may let a later step stand too.
+    assert not any("step=1 " in plan for plan in plans[1:])
 
 
 def test_an_engine_that_works_is_never_told_to_be_stuck(caplog):

@@ -1,48 +1,24 @@
-"""The Triton kernels against the reference: on a CUDA device, or in Triton's interpreter.
-
-Without a device: TRITON_INTERPRET=1 python -m pytest tests/ops/test_cuda_kernels.py, with the
-package triton installed.
-"""
-
-import os
+"""The Triton kernels against the reference; `triton_device.py` tells where they run."""
 
 import pytest
 import torch
 
 from banyan.ops import reference
-
-pytest.importorskip("triton")
-
 from banyan.ops.cuda import triton_attention, triton_rows
 from banyan.ops.pages import FLOAT8
+from tests.ops.triton_device import (
+    ABSENCE,
+    DEVICE,
+    IS_INTERPRETED,
+    PAGE,
+    SHAPES,
+    TYPES,
+    close,
+    random,
+)
 
-IS_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-if not IS_INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("no CUDA device, and TRITON_INTERPRET is not set", allow_module_level=True)
-pytestmark = [] if IS_INTERPRETED else [pytest.mark.device]
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-TYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-PAGE = 16
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    most = TOLERANCE[dtype]
-    torch.testing.assert_close(got.double().cpu(), want.double().cpu(), atol=most, rtol=most)
-
-
-SHAPES = [  # (context, count) of each row
-    [(0, 1), (37, 1), (16, 1)],
-    [(5, 1)],
-    [(0, 70), (33, 1), (3, 20), (0, 1), (80, 17)],
-    [(300, 1), (0, 1), (257, 1)],
-    [(290, 30)],
-]
+if ABSENCE:
+    pytest.skip(ABSENCE, allow_module_level=True)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

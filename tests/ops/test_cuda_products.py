@@ -1,7 +1,6 @@
-"""Products with quantised weights against the reference: on a CUDA device, or in Triton's
-interpreter (`test_cuda_kernels.py` tells how)."""
+"""Products with quantised weights against the reference: `triton_device.py` tells where
+they run."""
 
-import os
 import re
 from pathlib import Path
 
@@ -9,19 +8,15 @@ import pytest
 import torch
 
 from banyan.ops import blocks, rounding
-from banyan.ops.stored import StoredWeight
-
-pytest.importorskip("triton")
-
 from banyan.ops.cuda import packing, products
 from banyan.ops.cuda.needs import CudaToolkit
+from banyan.ops.stored import StoredWeight
+from tests.ops import triton_device
+from tests.ops.triton_device import ABSENCE, TYPES
 
-IS_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
-if not IS_INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("no CUDA device, and TRITON_INTERPRET is not set", allow_module_level=True)
-pytestmark = [] if IS_INTERPRETED else [pytest.mark.device]
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-TYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+if ABSENCE:
+    pytest.skip(ABSENCE, allow_module_level=True)
+DEVICE = torch.device(triton_device.DEVICE)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROWS = [1, 5, 33, 100]
 SIMPLE = ["Q8_0", "Q4_0", "Q4_1"]

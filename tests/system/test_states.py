@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.base.errors import ConfigError
 from banyan.llm import Engine
 from tests.models.families import tiny
 
@@ -145,8 +144,3 @@ def test_a_checkpoint_every_so_many_tokens_serves_shorter_prefixes(one_of_few: S
             answer = engine.generate(input_ids=PROMPTS[0], sampling_params=asked())
             assert answer["meta_info"]["cached_tokens"] == cached
             check(one_of_few, PROMPTS[:1], [answer["output_ids"]])
-
-
-def test_drafts_are_refused_by_name(one_of_few: Served) -> None:
-    with pytest.raises(ConfigError, match="--speculative-algorithm NGRAM"):
-        one_of_few.open(speculative_algorithm="NGRAM")
