@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -17,7 +17,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -154,6 +154,13 @@ test-schemas: $(VENV)/.test
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
 
+# The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
+# newer numpy runs in (.cuda, 700 MB); a quarter of an hour.
+test-cuda: $(VENV)/.test .cuda/.installed
+	@PYTHONPATH=.cuda $(BIN)/python -m pytest tests/ops/test_cuda_compiled.py $(ARGS)
+	@TRITON_INTERPRET=1 PYTHONPATH=.cuda $(BIN)/python -W ignore -m pytest tests/ops/test_cuda_*.py \
+	  tests/ops/test_cpu_sampling.py -k "cuda or triton" $(ARGS)
+
 # A wheel in dist that brings the CPU kernels compiled, for each instruction set; needs a C++ compiler.
 wheel: $(VENV)/.installed
 	@rm -rf build/wheel && mkdir -p build/wheel dist
@@ -271,6 +278,10 @@ $(VENV)/.dev: $(VENV)/.installed
 .transfer/%/.installed: | $(VENV)/.installed
 	@echo "Installing $* into $(@D)"
 	@$(PIP) install --target $(@D) $(PACKAGES)
+	@touch $@
+
+.cuda/.installed: $(VENV)/.installed
+	@$(PIP) install --target .cuda --no-deps triton==3.6.0 numpy==2.2.6
 	@touch $@
 
 .npu/%/.installed: | $(VENV)/.installed

@@ -260,7 +260,8 @@ def plan_the_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
     sharers = config.parallel.local_world * config.parallel.dp if is_host else 1
     # What states were after tokens that may not stand.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
-    trails = trails_of(config) * state_bytes
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    trails = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
         config.schedule,
@@ -272,9 +273,8 @@ def plan_the_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
     )
 
 
-def trails_of(config: Config) -> int:
-    """States that are kept of drafts in one step, at most."""
-    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+def draft_room_of(config: Config, running: int) -> int:
+    """Drafts that one step of so many rows verifies at most."""
     return min(DRAFT_ROOM, running * config.speculative.drafts)
 
 
@@ -282,7 +282,7 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
-    draft_room = DRAFT_ROOM if config.speculative.drafts else 0
+    draft_room = draft_room_of(config, memory.max_running)
     check_the_tokens(config, memory.max_running + draft_room)
     return RunnerSizes(
         max_slots=memory.max_running,

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -110,14 +112,14 @@ def _same_tokens(device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for name, flags in ways.items():
-            got, told = _generate(folder, prompts, 32, device, "float32", **flags)
+            got, told = generate(folder, prompts, 32, device, "float32", **flags)
             same = sum(a == b for a, b in zip(got, 2 * wanted, strict=True))
             failed += same < len(got)
             print(f"tokens equal transformers: {same}/{len(got)}  {name} ({told})")
     return failed
 
 
-def _generate(
+def generate(
     folder: str, prompts: list[list[int]], count: int, device: str, dtype: str, **flags: object
 ) -> tuple[list[list[int]], str]:
     """The answers to all prompts, asked twice, and how they came about."""
@@ -147,28 +149,15 @@ def _generate(
 
 def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    with tempfile.TemporaryDirectory() as folder:
-        facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype}
-        facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
-        (Path(folder) / "config.json").write_text(json.dumps({**facts, **shape}))
-        began = time.perf_counter()
-        with banyan.Engine(
-            folder,
-            engine_mode="inprocess",
-            load_format="dummy",
-            device=options.device,
-            skip_tokenizer_init=True,
-            disable_radix_cache=True,
-            max_total_tokens=max(options.rows) * (INPUT + OUTPUT + 64),
-            max_running_requests=max(options.rows),
-            **({"quantization": options.quantization} if options.quantization else {}),
-        ) as engine:
-            info = engine.get_server_info()["facts"]
-            print(f"start-up {time.perf_counter() - began:.1f} s, {json.dumps(info['phases'])}")
-            print(info["kernels"])
-            for rows in options.rows:
-                took = _banyan_seconds(engine, rows, shape)
-                _report("banyan", rows, took, shape, options.quantization, options)
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype}
+    facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
+    flags = {"quantization": options.quantization} if options.quantization else {}
+    with random_engine({**facts, **shape}, options.device, options.rows, **flags) as engine:
+        info = engine.get_server_info()["facts"]
+        print(info["kernels"])
+        for rows in options.rows:
+            took = step_seconds(engine, rows, shape["vocab_size"])
+            _report("banyan", rows, took, shape, options.quantization, options)
     if options.without_transformers:
         return
     gc.collect()
@@ -177,21 +166,43 @@ def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
     _transformers(shape, options, dtype)
 
 
-def _prompts(rows: int, shape: dict[str, int]) -> list[list[int]]:
-    return [
-        [(131 * row + 17 * at) % shape["vocab_size"] for at in range(INPUT)] for row in range(rows)
-    ]
+@contextmanager
+def random_engine(
+    facts: dict[str, object], device: str, rows: list[int], **flags: object
+) -> Iterator[banyan.Engine]:
+    """An engine with random weights, for so many requests at once; facts: its config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(facts))
+        began = time.perf_counter()
+        with banyan.Engine(
+            folder,
+            engine_mode="inprocess",
+            load_format="dummy",
+            device=device,
+            skip_tokenizer_init=True,
+            disable_radix_cache=True,
+            max_total_tokens=max(rows) * (INPUT + OUTPUT + 64),
+            max_running_requests=max(rows),
+            **flags,
+        ) as engine:
+            phases = engine.get_server_info()["facts"]["phases"]
+            print(f"start-up {time.perf_counter() - began:.1f} s, {json.dumps(phases)}")
+            yield engine
 
 
-def _banyan_seconds(engine: banyan.Engine, rows: int, shape: dict[str, int]) -> float:
+def step_seconds(engine: banyan.Engine, rows: int, vocab: int) -> float:
     """Seconds of one decode step: the difference of a long and a short answer."""
     took = []
     for count in (8, 8, OUTPUT):
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         began = time.perf_counter()
-        engine.generate(input_ids=_prompts(rows, shape), sampling_params=sampling)
+        engine.generate(input_ids=_prompts(rows, vocab), sampling_params=sampling)
         took.append(time.perf_counter() - began)
     return (took[2] - took[1]) / (OUTPUT - 8)
+
+
+def _prompts(rows: int, vocab: int) -> list[list[int]]:
+    return [[(131 * row + 17 * at) % vocab for at in range(INPUT)] for row in range(rows)]
 
 
 def _transformers(shape: dict[str, int], options: argparse.Namespace, dtype: str) -> None:
@@ -201,7 +212,7 @@ def _transformers(shape: dict[str, int], options: argparse.Namespace, dtype: str
         config = LlamaConfig(**shape, eos_token_id=None, bos_token_id=None)
         model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
     for rows in options.rows:
-        ids = torch.tensor(_prompts(rows, shape), device=options.device)
+        ids = torch.tensor(_prompts(rows, shape["vocab_size"]), device=options.device)
         took = []
         for count in (8, 8, 40):
             began = time.perf_counter()

@@ -8,15 +8,12 @@ share of the time that reading the active experts must take. Needs no network. W
 """
 
 import argparse
-import json
 import tempfile
-import time
-from pathlib import Path
 
 import torch
 
 import banyan
-from benchmarks.cuda_check import _generate
+from benchmarks.cuda_check import generate, random_engine, step_seconds
 
 _BASE = {
     "vocab_size": 512,
@@ -59,7 +56,6 @@ WIDE = {
     "norm_topk_prob": True,
     "tie_word_embeddings": True,
 }
-INPUT, OUTPUT = 64, 72
 
 
 def main() -> int:
@@ -96,7 +92,7 @@ def _same_tokens(name: str, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for way, flags in {"captured": {}, "eager": {"disable_cuda_graph": True}}.items():
-            got, told = _generate(folder, prompts, 24, options.device, "float32", **flags)
+            got, told = generate(folder, prompts, 24, options.device, "float32", **flags)
             same = sum(a == b for a, b in zip(got, wanted * 2, strict=True))
             failed += same < len(got)
             print(f"{name}: {same}/{len(got)} as transformers, {way} ({told})")
@@ -109,38 +105,16 @@ def _speed(options: argparse.Namespace) -> None:
     facts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     facts |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6}
     facts["torch_dtype"] = "float32" if options.device == "cpu" else "bfloat16"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**facts, **shape}))
-        began = time.perf_counter()
-        with banyan.Engine(
-            folder,
-            engine_mode="inprocess",
-            load_format="dummy",
-            device=options.device,
-            skip_tokenizer_init=True,
-            disable_radix_cache=True,
-            max_total_tokens=max(options.rows) * (INPUT + OUTPUT + 64),
-            max_running_requests=max(options.rows),
-            cuda_graph_bs=options.rows,
-        ) as engine:
-            print(f"start-up {time.perf_counter() - began:.1f} s")
-            for rows in options.rows:
-                _report(engine, rows, shape, options)
+    flags = {"cuda_graph_bs": options.rows}
+    with random_engine({**facts, **shape}, options.device, options.rows, **flags) as engine:
+        for rows in options.rows:
+            _report(engine, rows, shape, options)
 
 
 def _report(
     engine: banyan.Engine, rows: int, shape: dict[str, int], options: argparse.Namespace
 ) -> None:
-    prompts = [
-        [(131 * r + 17 * at) % shape["vocab_size"] for at in range(INPUT)] for r in range(rows)
-    ]
-    took = []
-    for count in (8, 8, OUTPUT):
-        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        began = time.perf_counter()
-        engine.generate(input_ids=prompts, sampling_params=sampling)
-        took.append(time.perf_counter() - began)
-    step = (took[2] - took[1]) / (OUTPUT - 8)
+    step = step_seconds(engine, rows, shape["vocab_size"])
     count, per_token = shape["num_experts"], shape["num_experts_per_tok"]
     active = count * (1 - (1 - per_token / count) ** rows)
     dim, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]

@@ -18,7 +18,7 @@ from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from banyan.scheduler.handoff import TAKES
-from tests.border.fake_runner import Faults
+from tests.border.faults import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
 

@@ -10,7 +10,6 @@ A plan takes effect in two moments: `launch` checks it as far as the engine coul
 
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
@@ -47,24 +46,10 @@ from banyan.messages.plan import (
 )
 from banyan.runner.abilities import Abilities
 from tests.border import oracle
-from tests.border.laws import Device, Launched, Laws, Tenancy, require
+from tests.border.fake_memory import Content, Poison, Slot, Stored
+from tests.border.faults import Faults
+from tests.border.laws import Device, Launched, Laws, require
 from tests.border.peer import FakePeer
-
-
-@dataclass(frozen=True)
-class Poison:
-    """What a fault left behind. Plans launched before the engine heard of it may read it."""
-
-    step: int
-
-
-Content = int | Poison | None
-"""Hash of the sequence up to and with a position; None = never written."""
-
-
-Stored = dict[tuple[int, bytes], list[Content]]
-"""What a store holds, by group and key."""
-
 
 ABILITIES = Abilities(
     groups=(FULL, WINDOW, STATE),
@@ -79,42 +64,6 @@ ABILITIES = Abilities(
     hidden=True,
     bursts=True,
 )
-
-
-@dataclass
-class Faults:
-    """Probabilities, per opportunity."""
-
-    row: float = 0.0
-    step: float = 0.0
-    copy: float = 0.0
-    order: float = 0.0
-    good_draft: float = 0.6
-
-
-@dataclass
-class Slot(Tenancy):
-    """The device's memory of one slot, from join to leave."""
-
-    tokens: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    masked_state: int = 0
-    """Hash of the output, for the masks."""
-    drafts: list[int] = field(default_factory=list)
-    poison: Poison | None = None
-
-    def cut(self, length: int) -> None:
-        """Forget the tokens from `length` on: they were sampled, and did not count."""
-        tokens = self.tokens[:length]
-        self.tokens, self.hashes, self.masked_state, self.drafts = [], self.hashes[:1], 0, []
-        for token in tokens:
-            self.append(token)
-
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-        self.hashes.append(oracle.mix(self.hashes[-1], token))
-        if len(self.tokens) > self.join.prompt_len:
-            self.masked_state = oracle.mix(self.masked_state, token)
 
 
 class FakeRunner:

@@ -1,4 +1,5 @@
-"""Ways to make a real runner fail at a chosen step, from outside it: spoiled models and ops."""
+"""How often things fail, and ways to make a real runner fail at a chosen step, from outside it:
+spoiled models and ops."""
 
 from dataclasses import dataclass
 
@@ -8,6 +9,17 @@ from torch import Tensor
 from banyan.layers.step import StepInputs
 from banyan.ops.api import BurstInputs, Ops, Recorder, Recording
 from tests.border.page_model import PageModel
+
+
+@dataclass
+class Faults:
+    """Probabilities, per opportunity."""
+
+    row: float = 0.0
+    step: float = 0.0
+    copy: float = 0.0
+    order: float = 0.0
+    good_draft: float = 0.6
 
 
 class InjectedError(Exception):

@@ -19,7 +19,8 @@ from banyan.messages.plan import (
 )
 from banyan.messages.requests import Generate
 from tests.border.build import World, random_world, with_peer, with_store
-from tests.border.fake_runner import ABILITIES, FakeRunner, Stored
+from tests.border.fake_memory import Stored
+from tests.border.fake_runner import ABILITIES, FakeRunner
 from tests.border.oracle import Answer, HashStory, Story
 
 Hurry = Callable[[bool], bool]

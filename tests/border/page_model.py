@@ -235,3 +235,8 @@ def _gather() -> np.ndarray:
     """What the heads read, with its factors. [WIDTH, HEADS · HEAD_DIM]"""
     factors = np.array([-LIFT, POINTED, LOWEST, LARGEST])
     return np.kron(factors, np.eye(WIDTH, HEAD_DIM))
+
+
+def bytes_of(pages: Tensor) -> np.ndarray:
+    """What a tensor of pages holds, on the host."""
+    return pages.cpu().numpy().view(np.uint8)

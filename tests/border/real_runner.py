@@ -14,7 +14,6 @@ from random import Random
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
@@ -50,10 +49,10 @@ from banyan.models.base import Model
 from banyan.platform.base import Platform
 from banyan.runner.orders import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner, PendingStep
-from tests.border.fake_runner import Faults
-from tests.border.faults import InjectedError, Injector
+from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Hurry
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
+from tests.border.page_model import bytes_of
 from tests.border.page_numbers import LAYERS, VOCAB
 from tests.border.real_store import Shelf
 
@@ -292,21 +291,22 @@ class RealRunner:
     # -- orders -------------------------------------------------------------------------------
 
     def _prepare(self, order: Order) -> Finish:
-        if self._random.random() < self._faults.order:
-            self.seen["failed orders"] += 1
-            raise RequestError("injected")
+        self._may_fail()
         gives = order.tags if isinstance(order, ReleaseMemory) else []
         if self._platform is not None and KV_CACHE in gives:
             self.seen["refused orders"] += 1
             raise RequestError("the pages of this device stay")
         return partial(self._obey, order)
 
-    def _prepare_switch(self, order: Order) -> Finish:
-        """Another rank may fail once this one is ready."""
-        finish = self._switches[type(order)](order)
+    def _may_fail(self) -> None:
         if self._random.random() < self._faults.order:
             self.seen["failed orders"] += 1
             raise RequestError("injected")
+
+    def _prepare_switch(self, order: Order) -> Finish:
+        """Another rank may fail once this one is ready."""
+        finish = self._switches[type(order)](order)
+        self._may_fail()
 
         def switch() -> Said:
             said = finish()
@@ -558,7 +558,7 @@ class RealRunner:
     def _snapshot(self) -> list[list[np.ndarray]]:
         """The bytes of all pages."""
         return [
-            [_bytes_of(tensor).copy() for tensor in self._pages(group)]
+            [bytes_of(tensor).copy() for tensor in self._pages(group)]
             for group in range(len(self._device.groups))
         ]
 
@@ -580,7 +580,7 @@ class RealRunner:
     ) -> None:
         for g, old in enumerate(before):
             for tensor, then in zip(self._pages(g), old, strict=True):
-                differ = _bytes_of(tensor) != then
+                differ = bytes_of(tensor) != then
                 changed = set(np.flatnonzero(differ.reshape(len(then), -1).any(1)).tolist())
                 stray = sorted(changed - allowed[g])
                 require(not stray, f"{where} writes pages {stray} of group {g}")
@@ -603,7 +603,3 @@ class RealRunner:
         self.seen["failed rows"] += len(failed)
         self.seen["masked rows"] += sum(row.masked for row in plan.rows)
         self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)
-
-
-def _bytes_of(pages: Tensor) -> np.ndarray:
-    return pages.cpu().numpy().view(np.uint8)

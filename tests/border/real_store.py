@@ -12,7 +12,7 @@ from banyan.runner.kvstore import KVStore
 from banyan.runner.store_switch import StoreSwitch
 from banyan.transfer.files import FileStore
 from banyan.transfer.mover import Mover
-from tests.border.fake_runner import Faults
+from tests.border.faults import Faults
 
 IDENTITY = bytes(32)
 CAPACITY_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from banyan.parallel.joint import JointBatch, JointRows
 from banyan.runner.peers import Peers
 from tests.border.build import World, random_world
 from tests.border.driver import Play, random_actions
-from tests.border.fake_runner import Faults
+from tests.border.faults import Faults
 from tests.border.joined_runner import Company, JoinedRunner
 from tests.border.kit import Answers, Hurry, Runner
 from tests.border.oracle import Story

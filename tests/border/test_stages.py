@@ -18,7 +18,7 @@ from banyan.runner.runner import ModelRunner
 from banyan.scheduler.roster import Roster
 from tests.border.build import World, random_world
 from tests.border.driver import Play, play, random_actions, smallest
-from tests.border.fake_runner import Faults
+from tests.border.faults import Faults
 from tests.border.kit import Answers, Hurry, Runner
 from tests.border.oracle import Story
 from tests.border.page_oracle import PageStory

@@ -82,3 +82,16 @@ def test_what_does_not_go_with_a_store_is_refused_by_name(cache, card, parallel,
 def test_layers_with_windows_that_keep_every_position_may_be_stored() -> None:
     cache = CacheConfig(hierarchical=True, store="file", keeps_windows=True)
     assert resolve(Config(cache=cache), MIXED, NOTHING).cache.store == "file"
+
+
+@pytest.mark.parametrize(
+    ("device", "copies", "others"),
+    [("cuda", "kernel", "kernel_ascend"), ("npu", "kernel_ascend", "kernel")],
+)
+def test_each_device_has_its_own_ways_to_keep_pages_on_the_host(device, copies, others) -> None:
+    flags = ("--device", device, "--enable-hierarchical-cache")
+    cache = resolve(config_of(*flags), CARD, NOTHING).cache
+    assert (cache.host_tier, cache.host_copies) == (True, copies)
+    assert cache.host_layout == "page_first_direct"
+    with pytest.raises(ConfigError, match=f"{others} is not available on {device}"):
+        resolve(config_of(*flags, "--hicache-io-backend", others), CARD, NOTHING)

@@ -349,6 +349,17 @@ def test_a_request_that_waits_no_longer_says_that_its_pages_were_on_their_way() 
     assert miss(desk) == (misses.LOADING, 0)
 
 
+def loaded(held: int, **failed: int) -> Desk:
+    """After what a store has of a request has been loaded."""
+    desk = Desk()
+    desk.submit("a", LONG)
+    desk.hold(held)
+    plan = desk.launch()
+    desk.complete(plan)
+    desk.end(plan, **failed)
+    return desk
+
+
 def test_a_store_that_has_not_answered_is_told_from_one_that_has_nothing() -> None:
     desk = Desk(prefetch=TIMEOUT, timeout_s=1.0)
     desk.submit("a", LONG)
@@ -361,13 +372,7 @@ def test_a_store_that_has_not_answered_is_told_from_one_that_has_nothing() -> No
 
 
 def test_pages_that_could_not_be_read_are_told() -> None:
-    desk = Desk()
-    desk.submit("a", LONG)
-    desk.hold(99)
-    plan = desk.launch()
-    desk.complete(plan)
-    desk.end(plan, failed=4)
-    assert miss(desk) == (misses.UNREADABLE, 24)
+    assert miss(loaded(held=99, failed=4)) == (misses.UNREADABLE, 24)
 
 
 def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
@@ -380,10 +385,4 @@ def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
 
 
 def test_all_that_a_store_has_is_no_miss_of_its_own() -> None:
-    desk = Desk()
-    desk.submit("a", LONG)
-    desk.hold(6)
-    plan = desk.launch()
-    desk.complete(plan)
-    desk.end(plan)
-    assert miss(desk) == (misses.UNSEEN, 24)
+    assert miss(loaded(held=6)) == (misses.UNSEEN, 24)

@@ -91,12 +91,7 @@ class AdapterNames:
         """
         if not isinstance(given, list):
             return [self.named(given)] * count
-        entries = cast(list[object], given)
-        if len(entries) != count:
-            raise RequestError(
-                f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
-            )
-        return [self.named(entry) for entry in entries]
+        return [self.named(entry) for entry in one_each(cast(list[object], given), count)]
 
     def _listed(self) -> str:
         if not self._places:
@@ -104,3 +99,16 @@ class AdapterNames:
         names = sorted(self._places)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return f"There are: {', '.join(names[:_SHOWN])}{more}."
+
+
+def one_each(entries: list[object], count: int) -> list[object]:
+    """A list in `lora_path`.
+
+    Raises:
+        RequestError: it has not one entry for each of `count` prompts.
+    """
+    if len(entries) != count:
+        raise RequestError(
+            f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
+        )
+    return entries

@@ -9,6 +9,8 @@ steps of KEYS; `join_parts` adds up what these found. No grid depends on lengths
 import triton
 import triton.language as tl
 
+from banyan.ops.cuda.attention_kernels import row_of
+
 
 @triton.jit
 def write_latents(
@@ -28,21 +30,6 @@ def write_latents(
     values = tl.load(key + token * key_token + at, mask=at < rope_dim)
     place = key_pages + page * key_page + inside * key_inside
     tl.store(place + at, values.to(key_pages.dtype.element_ty), mask=at < rope_dim)
-
-
-@triton.jit
-def _row_of(row_starts, rows, block, PER_BLOCK: tl.constexpr):
-    """The row of a block of queries: row r begins at block row_starts[r] // PER_BLOCK + r, and the
-    last ones of a row may be empty."""
-    low: tl.int32 = 0
-    high: tl.int32 = rows
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(row_starts + middle) // PER_BLOCK + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit
@@ -84,7 +71,7 @@ def attend_latents(
     """One part of the keys of a block of queries. out: [parts, tokens, heads, rank]; sums: [parts,
     tokens, heads] fp32, the logarithm of the part's sum of weights, where there are several."""
     block, head_block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = _row_of(row_starts, rows, block, PER_BLOCK)
+    row = row_of(row_starts, rows, block, PER_BLOCK)
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
     first = (block - (start // PER_BLOCK + row)) * PER_BLOCK

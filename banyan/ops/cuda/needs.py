@@ -9,7 +9,8 @@ from banyan.ops.bind import NoToolkit, OpSpec
 from banyan.ops.pages import FLOAT8
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
+LEAST_BLOCK = 16
+"""Rows, columns and dimensions of a matrix product, at least."""
 
 QUANTIZATIONS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "int8": "Q8_0"}
 """What float weights may be rounded to at load -> storage type."""
@@ -24,6 +25,11 @@ class CudaToolkit(NoToolkit):
     """
 
     quantization: str = ""
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The next one, as sizes of a kernel's blocks are."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def has_triton() -> bool:

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel
-from banyan.ops.cuda.needs import declines_pages
+from banyan.ops.cuda.needs import LEAST_BLOCK, declines_pages, power_of_two
 from banyan.ops.pages import FLOAT8
 
 _LOG2_E = 1 / math.log(2)
-_LEAST_BLOCK = 16
-"""Queries, and dimensions, of a matrix product."""
 _PART = 256
 """Keys that are seen by themselves, in rows of one token."""
 _PROGRAMS = 512
@@ -45,8 +43,58 @@ class Tiles:
 
 MANY, MANY_WIDE = Tiles(128, 128, 8, 2), Tiles(32, 32, 4, 2)
 """Rows of many tokens; heads of more than 128 dimensions, or of fp32."""
-ONE, ONE_WIDE = Tiles(_LEAST_BLOCK, 128, 4, 3), Tiles(_LEAST_BLOCK, 32, 4, 2)
+ONE, ONE_WIDE = Tiles(LEAST_BLOCK, 128, 4, 3), Tiles(LEAST_BLOCK, 32, 4, 2)
 """Rows of one token, in the same way."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both kernels are told; tensors as of `Ops.paged_attention`. scale: of logits that are
+    exponents of 2, unless they are capped before."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_tables: Tensor
+    context_lengths: Tensor
+    out: Tensor
+    sinks: Tensor | None
+    numbers: tuple[float, float, float]
+    """Scale, soft cap and unit."""
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.q.shape[1] // self.k_pages.shape[2]
+
+    @property
+    def given_sinks(self) -> Tensor:
+        return self.q if self.sinks is None else self.sinks
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        pages = (*self.k_pages.stride()[:3], *self.v_pages.stride()[:3])
+        rest = (self.page_tables.stride(0), *self.out.stride()[:2])
+        return *self.q.stride()[:2], *pages, *rest
+
+    def constants(self, tiles: Tiles, wide: Tiles) -> dict[str, int | bool]:
+        """tiles: for most heads; wide: what a block holds at once is bounded."""
+        head_dim = self.q.shape[2]
+        is_wide = head_dim > 128 or self.q.dtype == torch.float32
+        chosen = wide if is_wide else tiles
+        return {
+            "HAS_CAP": bool(self.numbers[1]),
+            "HAS_SINKS": self.sinks is not None,
+            "PAGE": self.k_pages.shape[1],
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": power_of_two(head_dim, LEAST_BLOCK),
+            "GROUP": self.group,
+            "BLOCK": power_of_two(self.group, chosen.queries),
+            "KEYS": chosen.keys,
+            "num_warps": chosen.warps,
+            "num_stages": chosen.stages,
+        }
 
 
 def _paged_attention(
@@ -63,157 +111,56 @@ def _paged_attention(
     unit: float = 1.0,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tensors = (q, k_pages, v_pages, page_tables, row_starts, context_lengths, out)
-    run = _attend_rows if q.shape[0] == context_lengths.shape[0] else _attend
     scale = scale * unit if soft_cap else scale * unit * _LOG2_E
-    run(*tensors, scale, window, soft_cap, sinks, unit)
+    tensors = (q, k_pages, v_pages, page_tables, context_lengths, out, sinks)
+    call = _Call(*tensors, (scale, soft_cap, unit), window)
+    if len(q) == len(context_lengths):
+        _attend_rows(call)
+    else:
+        _attend(call, row_starts)
     return out
 
 
-def _attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
-    row_starts: Tensor,
-    context_lengths: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: Tensor | None,
-    unit: float,
-) -> None:
+def _attend(call: _Call, row_starts: Tensor) -> None:
     from banyan.ops.cuda.attention_kernels import attend
 
-    tokens, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
-    rows, group = context_lengths.shape[0], heads // kv_heads
-    tiles = MANY_WIDE if _is_wide(q) else MANY
-    block = max(tiles.queries, _power(group))
-    per_block = block // group
-    attend[(tokens // per_block + rows, kv_heads)](
-        q,
-        k_pages,
-        v_pages,
-        page_tables,
-        row_starts,
-        context_lengths,
-        out,
-        q if sinks is None else sinks,
-        scale,
-        soft_cap,
-        unit,
-        rows,
-        *q.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        page_tables.stride(0),
-        *out.stride()[:2],
-        window,
-        HAS_CAP=bool(soft_cap),
-        HAS_SINKS=sinks is not None,
-        PAGE=k_pages.shape[1],
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(_LEAST_BLOCK, _power(head_dim)),
-        GROUP=group,
+    constants = call.constants(MANY, MANY_WIDE)
+    rows, per_block = len(call.context_lengths), constants["BLOCK"] // call.group
+    attend[(len(call.q) // per_block + rows, call.k_pages.shape[2])](
+        *(call.q, call.k_pages, call.v_pages, call.page_tables, row_starts),
+        *(call.context_lengths, call.out, call.given_sinks, *call.numbers, rows),
+        *(*call.strides, call.window),
         PER_BLOCK=per_block,
-        BLOCK=block,
-        KEYS=tiles.keys,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **constants,
     )
 
 
-def _attend_rows(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_tables: Tensor,
-    row_starts: Tensor,
-    context_lengths: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: Tensor | None,
-    unit: float,
-) -> None:
+def _attend_rows(call: _Call) -> None:
     from banyan.ops.cuda.attention_kernels import attend_rows, merge
 
-    rows, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[1:3]
-    group, wide = heads // kv_heads, max(_LEAST_BLOCK, _power(head_dim))
-    tiles = ONE_WIDE if _is_wide(q) else ONE
-    parts = -(-page_tables.shape[1] * page_size // _PART)
+    (rows, heads, _), (page_size, kv_heads) = call.q.shape, call.k_pages.shape[1:3]
+    constants = call.constants(ONE, ONE_WIDE)
+    parts = -(-call.page_tables.shape[1] * page_size // _PART)
     programs = max(1, min(parts, _PROGRAMS // (rows * kv_heads)))
     room = rows * heads * parts if programs > 1 else 0
-    sums = torch.empty((2, room), dtype=torch.float32, device=q.device)
-    results = torch.empty((room, wide), dtype=torch.float32, device=q.device)
-    given = q if sinks is None else sinks
+    bests, totals = torch.empty((2, room), dtype=torch.float32, device=call.q.device)
+    results = bests.new_empty((room, constants["BLOCK_D"]))
     attend_rows[(rows, kv_heads, programs)](
-        q,
-        k_pages,
-        v_pages,
-        page_tables,
-        context_lengths,
-        out,
-        given,
-        *sums,
-        results,
-        scale,
-        soft_cap,
-        unit,
-        heads,
-        parts,
-        programs,
-        *q.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        page_tables.stride(0),
-        *out.stride()[:2],
-        window,
-        HAS_CAP=bool(soft_cap),
-        HAS_SINKS=sinks is not None,
-        PAGE=page_size,
-        HEAD_DIM=head_dim,
-        BLOCK_D=wide,
-        GROUP=group,
-        BLOCK=max(_LEAST_BLOCK, _power(group)),
-        KEYS=tiles.keys,
+        *(call.q, call.k_pages, call.v_pages, call.page_tables, call.context_lengths),
+        *(call.out, call.given_sinks, bests, totals, results),
+        *(*call.numbers, heads, parts, programs, *call.strides, call.window),
         PART=_PART,
         IS_SPLIT=programs > 1,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **constants,
     )
     if programs > 1:
         merge[(rows, heads)](
-            *sums,
-            results,
-            context_lengths,
-            out,
-            given,
-            unit,
-            heads,
-            parts,
-            *out.stride()[:2],
-            window,
-            HAS_SINKS=sinks is not None,
-            HEAD_DIM=head_dim,
-            BLOCK_D=wide,
+            *(bests, totals, results, call.context_lengths, call.out, call.given_sinks),
+            *(call.numbers[2], heads, parts, *call.out.stride()[:2], call.window),
+            **{name: constants[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")},
             PART=_PART,
             num_warps=1,
         )
-
-
-def _is_wide(q: Tensor) -> bool:
-    """What a block holds at once is bounded."""
-    return q.shape[-1] > 128 or q.dtype == torch.float32
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 def _write_kv(
@@ -240,7 +187,7 @@ def _write_kv(
         1 / unit,
         PAGE=k_pages.shape[1],
         HEAD_DIM=head_dim,
-        BLOCK_D=_power(head_dim),
+        BLOCK_D=power_of_two(head_dim),
         MOST=torch.finfo(k_pages.dtype).max if k_pages.dtype in FLOAT8 else 0,
         num_warps=1,
     )

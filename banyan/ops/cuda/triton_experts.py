@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel
-from banyan.ops.cuda.needs import declines
+from banyan.ops.cuda.needs import declines, power_of_two
 from banyan.ops.expert_adapters import ExpertSides
 from banyan.ops.experts_api import PackedExperts, StoredExperts
 from banyan.ops.stored import StoredWeight, stack
@@ -156,7 +156,7 @@ class GroupedExperts:
         blocks = (pairs + min(self.count, pairs) * (rows - 1)) // rows
         room = torch.empty(pairs + 3 * blocks + 1, dtype=torch.int32, device=ids.device)
         parts = room.split([pairs, blocks, blocks, blocks, 1])
-        chunk = min(4096, max(128, 1 << (pairs - 1).bit_length()))
+        chunk = min(4096, power_of_two(pairs, 128))
         order_pairs[(self.count,)](
             *(ids, *parts, pairs, self.first, self.count),
             BINS=max(32, 1 << self.count.bit_length()),  # one more for those that are elsewhere
@@ -192,11 +192,11 @@ def _add_up(
     if not tokens:
         return
     width = out.shape[1]
-    block = min(_SUM_BLOCK, max(32, 1 << (width - 1).bit_length()))
+    block = min(_SUM_BLOCK, power_of_two(width, 32))
     add_up[(tokens, -(-width // block))](
         *(x, ids.contiguous(), weights.contiguous(), out, first, last, home, width),
         PER_TOKEN=per_token,
-        CHOICES=1 << (per_token - 1).bit_length(),
+        CHOICES=power_of_two(per_token),
         BLOCK=block,
         num_warps=max(1, block // 256),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
-from banyan.ops.cuda.needs import TYPES, declines
+from banyan.ops.cuda.needs import LEAST_BLOCK, TYPES, declines, power_of_two
 
 _LEAST = 128
 """A part of the keys has a multiple of so many."""
@@ -40,8 +40,8 @@ def _write_latent(
         *(latent.stride(0), key.stride(0)),
         *(*latent_pages.stride()[:2], *key_pages.stride()[:2], rank, rope_dim),
         PAGE=latent_pages.shape[1],
-        BLOCK_R=_power(rank),
-        BLOCK_T=_power(rope_dim),
+        BLOCK_R=power_of_two(rank, LEAST_BLOCK),
+        BLOCK_T=power_of_two(rope_dim, LEAST_BLOCK),
         num_warps=1,
     )
 
@@ -77,7 +77,7 @@ def _latent_attention(
             torch.empty((parts, tokens, heads, *more), dtype=torch.float32, device=q.device)
             for more in ((rank,), ())
         )
-    widths = {"BLOCK_R": _power(rank), "PER_BLOCK": per_block, "LEAST": _LEAST}
+    widths = {"BLOCK_R": power_of_two(rank, LEAST_BLOCK), "PER_BLOCK": per_block, "LEAST": _LEAST}
     attend_latents[(tokens // per_block + rows, head_blocks, parts)](
         *(q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths),
         *(context_lengths if chosen is None else chosen, found, sums),
@@ -89,7 +89,7 @@ def _latent_attention(
         HAS_CHOSEN=chosen is not None,
         IS_DIVIDED=parts > 1,
         PAGE=page_size,
-        BLOCK_T=_power(q_turned.shape[2]),
+        BLOCK_T=power_of_two(q_turned.shape[2], LEAST_BLOCK),
         GROUP=group,
         BLOCK=block,
         KEYS=keys,
@@ -128,11 +128,6 @@ def _parts(programs: int, most: int) -> int:
     """
     wanted = min(_PROGRAMS // programs, -(-most // _LEAST), _MOST_PARTS)
     return 1 << max(0, wanted.bit_length() - 1)
-
-
-def _power(size: int) -> int:
-    """The next power of two that a product takes."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 write_latent = Kernel(supports=_declines, run=_write_latent)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel
-from banyan.ops.cuda.needs import declines
+from banyan.ops.cuda.needs import declines, power_of_two
 
 _GATE_BLOCK = 1024
 
@@ -33,7 +33,7 @@ def _norm(
 
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     parts, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    block = _power(width)
+    block = power_of_two(width)
     norm[(x.shape[0], parts)](
         x,
         x if residual is None else residual,
@@ -71,8 +71,8 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         heads,
         width,
         pairs,
-        BLOCK=_power(pairs),
-        REST=_power(rest) if rest else 0,
+        BLOCK=power_of_two(pairs),
+        REST=power_of_two(rest) if rest else 0,
         num_warps=1,
     )
     return q_out, k_out
@@ -86,11 +86,6 @@ def _silu_and_mul(gate_up: Tensor) -> Tensor:
     grid = (tokens, -(-width // _GATE_BLOCK))
     silu_gate[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_GATE_BLOCK)
     return out
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 rms_norm = Kernel(supports=declines, run=_rms_norm)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.frontend.requests.adapters import one_each
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import check_model
 
@@ -44,11 +45,7 @@ def model_and_adapters(
     if not isinstance(lora_path, list):
         model, adapter = model_and_adapter(name, state, warn, lora_path)
         return model, (adapter,) * count
-    entries = cast(list[object], lora_path)
-    if len(entries) != count:
-        raise RequestError(
-            f"lora_path has {len(entries)} names for {count} prompts", param="lora_path"
-        )
+    entries = one_each(cast(list[object], lora_path), count)
     if not entries:
         return model_and_adapter(name, state, warn)[0], ()
     model, first = model_and_adapter(name, state, warn, entries[0])

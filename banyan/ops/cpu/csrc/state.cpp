@@ -79,9 +79,10 @@ BN_EXPORT int bn_check_state(int32_t isa, char* why, int32_t room) {
 
 BN_EXPORT void bn_short_conv(Program* program, int32_t, const int32_t* pages, int64_t pages_stride,
                              const int32_t* row_starts, const int32_t* context_lengths,
-                             const int32_t* trails, const float* x, int64_t x_stride, const float* weight,
-                             const float* bias, float* out, float* last_inputs, int32_t channels,
-                             int32_t taps, int32_t has_silu) {
+                             const int32_t* trails, const float* x, int64_t x_stride,
+                             const float* weight, const float* bias, float* out,
+                             float* last_inputs, int32_t channels, int32_t taps,
+                             int32_t has_silu) {
   ConvArgs args{{pages, row_starts, context_lengths, pages_stride, trails},
                 x, weight, bias, out, last_inputs, x_stride, channels, taps, has_silu};
   append(program, table().conv, &args, sizeof args, NOT_ROW_WISE);
@@ -90,9 +91,10 @@ BN_EXPORT void bn_short_conv(Program* program, int32_t, const int32_t* pages, in
 // by_key: kept has a number for each key dimension. strength: with has_delta what its sigmoid is taken of.
 BN_EXPORT void bn_scan(Program* program, int32_t, const int32_t* pages, int64_t pages_stride,
                        const int32_t* row_starts, const int32_t* context_lengths,
-                       const int32_t* trails, const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
-                       int64_t v_stride, const float* kept, const float* strength,
-                       int64_t strength_stride, const float* skip, float* out, float* states,
+                       const int32_t* trails, const float* q, int64_t q_stride, const float* k,
+                       int64_t k_stride, const float* v, int64_t v_stride, const float* kept,
+                       const float* strength, int64_t strength_stride, const float* skip,
+                       float* out, float* states,
                        int32_t heads, int32_t shared, int32_t key_dim, int32_t value_dim,
                        int32_t has_delta, int32_t by_key) {
   ScanArgs args{{pages, row_starts, context_lengths, pages_stride, trails},
@@ -107,8 +109,9 @@ BN_EXPORT void bn_scan(Program* program, int32_t, const int32_t* pages, int64_t 
 BN_EXPORT void bn_selective_scan(Program* program, int32_t, const int32_t* pages,
                                  int64_t pages_stride, const int32_t* row_starts,
                                  const int32_t* context_lengths, const int32_t* trails,
-                                 const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
-                                 int64_t v_stride, const float* step, int64_t step_stride,
+                                 const float* q, int64_t q_stride, const float* k,
+                                 int64_t k_stride, const float* v, int64_t v_stride,
+                                 const float* step, int64_t step_stride,
                                  const float* rate, const float* skip, float* out, float* states,
                                  int32_t channels, int32_t key_dim) {
   SelectiveArgs args{{pages, row_starts, context_lengths, pages_stride, trails},

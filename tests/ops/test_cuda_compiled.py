@@ -1,0 +1,91 @@
+"""The Triton kernels compiled for an H100, which needs no device: the interpreter takes what the
+compiler refuses. Needs the package triton (`make test-cuda`)."""
+
+from importlib import import_module
+
+import pytest
+
+from tests.ops.triton_device import IS_INTERPRETED
+
+triton = pytest.importorskip("triton")
+if IS_INTERPRETED:
+    pytest.skip("TRITON_INTERPRET is set", allow_module_level=True)
+kernels, attention_kernels, latent_kernels, sampling_kernels = (
+    import_module(f"banyan.ops.cuda.{name}")
+    for name in ("kernels", "attention_kernels", "latent_kernels", "sampling_kernels")
+)
+H100 = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+MOST_SHARED = 232_448
+"""Bytes of shared memory of a program on an H100."""
+HALF, FLOAT, INT, LONG, EIGHT = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
+FLOATS = ("scale", "soft_cap", "unit", "inverse", "eps")
+
+
+def compiled(kernel, pointers: dict[str, str], constants: dict[str, object], **options: int):
+    """What a launch would run; arguments that are neither named are int32."""
+    types = dict.fromkeys(FLOATS, "fp32") | pointers | dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    made = triton.compile(source, target=H100, options=options)
+    assert made.metadata.shared <= MOST_SHARED
+    return made
+
+
+@pytest.mark.parametrize("pages", [HALF, EIGHT])
+def test_attention_over_pages(pages):
+    tensors = {"q": HALF, "k_pages": pages, "v_pages": pages, "out": HALF, "sinks": FLOAT}
+    tensors |= {"page_tables": INT, "context_lengths": INT}
+    common = {"HAS_CAP": False, "HAS_SINKS": True, "PAGE": 64, "HEAD_DIM": 128, "BLOCK_D": 128}
+    common |= {"GROUP": 4, "KEYS": 128}
+    many = {**common, "PER_BLOCK": 32, "BLOCK": 128}
+    with_starts = {**tensors, "row_starts": INT}
+    compiled(attention_kernels.attend, with_starts, many, num_warps=8, num_stages=2)
+    sums = {"bests": FLOAT, "totals": FLOAT, "results": FLOAT}
+    for is_split in (False, True):
+        one = {**common, "BLOCK": 16, "PART": 256, "IS_SPLIT": is_split}
+        rows = attention_kernels.attend_rows
+        compiled(rows, tensors | sums, one, num_warps=4, num_stages=3)
+    rest = {name: common[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")}
+    compiled(attention_kernels.merge, tensors | sums, {**rest, "PART": 256}, num_warps=1)
+
+
+@pytest.mark.parametrize(("pages", "most"), [(HALF, 0), (EIGHT, 448.0)])
+def test_writing_of_pages(pages, most):
+    tensors = {"k": HALF, "v": HALF, "k_pages": pages, "v_pages": pages, "locations": LONG}
+    sizes = {"PAGE": 64, "HEAD_DIM": 80, "BLOCK_D": 128, "MOST": most}
+    compiled(kernels.write_pages, tensors, sizes, num_warps=1)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_attention_over_latents(is_divided):
+    tensors = {"q": HALF, "q_turned": HALF, "latent_pages": HALF, "key_pages": HALF}
+    tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "chosen": INT}
+    tensors |= {"out": FLOAT if is_divided else HALF, "sums": FLOAT}
+    sizes = {"HAS_CHOSEN": True, "IS_DIVIDED": is_divided, "PAGE": 64, "BLOCK_R": 512}
+    sizes |= {"BLOCK_T": 64, "GROUP": 16, "PER_BLOCK": 1, "BLOCK": 16, "KEYS": 64}
+    sizes |= {"LEAST": 128, "PRECISION": "tf32"}
+    compiled(latent_kernels.attend_latents, tensors, sizes, num_warps=4, num_stages=2)
+
+
+def test_rows():
+    ends = {"x": HALF, "residual": HALF, "weight": HALF, "out": HALF, "total": HALF}
+    for has_residual in (False, True):
+        compiled(kernels.norm, ends, {"HAS_RESIDUAL": has_residual, "BLOCK": 4096}, num_warps=8)
+    turned = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": FLOAT, "sin": FLOAT}
+    for rest in (0, 64):
+        compiled(kernels.rotate, turned, {"BLOCK": 64, "REST": rest}, num_warps=1)
+    compiled(kernels.silu_gate, {"gate_up": HALF, "out": HALF}, {"BLOCK": 1024})
+
+
+def test_drawing():
+    tensors = {"logits": FLOAT, "bests": FLOAT, "words": LONG, "flags": "*u8", "slots": LONG}
+    tensors |= {"positions": LONG, "tokens": LONG, "found": FLOAT}
+    places = ("TEMPERATURE", "TOP_K", "TOP_P", "MIN_P", "SEED")
+    sizes = {name: at for at, name in enumerate(places, 1)}
+    sizes |= {"WORDS": 11, "GREEDY": 80, "TILE": 4096}
+    made = compiled(sampling_kernels.draw, tensors, sizes, num_warps=16, enable_fp_fusion=False)
+    assert "fma.rn.f32" not in made.asm["ptx"], "each rounding is one of the definition"
