@@ -117,6 +117,7 @@ struct alignas(64) Share {
 struct alignas(64) Progress {
   std::atomic<int64_t> left;  // units
   int64_t units, grain;
+  int64_t ended;  // when its last unit was, in a run that is timed
 };
 
 }  // namespace
@@ -137,7 +138,7 @@ struct Run {
   int threads = 1;
   uint32_t base = 0;  // value of `complete` before the first stage
   int64_t began = 0;
-  double* seconds = nullptr;
+  bool timed = false;
   Progress* stages = nullptr;
   Share* shares = nullptr;  // [stages][threads]
   size_t num_stages = 0, num_shares = 0;
@@ -147,6 +148,7 @@ struct Run {
     std::free(shares);
   }
   bool deal_out();
+  void add_times(double* seconds) const;
   void await_empty() {
     for (int spins = 0; door.load(std::memory_order_acquire) & 0x7fff; spins++)
       spins % 1024 == 1023 ? (void)sched_yield() : relax();
@@ -308,10 +310,21 @@ bool Run::deal_out() {
   return much;
 }
 
+// A stage takes from the last unit of the one before it to its own, whoever did them: a thread that
+// the system takes off its core finds several stages done when it comes back.
+void Run::add_times(double* seconds) const {
+  int64_t before = began;
+  for (size_t s = 0; s < program->stages.size(); s++) {
+    if (!stages[s].units) continue;
+    seconds[s] += (double)(stages[s].ended - before) * 1e-9;
+    before = stages[s].ended;
+  }
+}
+
 // Returns how long this thread slept for others to finish.
 int64_t Pool::walk(Run& run, Worker& worker) {
   Program& p = *run.program;
-  int64_t late = 0, began = worker.index == 0 && run.seconds ? run.began : 0;
+  int64_t late = 0;
   for (size_t s = 0; s < p.stages.size(); s++) {
     Progress& progress = run.stages[s];
     if (!progress.units) continue;
@@ -323,14 +336,11 @@ int64_t Pool::walk(Run& run, Worker& worker) {
         do_units(run, p.stages[s], begin, begin + count, worker);
     }
     uint32_t number = run.base + (uint32_t)s + 1;
-    if (done && progress.left.fetch_sub(done, std::memory_order_acq_rel) == done)
+    if (done && progress.left.fetch_sub(done, std::memory_order_acq_rel) == done) {
+      if (run.timed) progress.ended = now_ns();
       complete.set(number);
-    else
+    } else {
       late += complete.await(number);
-    if (began) {
-      int64_t now = now_ns();
-      run.seconds[s] += (double)(now - began) * 1e-9;
-      began = now;
     }
   }
   return late;
@@ -343,7 +353,7 @@ const char* Pool::run(Program* program, const Sizes& sizes, double* seconds) {
   run.await_empty();
   run.program = program;
   run.sizes = sizes;
-  run.seconds = seconds;
+  run.timed = seconds;
   run.threads = active.load(std::memory_order_relaxed);
   bool together = run.deal_out() && run.threads > 1;
   run.base = complete.value.load(std::memory_order_relaxed);
@@ -353,6 +363,7 @@ const char* Pool::run(Program* program, const Sizes& sizes, double* seconds) {
     started.set(number);
   }
   int64_t late = walk(run, workers[0]);
+  if (seconds) run.add_times(seconds);
   // Stages without units do not count `complete` up: bring it to a known value.
   complete.set(run.base + (uint32_t)program->stages.size());
   if (together) run.door.fetch_and(0x7fff, std::memory_order_acq_rel);
