@@ -140,7 +140,7 @@ def open_model(
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
     seats = open_seats(config.lora, traits, is_rounded, keeps_parts)
-    watch = open_expert_watch(config, rank, traits, ops.recorder, groups.joint)
+    watch = open_expert_watch(config, card, groups, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
     sends = sends_rows(config)
     build = Build(ops, groups, dtype, device, units, seats, watch, places, sends)

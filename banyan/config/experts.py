@@ -22,10 +22,10 @@ TRIVIAL = "trivial"
 
 def check_the_expert_flags(config: Config, card: ModelCard, environment: Environment) -> Config:
     if config.experts.are_told:
-        _check_the_watch(config, card, _TOLD)
+        _check_the_library(config, card, _TOLD)
         _check_what_is_told(config, card)
     if config.experts.recorder:
-        _check_the_watch(config, card, _MODE)
+        _check_the_library(config, card, _MODE)
         _check_the_sums(config, _MODE)
     if config.experts.balances:
         _check_the_library(config, card, _BALANCE)
@@ -113,17 +113,6 @@ def _check_the_location(location: str) -> None:
             f"{_LOCATION} {shown} is neither trivial nor JSON nor a file .json or .safetensors",
             hint='as {"physical_to_logical_map": [[0, 1, …], …]}, or a dump of the recorder',
         )
-
-
-def _check_the_watch(config: Config, card: ModelCard, flag: str) -> None:
-    """Refuse what choices cannot be recorded beside, by name."""
-    _check_the_library(config, card, flag)
-    for is_there, other, hint in (
-        (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
-        (config.parallel.pp > 1, "--pipeline-parallel-size", "use --tensor-parallel-size"),
-    ):
-        if is_there:
-            raise ConfigError(f"{flag} and {other} do not go together", hint=hint)
 
 
 def _check_the_library(config: Config, card: ModelCard, flag: str) -> None:

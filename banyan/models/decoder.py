@@ -208,7 +208,12 @@ class DecoderLM(nn.Module):
 
 def stage_of(num_layers: int, stages: Group) -> range:
     """The layers of this rank's stage."""
-    first, last = (num_layers * at // stages.size for at in (stages.rank, stages.rank + 1))
+    return layers_of(num_layers, stages.rank, stages.size)
+
+
+def layers_of(num_layers: int, stage: int, stages: int) -> range:
+    """The layers of one of so many stages."""
+    first, last = (num_layers * at // stages for at in (stage, stage + 1))
     return range(first, last)
 
 

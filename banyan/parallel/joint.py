@@ -41,6 +41,11 @@ class JointRows:
         self._host[2 :: self._ranks] = counts
 
     @property
+    def first(self) -> int:
+        """Of this replica's rows among those of all."""
+        return int(self._host[0])
+
+    @property
     def counts(self) -> list[int]:
         """The rows of each replica."""
         return self._host[2 :: self._ranks].tolist()

@@ -1,13 +1,14 @@
 """ExpertRecord: which experts tokens choose, from one order to another, as sums or one by one.
 
-Rank 0 alone keeps it: every rank routes alike. What is recorded lies in memory until it is dumped;
-a dump is plain arrays (`formats/arrays.py`).
+Rank 0 of a replica alone keeps it: every rank routes alike, and stages tell each other. What is
+recorded lies in memory until it is dumped; a dump is plain arrays (`formats/arrays.py`).
 """
 
 import os
 import tempfile
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from banyan.formats.arrays import write_arrays
 from banyan.layers.build import Build
 from banyan.layers.expert_watch import ExpertWatch
 from banyan.messages.orders import Order, RecordExperts
+from banyan.models.decoder import layers_of
 from banyan.ops.api import Recorder
-from banyan.parallel.joint import JointBatch
+from banyan.parallel.groups import Groups
 from banyan.platform.base import Traits
 from banyan.runner.orders import Finish, Said
 
@@ -31,19 +33,17 @@ USUAL_PASSES = 1000
 
 
 def open_expert_watch(
-    config: Config, rank: int, traits: Traits, recorder: Recorder | None, joint: JointBatch | None
+    config: Config, card: ModelCard, groups: Groups, traits: Traits, recorder: Recorder | None
 ) -> ExpertWatch | None:
     """What is told of choices in the model that is loaded next; None where nobody asks.
-
-    Args:
-        joint: the batch of several replicas; None for one by itself.
 
     Raises:
         ConfigError: the device keeps them to itself.
     """
-    experts = config.experts
-    is_asked = experts.recorder or experts.balances or experts.are_told
-    if not is_asked or (rank and not balances_by_itself(config)):
+    experts, facts, stages = config.experts, card.experts, groups.stages
+    if facts is None or not (experts.recorder or experts.balances or experts.are_told):
+        return None
+    if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
         return None
     if not traits.is_host:
         raise ConfigError(
@@ -51,7 +51,16 @@ def open_expert_watch(
             f"on {traits.name}: choices of experts are read on CPUs only",
             hint="leave them out, or use --device cpu",
         )
-    return ExpertWatch(recorder, None if joint is None else joint.tokens)
+    sparse = ExpertLayers.of(facts, card.num_layers).sparse
+    parts = [layers_of(card.num_layers, stage, stages.size) for stage in range(stages.size)]
+    return ExpertWatch(
+        recorder,
+        None if groups.joint is None else groups.joint.tokens,
+        stages,
+        [sum(layer in part for layer in sparse) for part in parts],
+        facts.per_token,
+        is_recorded=bool(experts.recorder),
+    )
 
 
 def refuse_to_record(order: Order) -> Finish:
@@ -68,18 +77,24 @@ def prepare_nothing(order: Order) -> Finish:
 def open_expert_record(
     experts: ExpertsConfig, card: ModelCard, build: Build, name: str, report_every: int
 ) -> "ExpertRecord | None":
-    """None on ranks that keep none.
+    """None on ranks that keep none. Of replicas that work on one batch the first counts the choices
+    of all; each keeps those of its own tokens where they are wanted one by one.
 
     Args:
         name: of this engine, for the names of files.
         report_every: passes from one line in the log to the next.
     """
-    if not experts.recorder or build.watch is None or card.experts is None:
+    watch, groups, keeps_tokens = build.watch, build.groups, experts.recorder == "per_token"
+    if not experts.recorder or watch is None or card.experts is None:
+        return None
+    if (groups.world if keeps_tokens else groups.everyone).rank:
         return None
     facts, layers = card.experts, card.num_layers
     places = ExpertLayers.of(facts, layers)
-    record = ExpertRecord(experts, places, build.groups.experts.size, name, report_every)
-    build.watch.heard.append(record.ran)
+    if groups.everyone.rank:  # the first one reports on all
+        experts = replace(experts, reports=False)
+    record = ExpertRecord(experts, places, groups.experts.size, name, report_every, watch.own)
+    watch.heard_whole.append(record.ran)
     return record
 
 
@@ -107,6 +122,7 @@ class ExpertRecord:
     """
     Args:
         shares: ranks that each hold as many experts, in their order.
+        own: the choices of this replica's tokens among those of a pass; None = all are.
     """
 
     def __init__(
@@ -116,8 +132,9 @@ class ExpertRecord:
         shares: int = 1,
         name: str = "engine0",
         report_every: int = 40,
+        own: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        self._mode = experts.recorder
+        self._mode, self._own = experts.recorder, own
         self._places, self._shares, self._name = places, shares, name
         self._folder = experts.folder or tempfile.gettempdir()
         room = experts.buffer or USUAL_PASSES
@@ -146,7 +163,8 @@ class ExpertRecord:
             return
         self.passes += 1
         if self._mode == "per_token":
-            self._choices.append((chosen.transpose(1, 0, 2), positions))
+            mine = chosen if self._own is None else self._own(chosen)
+            self._choices.append((mine.transpose(1, 0, 2), positions))
             return
         if self._room is None and self._mode != "per_pass":
             self._sum += counts

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from banyan.base.log import logger
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
 from banyan.runner.batch import Batch
@@ -77,6 +79,8 @@ class Begun:
     batch: Batch
     failed: dict[int, str]
     burst: Burst | None = None
+    chosen: np.ndarray | None = None
+    """The experts that its tokens chose in these layers; None where nobody asks."""
 
     @property
     def has_run(self) -> bool:

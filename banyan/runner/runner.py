@@ -26,7 +26,6 @@ from banyan.layers.build import Build
 from banyan.layers.cache import numbered_through
 from banyan.messages.plan import (
     DEVICE,
-    EXPERTS,
     HIDDEN,
     PEER,
     POOL,
@@ -273,7 +272,8 @@ class ModelRunner:
             return begun
         if carry is not None:
             batch = replace(batch, carried=carry(batch))
-        return replace(begun, burst=self._run(batch, plan))
+        burst, watch = self._run(batch, plan), self._build.watch
+        return replace(begun, burst=burst, chosen=None if watch is None else watch.chosen)
 
     def stream(self) -> AbstractContextManager[object]:
         """What plans are begun and ended in."""
@@ -301,8 +301,9 @@ class ModelRunner:
                 vectors = self._pooler.read(self._forward, batch)
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
-            if batch.wanted & EXPERTS and self._build.watch is not None:
-                hidden = (hidden or {}) | told_experts(self._build.watch, batch, self._card)
+            if begun.chosen is not None:
+                told = told_experts(self._build.watch, begun.chosen, batch, self._card)
+                hidden = (hidden or {}) | told
         outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
         if not batch.rows or self._forward.results_are_final:

@@ -39,11 +39,11 @@ def opened(path: Path, **more) -> Engine:
     return banyan.Engine(model_path=str(path), **usual | SHARED | more)
 
 
-def told(engine: Engine, **more) -> list[tuple[list[int], list[float]]]:
+def told(engine: Engine, prompts=SOME, **more) -> list[tuple[list[int], list[float]]]:
     asked = {"sampling_params": ASKED, "return_logprob": True, **more}
     return [
         (one["output_ids"], [p[0] for p in one["meta_info"]["output_token_logprobs"]])
-        for one in engine.generate(input_ids=SOME, **asked)
+        for one in engine.generate(input_ids=prompts, **asked)
     ]
 
 
@@ -113,6 +113,31 @@ def test_joined_replicas_share_copies(dispatch, tmp_path):
     copies = {"ep_num_redundant_experts": 4, "ep_dispatch_algorithm": dispatch}
     found, _ = joined_answers(tmp_path, **JOINED, ep_size=2, **copies)
     assert found == plain
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tp_size": 2, "ep_size": 2},
+        pytest.param({"tp_size": 4, "ep_size": 4}, marks=OUTER),
+        pytest.param({"tp_size": 4, "moe_a2a_backend": "deepep"}, marks=OUTER),
+    ],
+    ids=lambda flags: " ".join(map(str, flags.values())),
+)
+def test_experts_that_move_amid_64_requests_of_joined_replicas_change_no_bit(
+    flags, tmp_path, capfd
+):
+    """Half of the requests on each replica; every rank moves experts between two of its steps."""
+    tiny(VARIANT, tmp_path, num_experts=8)
+    joined = {"dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal", **flags}
+    longer = ASKED | {"max_new_tokens": 20}
+    found = []
+    for moving in ({}, MOVING | {"ep_num_redundant_experts": 4}):
+        with opened(tmp_path, log_level="info", **joined | moving) as engine:
+            found.append(told(engine, PROMPTS, sampling_params=longer))
+    assert found[0] == found[1]
+    moves = re.findall(r"experts moved: layers=1 experts=(\d+)", capfd.readouterr().err)
+    assert moves and all(int(count) for count in moves)
 
 
 @OUTER

@@ -1,7 +1,10 @@
 """Choices of experts that an engine records, against those of the routers of transformers."""
 
+import base64
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from tests.models.families import tiny
 from tests.system.serving import Server, serving
 from tests.system.test_experts import GREEDY, PROMPTS
 
+OUTER = pytest.mark.skipif(os.environ.get("PARALLEL") != "all", reason="make test-parallel")
 VARIANT = "qwen2 moe, some dense"
 
 
@@ -47,37 +51,88 @@ def counted(reference, answers, prompts) -> np.ndarray:
     return counts
 
 
-def path_in(told: str) -> str:
-    found = re.search(r"/\S+\.safetensors", told)
-    assert found, told
-    return found.group()
+def paths_in(told: str) -> list[str]:
+    return re.findall(r"/\S+\.safetensors", told)
 
 
-def test_what_is_recorded_equals_the_choices_of_the_routers(tmp_path, monkeypatch):
-    """Two ranks that each hold half of the experts."""
-    reference = tiny(VARIANT, tmp_path / "model")
+def flags_of(path: Path, layout: str, mode: str) -> list[str]:
+    flags = "--cpu-activations fp32 --chunked-prefill-size 16 --disable-radix-cache --threads 1"
+    flags += f" --skip-tokenizer-init --expert-distribution-recorder-mode {mode} {layout}"
+    return ["--model-path", str(path), *flags.split(), "--enable-return-routed-experts"]
+
+
+JOINED = "--tp 4 --ep 4 --dp 2 --enable-dp-attention --load-balance-method round_robin"
+LAYOUTS = [
+    ("--pp 2", [0]),  # layers 1 and 3 have experts, 1 alone, or 3 alone
+    *(
+        pytest.param(*layout, marks=OUTER)
+        for layout in (
+            ("--tp 2 --ep 2", [3]),
+            ("--pp 2 --tp 2 --ep 2 --ep-num-redundant-experts 2", [1]),
+            ("--pp 3", [3]),
+            (JOINED, [0]),
+            (f"{JOINED} --moe-a2a-backend deepep", [0]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "dense"), LAYOUTS)
+def test_what_is_recorded_equals_the_choices_of_the_routers(layout, dense, tmp_path, monkeypatch):
+    """Of stages each has layers of its own, of joined replicas each has rows of its own."""
+    reference = tiny(VARIANT, tmp_path / "model", mlp_only_layers=dense)
     (tmp_path / "dumps").mkdir()
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path / "dumps"))
-    flags = "--tp 2 --ep 2 --cpu-activations fp32 --chunked-prefill-size 16 --disable-radix-cache"
-    flags += " --skip-tokenizer-init --expert-distribution-recorder-mode stat --threads 1"
-    model = ("--model-path", str(tmp_path / "model"))
-    with serving(tmp_path / "server.log", *model, *flags.split()) as server:
+    flags = flags_of(tmp_path / "model", layout, "stat")
+    with serving(tmp_path / "server.log", *flags) as server:
         record = server_record(server)
         server.generate(input_ids=[7, 8, 9], sampling_params=GREEDY)
         assert "start_expert_distribution_record" in record("stop", 400)
         assert record("start") == "Start recording expert distribution.\n"
-        answers = server.http.post(
-            "/generate", json={"input_ids": PROMPTS, "sampling_params": GREEDY}
-        ).json()
+        body = {"input_ids": PROMPTS, "sampling_params": GREEDY, "return_routed_experts": True}
+        answers = server.http.post("/generate", json=body).json()
         record("stop")
         server.generate(input_ids=[7, 8, 9], sampling_params=GREEDY)
-        told = record("dump")
+        (path,) = paths_in(record("dump"))
 
-    path = path_in(told)
     assert path.startswith(str(tmp_path / "dumps"))
     found = read_arrays(path)["logical_count"]
     assert np.array_equal(found, counted(reference, answers, PROMPTS)) and found.sum()
-    assert [bool(counts.any()) for counts in found] == [False, True, False, False]
+    sparse = [layer for layer in (1, 3) if layer not in dense]
+    assert np.flatnonzero(found.any(-1)).tolist() == sparse
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        whole = told_by(answer, layers=4, per_token=reference.config.num_experts_per_tok)
+        for layer, ids in routed(reference, (prompt + answer["output_ids"])[:-1]).items():
+            assert np.array_equal(whole[:, layer], ids.reshape(len(whole), -1).numpy())
+
+
+def told_by(answer: dict, layers: int, per_token: int) -> np.ndarray:
+    text = answer["meta_info"]["routed_experts"]
+    return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, layers, per_token)
+
+
+@OUTER
+@pytest.mark.parametrize("layout", [JOINED, "--dp 2 --load-balance-method round_robin"])
+def test_each_replica_records_its_own_tokens(layout, tmp_path, monkeypatch):
+    reference = tiny(VARIANT, tmp_path / "model", mlp_only_layers=[])
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
+    flags = flags_of(tmp_path / "model", layout, "per_token")
+    with serving(tmp_path / "server.log", *flags) as server:
+        record = server_record(server)
+        record("start")
+        asked = {"input_ids": PROMPTS, "sampling_params": GREEDY}
+        answers = server.http.post("/generate", json=asked).json()
+        found = [read_arrays(path) for path in paths_in(record("dump"))]
+    whole = [(p + a["output_ids"])[:-1] for p, a in zip(PROMPTS, answers, strict=True)]
+    expected = [position for tokens in whole for position in range(len(tokens))]
+    assert len(found) == 2 and all(len(one["positions"]) for one in found)
+    assert sorted(np.concatenate([one["positions"] for one in found]).tolist()) == sorted(expected)
+    counts = counted(reference, answers, PROMPTS)
+    layers = found[0]["layers"].tolist()
+    assert layers == [1, 3]
+    for at, layer in enumerate(layers):
+        chosen = np.concatenate([one["topk_ids"][:, at].ravel() for one in found])
+        assert np.array_equal(np.bincount(chosen, minlength=counts.shape[1]), counts[layer])
 
 
 def server_record(server: Server) -> Callable[..., str]:
@@ -93,9 +148,7 @@ def server_record(server: Server) -> Callable[..., str]:
     ("variant", "flags", "match"),
     [
         ("mistral", {}, "this model has no experts"),
-        (VARIANT, {"pp_size": 2}, "--pipeline-parallel-size do not go together"),
         (VARIANT, {"num_continuous_decode_steps": 4}, "--num-continuous-decode-steps"),
-        (VARIANT, {"tp": 2, "dp": 2, "enable_dp_attention": True}, "--enable-dp-attention do"),
     ],
 )
 def test_what_choices_cannot_be_recorded_beside_is_named(variant, flags, match, tmp_path):

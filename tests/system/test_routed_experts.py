@@ -10,10 +10,11 @@ import pytest
 
 import banyan
 from banyan.base.errors import ConfigError, RequestError
+from banyan.formats.arrays import read_arrays
 from tests.models.drafting import tiny_ahead
 from tests.models.families import tiny
 from tests.system.serving import Server, serving, stream_events
-from tests.system.test_expert_record import VARIANT, routed
+from tests.system.test_expert_record import VARIANT, paths_in, routed, server_record
 from tests.system.test_experts import FIRST, GREEDY, PROMPTS
 
 EXACT = "--cpu-activations fp32 --chunked-prefill-size 16 --page-size 16 --threads 1"
@@ -42,11 +43,16 @@ def model(tiny_model: Path, tmp_path_factory) -> Model:
 
 @pytest.fixture(scope="module")
 def server(model: Model, tmp_path_factory) -> Iterator[Server]:
-    """Two ranks that each hold half of the experts."""
-    log = tmp_path_factory.mktemp("routed-log") / "server.log"
-    flags = f"{EXACT} --tp 2 --ep 2 --enable-return-routed-experts"
-    with serving(log, "--model-path", str(model[0]), *flags.split()) as running:
-        yield running
+    """Two joined replicas whose ranks each hold half of the experts."""
+    folder = tmp_path_factory.mktemp("routed-log")
+    flags = f"{EXACT} --tp 2 --ep 2 --dp 2 --enable-dp-attention --enable-return-routed-experts"
+    flags += " --load-balance-method round_robin --expert-distribution-recorder-mode stat"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(folder))
+        with serving(
+            folder / "server.log", "--model-path", str(model[0]), *flags.split()
+        ) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,23 @@ def test_what_an_answer_tells_is_what_the_routers_of_transformers_choose(server,
     plain = server.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     assert "routed_experts" not in plain["meta_info"]
     assert plain["output_ids"] == answers[0]["output_ids"]
+
+
+def test_joined_replicas_record_the_choices_of_both(server, model):
+    record = server_record(server)
+    record("start")
+    body = {"input_ids": PROMPTS, "sampling_params": GREEDY, **TELL}
+    answers = server.http.post("/generate", json=body).json()
+    record("stop")
+    (path,) = paths_in(record("dump"))
+    counts = read_arrays(path)["logical_count"]
+    chosen = [model[1]((p + a["output_ids"])[:-1]) for p, a in zip(PROMPTS, answers, strict=True)]
+    for layer in np.flatnonzero(counts.any(-1)):
+        ids = np.concatenate([ids[:, layer].ravel() for ids in chosen])
+        assert np.array_equal(counts[layer], np.bincount(ids, minlength=counts.shape[1]))
+    assert counts.any()
+    states = server.facts()["internal_states"]
+    assert all(state["stats"]["finished"] for state in states)
 
 
 def test_a_stream_tells_it_in_its_last_chunk(server, model):
@@ -207,9 +230,7 @@ def test_without_the_flag_a_request_is_refused(model):
     ("variant", "flags", "match"),
     [
         ("mistral", {}, "this model has no experts"),
-        (VARIANT, {"pp_size": 2}, "--pipeline-parallel-size do not go together"),
         ("qwen3 moe", {"model_impl": "transformers"}, "--model-impl transformers do not"),
-        (VARIANT, {"tp": 2, "dp": 2, "enable_dp_attention": True}, "--enable-dp-attention do"),
         (VARIANT, {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill do not"),
     ],
 )

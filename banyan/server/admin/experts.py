@@ -11,10 +11,16 @@ _WRITE_S = 120.0
 
 
 async def _record(exchange: Exchange, state: ServerState, verb: str) -> None:
-    reply = await state.admit().client.control(verb, _WRITE_S)
-    if not reply.ok:
-        raise RequestError(reply.text)
-    await exchange.text(f"{reply.text}\n")
+    """Answered with what each replica says, a line for all that say the same; refused where none
+    could."""
+    found = await state.admit().client.ask(verb, _WRITE_S)
+    done = [reply.text for _, reply in found if reply.ok and reply.text]
+    if not done:
+        why = next((reply.text for _, reply in found), "No replica is ready.")
+        raise RequestError(why, status=400 if found else 503)
+    refused = [f"replica {number}: {reply.text}" for number, reply in found if not reply.ok]
+    lines = dict.fromkeys([*done, *refused])
+    await exchange.text("".join(f"{line}\n" for line in lines))
 
 
 start_record = partial(_record, verb="start_expert_record")
