@@ -9,7 +9,7 @@ import faulthandler
 import gc
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,17 @@ from banyan.base.slow_gc import report_slow_gc
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, NO_RECORDING, RANK, Duty
-from banyan.engine.processes import STACKS, Child, Pulse, follow_parent, spawn, take_duty
+from banyan.engine.processes import (
+    STACKS,
+    Child,
+    Process,
+    Pulse,
+    follow_parent,
+    fork_spares,
+    spawn,
+    take_duty,
+    watch_parent,
+)
 from banyan.engine.ranks import open_stacks
 from banyan.engine.recording import RecordingMemory
 from banyan.formats.shards import read_ahead
@@ -176,6 +186,10 @@ def main() -> None:
     gc.enable()
     faulthandler.register(STACKS)
     duty = Duty.decode(take_duty())
+    spares = fork_spares(_num_beside(duty))
+    if spares is None:  # this is one of them
+        duty = Duty.decode(take_duty())
+    watch_parent()
     start_logging(duty.process_name, duty.config.observe.log_level)
     report_slow_gc(duty.config.observe.slow_gc_s)
     try:
@@ -184,13 +198,19 @@ def main() -> None:
             Pulse(duty.pulse).keep_beating()
             run_rank(duty.config, duty.card, duty.rank, duty.address, duty.mesh_address)
         else:
-            _serve_engine(duty)
+            _serve_engine(duty, spares or ())
     except BanyanError as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from None
 
 
-def _serve_engine(duty: Duty) -> None:
+def _num_beside(duty: Duty) -> int:
+    """Ranks that an engine starts on its own machine."""
+    parallel = duty.config.parallel
+    return 0 if duty.role == RANK or parallel.by_ray else parallel.local_world - 1
+
+
+def _serve_engine(duty: Duty, spares: Sequence[Process]) -> None:
     from banyan.messages.link import ZmqEngineLink
     from banyan.replica import run_engine
 
@@ -200,7 +220,7 @@ def _serve_engine(duty: Duty) -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:
-        run_engine(duty.config, duty.card, link, started, duty.secret, duty.recording)
+        run_engine(duty.config, duty.card, link, started, duty.secret, duty.recording, spares)
     except BanyanError as error:
         link.send([Fatal(str(error), error.exit_code)])  # the front tells it
         raise SystemExit(error.exit_code) from None

@@ -30,12 +30,14 @@ from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
+from banyan.engine.processes import Process
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.recorder import Recorders
 from banyan.engine.spec import core_spec
 from banyan.engine.stages import Staged
 from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
+from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammars import open_grammars
 from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.groups import CacheGroup
@@ -100,6 +102,7 @@ def run_engine(
     started: Callable[[EngineLoop], None],
     secret: str = "",
     recording: int = NO_RECORDING,
+    spares: Sequence[Process] = (),
 ) -> None:
     """Load the model and serve `link` until the loop is stopped.
 
@@ -107,11 +110,12 @@ def run_engine(
         started: given the loop before it runs, so that it can be stopped from elsewhere.
         secret: what the nodes of this replica have in common, and servers that hand over.
         recording: descriptor of the flight recorder's memory.
+        spares: processes for other ranks of this machine, as many as there are, or fewer.
     """
     clock = WallClock()
     phases = Phases(clock)
     with ExitStack() as cleanup:
-        ranks = OtherRanks(config, card, secret)
+        ranks = OtherRanks(config, card, secret, spares)
         cleanup.push(lambda kind, *_: ranks.close(is_failure=kind is not None))
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.meeting, phases)
@@ -140,10 +144,7 @@ def run_engine(
         spec = core_spec(config, card, memory, rack.first if rack else ())
         recorders = Recorders(config.observe, spec, recording, cleanup)
         grammars = open_grammars(config, card, wake.ring)
-        desk = None
-        if grammars is not None:
-            cleanup.callback(grammars.close)
-            desk = GrammarDesk(grammars)
+        desk = _desk_of(grammars, cleanup)
         step_clock = _step_clock(config.parallel)
         tells = kv_events(config.observe) is not None
         core = spec.build(grammars, step_clock, recorders.recorder, tells)
@@ -171,8 +172,8 @@ def run_engine(
         started(loop)
         phases.done("scheduler")
         unmap_code()
-        weight_bytes = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
-        loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings, spec.adapters))
+        weights = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
+        loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
 
 
 def _open_launcher(
@@ -229,6 +230,13 @@ def _hurry_of(runner: ModelRunner, burst: int) -> Callable[[StepId], None] | Non
             hint="leave the flag out",
         )
     return runner.hurry
+
+
+def _desk_of(grammars: GrammarCompiler | None, cleanup: ExitStack) -> GrammarDesk | None:
+    if grammars is None:
+        return None
+    cleanup.callback(grammars.close)
+    return GrammarDesk(grammars)
 
 
 def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publisher | None:
@@ -360,7 +368,9 @@ def _telling(sizes: RunnerSizes, rank: int, meeting: str) -> Callable[[KVStore],
 class OtherRanks:
     """Ranks 1, 2 … of a replica, as rank 0 sees them: on this machine, and on other nodes."""
 
-    def __init__(self, config: Config, card: ModelCard, secret: str) -> None:
+    def __init__(
+        self, config: Config, card: ModelCard, secret: str, spares: Sequence[Process] = ()
+    ) -> None:
         parallel = config.parallel
         self._codec = plan_codec()
         self._local: LocalRanks | None = None
@@ -387,7 +397,7 @@ class OtherRanks:
                 else:
                     self._ray.start(duty)
                     self._nodes.gather(self._ray.check)
-            self._local = LocalRanks(ranks_of(parallel, 0)[1:], duty, self.meeting)
+            self._local = LocalRanks(ranks_of(parallel, 0)[1:], duty, self.meeting, spares)
             self.meeting = self._local.meeting
             if self._nodes is not None:
                 self._nodes.start(duty, self.meeting)

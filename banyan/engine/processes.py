@@ -3,6 +3,9 @@
 A child gets its duty as one length-prefixed message on standard input, which stays open: its end
 tells the child that the parent is gone. The kernel's parent-death signal covers a child that
 cannot read (stopped, or busy in native code).
+
+A child is a program that starts anew (`spawn`), or a copy of this one (`fork_spares`), which has
+its libraries already.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
@@ -33,10 +37,22 @@ _REPORT_S = 2.5
 """What a process that does not answer gets for its report."""
 
 
+class Process(Protocol):
+    """What is known of a process that this one has started: a part of `subprocess.Popen`."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 class Child:
     """One child process of this one."""
 
-    def __init__(self, role: str, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, role: str, process: Process) -> None:
         self.role = role
         self._process = process
         self._watcher: threading.Thread | None = None
@@ -80,13 +96,12 @@ class Child:
         """Ask the child to end; kill it after `grace_s`."""
         self._is_expected = True
         if self.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self.signal(signal.SIGTERM)
             try:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 log.warning("%s pid=%d did not end in %.1f s: killed", self.role, self.pid, grace_s)
-                self._process.kill()
+                self._process.send_signal(signal.SIGKILL)
                 self._process.wait()
         self._let_go()
 
@@ -99,7 +114,7 @@ class Child:
             self.signal(STACKS)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.0 if state == STOPPED else report_s)
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait()
         self._let_go()
 
@@ -113,7 +128,13 @@ class Child:
                 self._process.stdin.close()
 
 
-def spawn(module: str, role: str, duty: bytes = b"", shared: Sequence[int] = ()) -> Child:
+def spawn(
+    module: str,
+    role: str,
+    duty: bytes = b"",
+    shared: Sequence[int] = (),
+    spare: Process | None = None,
+) -> Child:
     """Run `python -m module` as a child.
 
     Call it from a thread that lives as long as the child should: the parent-death signal follows
@@ -122,13 +143,77 @@ def spawn(module: str, role: str, duty: bytes = b"", shared: Sequence[int] = ())
     Args:
         duty: handed over at once; without them the child waits for `Child.assign`.
         shared: descriptors that the child has too, under the same numbers.
+        spare: a process that runs the module already and waits for its duty.
     """
-    command = [sys.executable, "-m", module]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
-    child = Child(role, process)
+    if spare is None:
+        command = [sys.executable, "-m", module]
+        spare = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
+    child = Child(role, spare)
     if duty:
         child.assign(duty)
     return child
+
+
+class _Copy:
+    """A copy of this process, as a `Process`."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self._code: int | None = None
+        self._is_over = os.pidfd_open(pid)
+        self._turn = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._turn:
+            if self._code is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self._code = os.waitstatus_to_exitcode(status)
+                    os.close(self._is_over)
+            return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        news = select.poll()
+        with self._turn:
+            if self._code is not None:
+                return self._code
+            end = os.dup(self._is_over)  # whoever else waits may close it
+        try:
+            news.register(end, select.POLLIN)
+            if not news.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+        finally:
+            os.close(end)
+        code = self.poll()
+        assert code is not None, "it is over"
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        with self._turn:
+            if self._code is None:  # else the number may be another's by now
+                os.kill(self.pid, sig)
+
+
+def fork_spares(count: int) -> list[Process] | None:
+    """Copies of this process, to be given to `spawn`; None in each of them, which then takes a duty
+    as other children do.
+
+    Call it while there is one thread: a copy has no others, and what they had locked stays locked.
+    """
+    assert threading.active_count() == 1, "a copy would lack threads"
+    spares: list[_Copy] = []
+    for _ in range(count):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(reader, 0)
+            for end in (reader, writer, *(spare.stdin.fileno() for spare in spares)):
+                os.close(end)
+            return None
+        os.close(reader)
+        spares.append(_Copy(pid, os.fdopen(writer, "wb")))
+    return list(spares)
 
 
 def follow_parent() -> None:
@@ -152,17 +237,20 @@ def _is_abandoned() -> bool:
 def take_duty() -> bytes:
     """In a child: wait for the duty, and arrange to die with the parent."""
     follow_parent()
-    source = os.fdopen(os.dup(0), "rb", buffering=0)
-    (length,) = _LENGTH.unpack(_read(source.fileno(), _LENGTH.size))
-    body = _read(source.fileno(), length)
+    (length,) = _LENGTH.unpack(_read(0, _LENGTH.size))
+    return _read(0, length)
+
+
+def watch_parent() -> None:
+    """In a child that has taken its duty: end when the parent is gone, from a thread."""
+    source = os.dup(0)
 
     def watch() -> None:
-        while os.read(source.fileno(), 4096):
+        while os.read(source, 4096):
             pass
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-    return body
 
 
 STOPPED = "was stopped by a signal"

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from banyan.engine.duty import Duty
-from banyan.engine.processes import STACKS, Child, Pulse, doing, spawn
+from banyan.engine.processes import STACKS, Child, Process, Pulse, doing, spawn
 from banyan.messages.link import PrivateFolder
 
 _LOOK_S = 0.1
@@ -27,15 +27,23 @@ class LocalRanks:
         ranks: their numbers within the replica; there may be none.
         duty: what each of them is told, but for its number and addresses.
         meeting: where all ranks of the replica meet; "" = a file that these ranks alone can reach.
+        spares: processes that have their libraries; the rest are started anew.
     """
 
-    def __init__(self, ranks: Iterable[int], duty: Duty, meeting: str = "") -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        duty: Duty,
+        meeting: str = "",
+        spares: Sequence[Process] = (),
+    ) -> None:
         self._folder = PrivateFolder()
         self._context = zmq.Context()
         self._children: dict[int, Child] = {}
         self._pulses: dict[int, Pulse] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self.meeting = meeting or f"file://{self._folder.path}/meeting"
+        ready = iter(spares)
         for rank in ranks:
             address = self._folder.address(f"rank{rank}")
             self._sockets[rank] = self._context.socket(zmq.PUSH)
@@ -44,7 +52,9 @@ class LocalRanks:
             self._pulses[rank] = Pulse(beats)
             self._pulses[rank].beat()
             told = replace(duty, address=address, rank=rank, mesh_address=self.meeting, pulse=beats)
-            self._children[rank] = spawn("banyan.compose", told.process_name, told.encode())
+            self._children[rank] = spawn(
+                "banyan.compose", told.process_name, told.encode(), spare=next(ready, None)
+            )
 
     def watch(self, on_death: Callable[[str], None]) -> None:
         """Call `on_death` from a thread when one of them ends unasked."""

@@ -22,8 +22,9 @@ def child_module(tmp_path, monkeypatch):
     """A module `obedient` that takes its duty, a path, writes to it and then sleeps."""
     source = """
         import sys, time
-        from banyan.engine.processes import take_duty
+        from banyan.engine.processes import take_duty, watch_parent
         duty = take_duty()
+        watch_parent()
         if duty == b"fail":
             sys.exit(7)
         open(duty.decode(), "wb").write(b"taken")
@@ -117,6 +118,74 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
     parent.stdout.close()
     child.wait(WAIT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_copies_of_a_process_are_children_as_others(tmp_path):
+    """Each takes a duty of its own; an end is told; one that is told to end does."""
+    source = """
+        import sys, threading, time
+        from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
+        spares = fork_spares(2)
+        if spares is None:
+            duty = take_duty().decode()
+            watch_parent()
+            open(duty, "w").write(duty)
+            time.sleep(600)
+        paths = sys.argv[1:]
+        children = [spawn("none", "rank", p.encode(), spare=s) for p, s in zip(paths, spares)]
+        told = threading.Event()
+        children[0].watch(lambda text: (print(text, flush=True), told.set()))
+        print(*[child.pid for child in children], flush=True)
+        told.wait()
+        children[1].stop()
+        print(*[child.is_alive() for child in children], flush=True)
+        time.sleep(600)
+    """
+    paths = [tmp_path / "0", tmp_path / "1"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), *map(str, paths)], stdout=subprocess.PIPE
+    )
+    try:
+        first, second = map(int, parent.stdout.readline().split())
+        for path in paths:
+            wait_for(path)
+        os.kill(first, signal.SIGKILL)
+        assert parent.stdout.readline().decode() == f"rank (pid {first}) was killed by SIGKILL\n"
+        assert parent.stdout.readline().decode() == "False False\n"
+        assert not psutil.pid_exists(second)
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_copies_die_with_a_killed_parent(tmp_path, is_stopped):
+    source = """
+        import sys, time
+        from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
+        spares = fork_spares(2)
+        if spares is None:
+            duty = take_duty().decode()
+            watch_parent()
+            open(duty, "w").write(duty)
+            time.sleep(600)
+        child = spawn("none", "rank", sys.argv[1].encode(), spare=spares[0])
+        print(child.pid, spares[1].pid, flush=True)
+        time.sleep(600)
+    """
+    taken = tmp_path / "taken"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), str(taken)], stdout=subprocess.PIPE
+    )
+    copies = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    wait_for(taken)
+    if is_stopped:
+        copies[0].suspend()
+    parent.kill()
+    parent.communicate()
+    for copy in copies:  # one with a duty, and one that waits for it
+        copy.wait(WAIT_S)
+        assert not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_pulse_tells_for_how_long_a_process_has_not_run(tmp_path):

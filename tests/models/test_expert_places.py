@@ -1,7 +1,6 @@
 """Experts with copies, anywhere on their ranks, have the bits of experts in their order."""
 
 from dataclasses import replace
-from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from banyan.runner.expert_mover import ExpertMover
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT
+from tests.parallel.ranks import rank_processes
 
 EIGHT = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 VARIANTS = ("qwen2 moe, some dense", "gpt-oss")
@@ -33,7 +33,7 @@ def test_copies_and_moves_change_no_bit(ranks, library, tmp_path):
     for variant in VARIANTS:
         more = {"num_local_experts": 8} if variant == "gpt-oss" else {}
         tiny(variant, tmp_path / variant, **more, **(EIGHT if ranks == 4 else {}))
-    context = get_context("spawn")
+    context = rank_processes()
     results = context.Queue()
     cards = [read_card(str(tmp_path / variant)) for variant in VARIANTS]
     args = (ranks, cards, f"file://{tmp_path}/meet", library, results)

@@ -1,7 +1,5 @@
 """Families of experts, and latent attention, against transformers and against themselves."""
 
-from multiprocessing import get_context
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from banyan.parallel.groups import Groups, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
+from tests.parallel.ranks import rank_processes
 
 CPU = torch.device("cpu")
 
@@ -50,7 +49,7 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
     for variant in variants:
         tiny(variant, tmp_path / variant)
     cards = [read_card(str(tmp_path / variant)) for variant in variants]
-    context = get_context("spawn")
+    context = rank_processes()
     results = context.Queue()
     address = f"file://{tmp_path}/meet"
     ranks = [

@@ -1,7 +1,6 @@
 """Two processes that share a model give the logits of one."""
 
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from banyan.parallel.groups import ALONE, Group, Groups, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_gguf import convert
+from tests.parallel.ranks import rank_processes
 
 CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
@@ -63,7 +63,7 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     for variant in (*alike, "olmo2", "olmo2, one kv head", *states):
         tiny(variant, tmp_path / variant)
         cards.append(read_card(str(tmp_path / variant)))
-    context = get_context("spawn")
+    context = rank_processes()
     results = context.Queue()
     address = f"file://{tmp_path}/meet"
     ranks = [context.Process(target=_rank, args=(r, cards, address, results)) for r in range(2)]

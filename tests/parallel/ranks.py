@@ -4,6 +4,7 @@ import contextlib
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ needs_compiler = pytest.mark.skipif(not has_compiler, reason="no C++ compiler is
 LIBRARIES = ("shared", "gloo") if has_compiler else ("gloo",)
 
 
+def rank_processes() -> ForkServerContext:
+    """Where ranks come from: copies of a process that has loaded the product once."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["banyan.replica", __name__])
+    return context
+
+
 def together(size: int, folder: Path, work: Work, *arguments: Any) -> list[Any]:
     """What `work(rank, size, address, *arguments)` returns in a process of each rank, or the text
     of what it raises; None of a rank that died."""
-    context = get_context("spawn")
+    context = rank_processes()
     address = f"file://{folder}/meet"
     ranks, pipes = [], []
     for rank in range(size):

@@ -1,7 +1,5 @@
 """Two ranks in two processes give the tokens of one."""
 
-from multiprocessing import get_context
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from banyan.messages.plan import StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.parallel.groups import open_groups
 from banyan.runner.worker import serve_rank
+from tests.parallel.ranks import rank_processes
 from tests.runner.conftest import VOCAB, build_runner
 from tests.runner.driver import Driver, Request, greedy
 
@@ -48,7 +47,7 @@ def serve(card, address, plans) -> None:
 
 
 def test_two_ranks_give_the_tokens_of_one(card, tmp_path):
-    context = get_context("spawn")
+    context = rank_processes()
     plans = context.Queue()
     address = f"file://{tmp_path}/meet"
     other = context.Process(target=serve, args=(card, address, plans))

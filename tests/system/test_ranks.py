@@ -1,5 +1,6 @@
 """Several ranks give the tokens of one."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,21 @@ def test_two_ranks_give_the_tokens_of_one(tiny_model):
     for a, b in zip(one, two, strict=True):
         ours, theirs = (x["meta_info"]["output_token_logprobs"] for x in (a, b))
         assert all(abs(p[0] - q[0]) <= 1e-4 for p, q in zip(ours, theirs, strict=True))
+
+
+def where_torch_lies(pid: int) -> set[int]:
+    """First addresses of its library, which the system draws anew for each program."""
+    maps = psutil.Process(pid).memory_maps(grouped=False)
+    return {int(m.addr.split("-")[0], 16) for m in maps if m.path.endswith("libtorch_cpu.so")}
+
+
+@pytest.mark.slow
+def test_ranks_are_copies_of_an_engine_that_has_loaded_its_libraries(server):
+    with server("--tp-size", "2", "--pp-size", "2", "--max-total-tokens", "4096") as running:
+        engine, ranks = running.engine_pid(), running.rank_pids()
+        assert len(ranks) == 3 and where_torch_lies(engine)
+        assert all(where_torch_lies(rank) == where_torch_lies(engine) for rank in ranks)
+        assert where_torch_lies(engine).isdisjoint(where_torch_lies(os.getpid()))
 
 
 @pytest.mark.slow
