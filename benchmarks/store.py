@@ -185,7 +185,9 @@ def pages(folder: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    return sum(page.stat().st_size for page in folder.rglob("*.page"))
+    """Bytes; pages share files."""
+    found = [page.stat() for page in folder.rglob("*.page")]
+    return sum({each.st_ino: each.st_size for each in found}.values())
 
 
 def wait_for_pages(folder: Path, count: int) -> None:

@@ -1,11 +1,11 @@
-"""FileStore: a file per page in a folder that several servers may share.
+"""FileStore: pages in files of a folder that several servers may share.
 
-    FOLDER/IDENTITY/ab/ab12….page     one page: head, checksum, bytes
-    FOLDER/IDENTITY/new/PID-N.tmp     being written
+    FOLDER/IDENTITY/ab/ab12….page     a page, in a segment that it shares with others (segments.py)
+    FOLDER/IDENTITY/new/PID-….tmp     the segment that is being filled
 
-A page is written under another name and renamed, so a file is there as a whole or not at all. It is
-not flushed to the disk (`fsync` does): after a power failure files may be torn, which their length
-and checksum tell. Damaged files are removed when they are read.
+A page's name is made when its bytes are written, so it is there as a whole or not at all. It is not
+flushed to the disk (`fsync` does): after a power failure files may be torn, which lengths and
+checksums tell. What is damaged is removed when it is read.
 
 The bound counts the files of all models in the folder. It is looked after by whoever writes: after
 every 1/16 of the bound that a server has written it counts anew, and removes those read or written
@@ -15,24 +15,24 @@ by no more than N/16 of it together.
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.transfer.base import Damaged, Missing, StoreOptions
-from banyan.transfer.checksum import SUM_BYTES, checksum
+from banyan.transfer.segments import PageIO, Segment, SystemIO, can_link, find_page, record_bytes
 
 log = logger(__name__)
 
-_MAGIC = b"BANYANP2"
 _SHARES = 16
 """The bound is looked after in such parts of it."""
+_SEGMENT_SHARES = 256
+"""A segment that holds more than such a part of the bound takes no further page."""
 _DEFAULT_BYTES = 16 << 30
 _TOUCH_S = 60.0
 """A page read again within this time is not marked again as used."""
@@ -40,40 +40,6 @@ _STALE_S = 600.0
 """Files under way for longer were left by processes that died."""
 _SPILL = 5
 """On a full disk, the part of the files that goes to make room: 1 / this."""
-
-
-class PageIO(Protocol):
-    """How the bytes of files are moved. `write` and `read` may run at once, in two threads."""
-
-    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-        """All of `parts`, one behind another, into an empty file."""
-        ...
-
-    def read(self, descriptor: int, size: int) -> bytes:
-        """A file from its begin, as much as there is of `size` bytes."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class SystemIO:
-    """By calls of the system. Satisfies PageIO."""
-
-    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-        left = [memoryview(part) for part in parts]
-        while left:  # once, unless the disk takes less
-            done = os.writev(descriptor, left)
-            while left and done >= len(left[0]):
-                done -= len(left.pop(0))
-            if left:
-                left[0] = left[0][done:]
-
-    def read(self, descriptor: int, size: int) -> bytes:
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(size)
-
-    def close(self) -> None:
-        pass
 
 
 class FileStore:
@@ -98,77 +64,76 @@ class FileStore:
         self._identity = identity
         self._home = folder / identity.hex()[:32]
         self._new = self._home / "new"
+        self._place = f"{self._home}{os.sep}"
+        self._drafts = f"{self._new}{os.sep}{os.getpid()}-{secrets.token_hex(8)}"
         self._capacity = capacity_bytes
         self._fsync = fsync
         self._io: PageIO = io or SystemIO()
         self._number = 0
         self._unseen = capacity_bytes
         """Bytes that were perhaps written since the files were counted."""
+        self._segment: Segment | None = None
         for made in (folder, self._home, self._new):  # `parents` are made for all to read
             made.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_stale()
+        self._is_shared = not fsync and can_link(self._draft())
+        if not (fsync or self._is_shared):
+            log.info(
+                "%s has no hard links: each page of the cache is a file",
+                printable(str(folder), 120),
+            )
 
     @property
     def capacity_bytes(self) -> int:
         return self._capacity
 
     def has(self, name: bytes) -> bool:
-        return self._path(name).exists()
+        return os.path.exists(self._path(name))
 
     def read(self, name: bytes) -> memoryview:
         path = self._path(name)
         try:
-            content = self._content(path)
+            content = self._content(path, name)
         except FileNotFoundError:
             raise Missing from None
-        if content is None or not self._is_whole(name, content):
-            path.unlink(missing_ok=True)
+        if content is None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
             raise Damaged(f"{path} is not the page that its name says; it was removed")
-        with suppress(OSError):  # whoever evicts may have been quicker
-            if time.time() - path.stat().st_mtime > _TOUCH_S:
-                os.utime(path)
-        return memoryview(content)[len(self._head(name)) + SUM_BYTES :]
+        return memoryview(content)
 
     def write(self, name: bytes, payload: bytes | memoryview) -> None:
         path = self._path(name)
-        if path.exists():
+        if os.path.exists(path):
             return
-        head = self._head(name)
-        size = len(head) + SUM_BYTES + len(payload)
+        size = record_bytes(name, len(payload))
         self._keep_below(size)
         try:
-            self._place(path, head, payload)
+            self._add(name, payload, path)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             if not self._shrink(self._used() * (_SPILL - 1) // _SPILL):
                 raise
-            self._place(path, head, payload)
+            self._add(name, payload, path)
         self._unseen += size
 
     def delete(self, name: bytes) -> None:
-        self._path(name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
 
     def close(self) -> None:
+        self._close_segment()
         self._io.close()
 
     # -- one page -----------------------------------------------------------------------------
 
-    def _path(self, name: bytes) -> Path:
+    def _path(self, name: bytes) -> str:
         digest = name.hex()
-        return self._home / digest[:2] / f"{digest}.page"
+        return f"{self._place}{digest[:2]}{os.sep}{digest}.page"
 
-    def _head(self, name: bytes) -> bytes:
-        return _MAGIC + self._identity + name
-
-    def _is_whole(self, name: bytes, content: bytes) -> bool:
-        head = self._head(name)
-        told = content[len(head) : len(head) + SUM_BYTES]
-        payload = memoryview(content)[len(head) + SUM_BYTES :]
-        return content.startswith(head) and told == checksum(head, payload)
-
-    def _content(self, path: Path) -> bytes | None:
-        """A file's bytes; None for what is no plain file."""
+    def _content(self, path: str, name: bytes) -> bytes | None:
+        """A page; None for what is none, and no plain file."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -179,29 +144,38 @@ class FileStore:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 return None
-            return self._io.read(descriptor, found.st_size)
+            content = find_page(self._io, descriptor, found.st_size, self._identity, name)
+            if content is not None and time.time() - found.st_mtime > _TOUCH_S:
+                with suppress(OSError):  # of a folder that may only be read
+                    os.utime(descriptor)
+            return content
         finally:
             os.close(descriptor)
 
-    def _place(self, path: Path, head: bytes, payload: bytes | memoryview) -> None:
+    def _draft(self) -> str:
         self._number += 1
-        draft = self._new / f"{os.getpid()}-{self._number}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        return f"{self._drafts}-{self._number}.tmp"
+
+    def _add(self, name: bytes, payload: bytes | memoryview, path: str) -> None:
+        if self._segment is not None and not self._segment.takes(name):
+            self._close_segment()
+        if self._segment is None:
+            most = self._capacity // _SEGMENT_SHARES
+            self._segment = Segment(
+                self._draft(), self._identity, self._io, most, self._is_shared, self._fsync
+            )
         try:
-            with open(os.open(draft, flags, 0o600), "wb", buffering=0) as file:
-                self._io.write(file.fileno(), [head + checksum(head, payload), payload])
-                if self._fsync:
-                    os.fsync(file.fileno())
-            try:
-                os.rename(draft, path)
-            except FileNotFoundError:  # the first page of its folder
-                path.parent.mkdir(exist_ok=True, mode=0o700)
-                os.rename(draft, path)
-        except OSError:
-            draft.unlink(missing_ok=True)
+            self._segment.add(name, payload, path)
+        except OSError:  # what follows must not lie behind half a page
+            self._close_segment()
             raise
         if self._fsync:
-            _sync_folder(path.parent)
+            _sync_folder(os.path.dirname(path))
+
+    def _close_segment(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()
 
     # -- the bound ----------------------------------------------------------------------------
 
@@ -215,29 +189,35 @@ class FileStore:
         return sum(size for _, size, _ in self._files())
 
     def _shrink(self, target: int) -> bool:
-        """Remove pages, those used longest ago first, until `target` bytes are left; whether any
+        """Remove segments, those used longest ago first, until `target` bytes are left; whether any
         was there to go."""
+        self._close_segment()  # else it would keep what it has
         files = sorted(self._files())
         used = sum(size for _, size, _ in files)
         has_removed = False
-        for _, size, path in files:
+        for _, size, paths in files:
             if used <= target:
                 break
-            with suppress(OSError):  # another server may have removed it
-                os.unlink(path)
-                has_removed = True
+            for path in paths:
+                with suppress(OSError):  # another server may have removed it
+                    os.unlink(path)
+                    has_removed = True
             used -= size
         return has_removed
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every page of every model in the folder."""
+    def _files(self) -> list[tuple[float, int, list[str]]]:
+        """(time of last use, bytes, paths of its pages) of every segment of every model in the
+        folder."""
+        found: dict[tuple[int, int], tuple[float, int, list[str]]] = {}
         for model in _entries(self._folder):
             for part in _entries(model.path):
                 for page in _entries(part.path):
                     with suppress(OSError):  # it may go while the folder is read
                         if page.name.endswith(".page"):
-                            found = page.stat(follow_symlinks=False)
-                            yield found.st_mtime, found.st_size, page.path
+                            at = page.stat(follow_symlinks=False)
+                            segment = (at.st_mtime, at.st_size, list[str]())
+                            found.setdefault((at.st_dev, at.st_ino), segment)[2].append(page.path)
+        return list(found.values())
 
     def _remove_stale(self) -> None:
         for draft in _entries(self._new):
@@ -308,7 +288,7 @@ def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
         return []
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -41,17 +41,17 @@ class _Agent:
                 hint="use file, which needs no plugin",
             ) from None
 
-    def move(self, way: str, descriptor: int, size: int) -> None:
-        """`size` bytes of the buffer to ("WRITE") or from ("READ") the begin of a file.
+    def move(self, way: str, descriptor: int, at: int, size: int) -> None:
+        """`size` bytes of the buffer to ("WRITE") or from ("READ") a file, from its byte `at` on.
 
         Raises:
             OSError: they were not moved.
         """
         agent, handle, file = self._agent, None, None
         try:
-            file = agent.register_memory([(0, size, descriptor, "")], "FILE")
+            file = agent.register_memory([(at, size, descriptor, "")], "FILE")
             here = agent.get_xfer_descs([(self.buffer.ctypes.data, size, 0)], "DRAM")
-            there = agent.get_xfer_descs([(0, size, descriptor)], "FILE")
+            there = agent.get_xfer_descs([(at, size, descriptor)], "FILE")
             handle = agent.initialize_xfer(way, here, there, self._name)
             state = agent.transfer(handle)
             while state == "PROC":
@@ -83,23 +83,23 @@ class NixlIO:
         self._writing = _Agent("banyan-write", size_bytes)
         self._reading = _Agent("banyan-read", size_bytes)
 
-    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+    def write(self, descriptor: int, at: int, parts: Sequence[bytes | memoryview]) -> None:
         size = 0
         for part in parts:
             self._writing.buffer[size : size + len(part)] = np.frombuffer(part, np.uint8)
             size += len(part)
         try:
-            self._writing.move("WRITE", descriptor, size)
+            self._writing.move("WRITE", descriptor, at, size)
         except OSError:
             free = os.fstatvfs(descriptor)
             if free.f_bavail * free.f_frsize < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
             raise
 
-    def read(self, descriptor: int, size: int) -> bytes:
+    def read(self, descriptor: int, at: int, size: int) -> bytes:
         if not 0 < size <= self._size_bytes:
             return b""  # no page is so long: whoever checks it finds that
-        self._reading.move("READ", descriptor, size)
+        self._reading.move("READ", descriptor, at, size)
         return self._reading.buffer[:size].tobytes()
 
     def close(self) -> None:

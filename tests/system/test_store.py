@@ -12,6 +12,7 @@ import pytest
 from banyan.llm import Engine
 from banyan.sim.replay import check
 from banyan.transfer.files import FileStore
+from banyan.transfer.segments import Segment
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import Server, serving, wait_until
 
@@ -274,7 +275,7 @@ def test_a_full_disk_is_told_once_and_costs_no_answer(
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FileStore, "_place", full)
+    monkeypatch.setattr(Segment, "add", full)
     monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
     with caplog.at_level(logging.WARNING), start() as engine:
         assert answer(engine) == right

@@ -11,6 +11,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.transfer.base import STORES, Damaged, Missing, StoreOptions
 from banyan.transfer.files import FileStore
+from banyan.transfer.segments import Segment, SystemIO
 from tests.system.serving import wait_until
 from tests.transfer.kit import MemoryStore, check_store, name, page
 
@@ -70,11 +71,11 @@ def test_a_flipped_bit_anywhere_is_found_and_the_page_removed(store, tmp_path, a
     assert store.read(name(1)) == page(1)
 
 
-@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c + b"\0", lambda c: b""])
-def test_a_page_of_another_length_is_damaged(store, tmp_path, change):
+@pytest.mark.parametrize("length", [-1, 0, 20, 60, 97, 98])
+def test_a_page_that_is_cut_off_is_damaged(store, tmp_path, length):
     store.write(name(1), page(1))
     (file,) = files(tmp_path)
-    file.write_bytes(change(file.read_bytes()))
+    file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(Damaged):
         store.read(name(1))
 
@@ -82,12 +83,132 @@ def test_a_page_of_another_length_is_damaged(store, tmp_path, change):
 def test_a_page_under_the_name_of_another_is_damaged(store, tmp_path):
     store.write(name(1), page(1))
     (one,) = files(tmp_path)
-    store.write(name(2), page(2))
-    (two,) = set(files(tmp_path)) - {one}
-    two.write_bytes(one.read_bytes())
+    two = Path(str(one).replace(name(1).hex(), name(2).hex()))
+    os.link(one, two)
     with pytest.raises(Damaged):
         store.read(name(2))
-    assert store.read(name(1)) == page(1)
+    assert not two.exists() and store.read(name(1)) == page(1)
+
+
+# -- pages that share a file ------------------------------------------------------------------
+
+
+@pytest.fixture
+def roomy(tmp_path):
+    """A store whose segments take as many pages as any."""
+    return FileStore(tmp_path / "pages", MODEL, 1 << 30)
+
+
+def inodes(folder):
+    return {file.stat().st_ino for file in files(folder)}
+
+
+def test_pages_share_files_and_are_read_one_by_one(roomy, tmp_path):
+    for number in range(40):
+        roomy.write(name(number), page(number, 900 + number))
+    assert len(files(tmp_path)) == 40 and len(inodes(tmp_path)) == 3
+    for number in reversed(range(40)):
+        assert roomy.read(name(number)) == page(number, 900 + number)
+    roomy.close()
+    assert not list(tmp_path.rglob("*.tmp")), "what is full keeps no name but those of its pages"
+    again = FileStore(tmp_path / "pages", MODEL, 1 << 30)
+    assert all(again.read(name(n)) == page(n, 900 + n) for n in range(40))
+
+
+def test_a_page_that_goes_takes_none_of_its_file_with_it(roomy, tmp_path):
+    for number in range(5):
+        roomy.write(name(number), page(number))
+    roomy.delete(name(2))
+    with pytest.raises(Missing):
+        roomy.read(name(2))
+    assert all(roomy.read(name(n)) == page(n) for n in (0, 1, 3, 4))
+
+
+def test_a_flipped_bit_anywhere_in_a_shared_file_gives_no_wrong_page(tmp_path):
+    numbers, at, size = range(3), 0, 1
+    while at < size:
+        store = FileStore(tmp_path / str(at), MODEL, 1 << 30)
+        for number in numbers:
+            store.write(name(number), page(number, 40))
+        file = files(tmp_path / str(at))[0]
+        content = bytearray(file.read_bytes())
+        size = len(content)
+        content[at] ^= 1 << at % 8
+        file.write_bytes(content)
+        found = {number: _read(store, number) for number in numbers}
+        assert None in found.values(), "a bit that changes nothing"
+        assert all(found[n] in (None, page(n, 40)) for n in numbers)
+        for number in numbers:
+            store.write(name(number), page(number, 40))
+        assert [_read(store, n) for n in numbers] == [page(n, 40) for n in numbers]
+        at += 3  # one bit of every third byte: heads, sums and pages are all longer
+
+
+def _read(store, number):
+    try:
+        return bytes(store.read(name(number)))
+    except Damaged:
+        return None
+
+
+def test_a_folder_without_hard_links_keeps_a_page_in_each_file(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    check_store(FileStore(tmp_path / "pages", MODEL, 1 << 30))
+    store = FileStore(tmp_path / "pages", MODEL, 1 << 30)
+    for number in range(20):
+        store.write(name(number), page(number))
+    assert len(inodes(tmp_path)) == 20 == len(files(tmp_path))
+    assert all(store.read(name(n)) == page(n) for n in range(20))
+
+
+def test_what_a_failed_write_leaves_stands_before_no_other_page(roomy, tmp_path, monkeypatch):
+    roomy.write(name(1), page(1))
+    write = SystemIO.write
+
+    def half(self, descriptor, at, parts):
+        write(self, descriptor, at, [parts[0], parts[1][:300]])
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(SystemIO, "write", half)
+    with pytest.raises(OSError, match="the disk fails"):
+        roomy.write(name(2), page(2))
+    monkeypatch.setattr(SystemIO, "write", write)
+    roomy.write(name(3), page(3))
+    assert pages_in(roomy, 5) == [1, 3]
+    assert roomy.read(name(1)) == page(1) and roomy.read(name(3)) == page(3)
+
+
+def test_a_draft_that_another_has_removed_costs_one_page(roomy, tmp_path):
+    roomy.write(name(1), page(1))
+    for draft in tmp_path.rglob("*.tmp"):
+        draft.unlink()
+    with pytest.raises(OSError):
+        roomy.write(name(2), page(2))
+    roomy.write(name(3), page(3))
+    assert pages_in(roomy, 5) == [1, 3] and roomy.read(name(1)) == page(1)
+
+
+def test_stores_of_one_process_fill_files_of_their_own(roomy, tmp_path):
+    other = FileStore(tmp_path / "pages", MODEL, 1 << 30)
+    for number in range(20):
+        (roomy, other)[number % 2].write(name(number), page(number))
+    assert all(roomy.read(name(n)) == other.read(name(n)) == page(n) for n in range(20))
+
+
+def test_segments_used_longest_ago_go_as_wholes(tmp_path):
+    store = FileStore(tmp_path / "pages", MODEL, 16 * 1100 * 20)
+    store._capacity *= 256  # segments of 16 pages, as in a store of usual size
+    for number in range(16 * 4):
+        store.write(name(number), page(number))
+    for file in files(tmp_path):
+        if name(5).hex() in file.name:
+            os.utime(file, (time.time() + 1000,) * 2)
+    store._shrink(16 * 1100 * 2)
+    assert pages_in(store, 64) == [*range(16), *range(48, 64)]
+    assert sum(size for _, size, _ in store._files()) <= 16 * 1100 * 2
 
 
 def test_links_and_pipes_are_not_read(store, tmp_path):
@@ -143,21 +264,21 @@ def test_a_page_evicted_by_another_server_is_missing(store, tmp_path):
 def test_a_full_disk_makes_room_among_the_pages_and_then_refuses(store, monkeypatch):
     for number in range(20):
         store.write(name(number), page(number))
-    place, is_full = FileStore._place, iter([True])
+    add, is_full = Segment.add, iter([True])
 
-    def out_of_space(self, path, head, payload):
+    def out_of_space(self, name, payload, path):
         if next(is_full, False):
             raise OSError(errno.ENOSPC, "no space left")
-        place(self, path, head, payload)
+        add(self, name, payload, path)
 
-    monkeypatch.setattr(FileStore, "_place", out_of_space)
+    monkeypatch.setattr(Segment, "add", out_of_space)
     store.write(name(50), page(50))
-    assert store.has(name(50)) and len(pages_in(store, 20)) == 16
+    assert store.has(name(50)) and 10 < len(pages_in(store, 20)) <= 16
 
-    def always(self, path, head, payload):
+    def always(self, name, payload, path):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(FileStore, "_place", always)
+    monkeypatch.setattr(Segment, "add", always)
     with pytest.raises(OSError, match="no space"):
         store.write(name(51), page(51))
     assert not store.has(name(51))
