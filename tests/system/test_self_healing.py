@@ -42,7 +42,7 @@ FAULTS = int(os.environ.get("FAULTS", "2"))
 BACK_S = 90.0
 DEADLINE_S = 3.0
 TOLD_S, AGAIN_S = 2.0, 10.0
-"""From a kill to a 503, and to the next answer."""
+"""From a kill to a 503, and from any of them until all serves again."""
 FLAGS = (
     *("--watchdog-timeout", f"{DEADLINE_S:g}", "--engine-restart-window", "0"),
     *("--threads", "1", "--log-level", "info", "--decode-log-interval", "100000", *ENDLESS),
@@ -214,7 +214,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     if "FAULTS_JUDGED" in os.environ:
         assert max(noticed_s["SIGSTOP"], default=0.0) < NOTICED_S
         assert max(noticed_s["SIGKILL"]) < TOLD_S
-        assert max(took_s["SIGKILL"]) < AGAIN_S
+        assert max(t for some in took_s.values() for t in some) < AGAIN_S
 
 
 def test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for(tiny_model, tmp_path):

@@ -71,10 +71,11 @@ BATTERY = (
     ),
     Line(
         "T3b",
-        "a rank of two killed or stopped at random moments under load, 5 times each",
+        "a rank of two killed or stopped at random moments under load, 20 times each",
         "as for an engine",
         f'{SYSTEM}/test_self_healing.py -k "tp and 2"',
-        "FAULTS=10 FAULTS_JUDGED=1",
+        "FAULTS=40 FAULTS_JUDGED=1",
+        limit_s=1800,
     ),
     Line(
         "T3c",
