@@ -123,7 +123,7 @@ class RowPlanner:
         if self._speculation is None:
             return 0
         if not self._limits.paid_drafts:
-            return self._limits.drafts
+            return self._speculation.to_tell(request, sheet.running)
         # The row after it has a token of its own to give, and none beyond the end.
         left = request.limit - 2 - end
         if left <= 0 or request.wants_hidden:

@@ -2,8 +2,8 @@
 
 Two things are learnt from results, and from them alone, so that a journal replays every decision:
 how often a request's drafts come true, and what a step takes by the number of its tokens. The
-runner tells its drafts also when none are verified, so a request whose drafts were not worth it is
-still watched: at no cost, or, where a model drafts, a few rows from time to time.
+runner tells some drafts also when none are verified, so a request whose drafts were not worth it is
+still watched: about one row of a step, or, where a model drafts, a few rows from time to time.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,15 @@ _START_OF_OTHERS = 0.1
 _RECENT = 1 / 8
 """Weight of the newest draft in a request's share, and much less in everybody's."""
 _RECENT_OF_ALL = 1 / 64
+_ASSUMED = 4
+"""Drafts that `_START` counts as much as."""
 _MARGIN = 1.15
 """What drafts must promise beyond what they cost: drafting and masking take time too."""
+_MARGIN_OF_PAID = 1.05
+"""The same where the time of drafting is measured."""
 _PAUSE, _WATCHED = 64, 4
-"""Where drafting is paid and not worth it, a few rows in turn are drafted for all the same, and so
-many rows lie between two times at least."""
+"""Where drafts are not worth it, a few rows in turn are drafted for all the same, and where that is
+paid so many rows lie between two times at least."""
 _WATCH_SHARE = 0.03
 """Of the time of steps, what that may take."""
 _RECENT_PASS = 1 / 16
@@ -100,7 +104,9 @@ class Speculation:
         self.drafts = DraftCounts()
         """Of all requests."""
         self._most = most
-        self._share = _START
+        self._share, self._seen = _START, _ASSUMED
+        """Of the likeliest drafts of all requests, and how many it is of."""
+        self._margin = _MARGIN_OF_PAID if is_paid else _MARGIN
         self._others = [_START_OF_OTHERS] * most
         """Of drafts that follow a token beside likelier ones, by how many these are."""
         self._levels = levels
@@ -141,10 +147,18 @@ class Speculation:
         request.watched -= 1
         return self._most if self._in_blocks else 1
 
+    def to_tell(self, request: Request, rows: int) -> int:
+        """Drafts to tell for the row after the next one of `request`, where they cost no pass. Of
+        rows whose drafts are not worth verifying about one in each step is watched, each for a few
+        steps in turn: telling takes time in which nothing else runs."""
+        if self._worthwhile(request, rows):
+            return self._most
+        is_its_turn = (request.planned // _WATCHED + request.slot) % max(1, rows) == 0
+        return self._most if is_its_turn else 0
+
     def to_verify(self, request: Request, rows: int) -> int:
         """Drafts for the next row of `request` in a step of `rows` rows like it."""
-        wanted = self._worthwhile(request, rows)
-        return min(wanted, request.ahead) if self._is_paid else wanted
+        return min(self._worthwhile(request, rows), request.ahead)
 
     def _worthwhile(self, request: Request, rows: int, pass_s: float = 0.0) -> int:
         """How many drafts bring more than they cost; pass_s: seconds that making one takes.
@@ -162,7 +176,7 @@ class Speculation:
         tokens, seconds = 1.0, self.times.of(rows)
         chance = share
         for drafts in range(self._most if self._in_blocks else self._levels or self._most):
-            if chance * seconds <= _MARGIN * per_draft * tokens:
+            if chance * seconds <= self._margin * per_draft * tokens:
                 return drafts
             tokens += chance
             seconds += per_draft
@@ -172,9 +186,9 @@ class Speculation:
     def _is_worth_a_block(self, share: float, pass_s: float, rows: int) -> bool:
         """Whether a pass that makes all drafts pays with as many of them as are then verified."""
         plain = self.times.of(rows)
-        tokens, seconds, chance = 1.0, plain + _MARGIN * pass_s, share
+        tokens, seconds, chance = 1.0, plain + self._margin * pass_s, share
         for _ in range(self._most):
-            seconds += _MARGIN * self.times.per_token * rows
+            seconds += self._margin * self.times.per_token * rows
             tokens += chance
             chance *= share
             if tokens * plain > seconds:
@@ -191,7 +205,7 @@ class Speculation:
             cost = self.times.per_token * rows + pass_s * (above >= max(depths, default=0))
             chances.append(before * (self._others[rank] if rank else share))
             depths.append(above + 1)
-            if chances[-1] * seconds <= _MARGIN * cost * tokens:
+            if chances[-1] * seconds <= self._margin * cost * tokens:
                 return at
             tokens += chances[-1]
             seconds += cost
@@ -218,7 +232,8 @@ class Speculation:
         if request.draft_share < 0:
             request.draft_share = self._share
         request.draft_share += _RECENT * (came_true - request.draft_share)
-        self._share += _RECENT_OF_ALL * (came_true - self._share)
+        self._seen += 1
+        self._share += max(_RECENT_OF_ALL, 1 / self._seen) * (came_true - self._share)
 
     def _saw_branches(
         self,

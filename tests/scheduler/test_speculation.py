@@ -108,6 +108,18 @@ def test_drafts_that_never_come_true_are_soon_verified_no_more():
     assert not any(verified[40:])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_whose_drafts_are_wrong_is_told_those_of_one_row_a_step(depth):
+    """What tells them runs between two steps, and a step of eight rows waits for all of it."""
+    driver = DraftingDriver(0.0, depth=depth, max_running=8)
+    for i in range(8):
+        driver.submit(str(i), [*PROMPT, i], 200)
+    driver.run()
+    asked = [sum(row.propose > 0 for row in plan.rows) for plan in driver.plans[60:200]]
+    assert 0.5 < sum(asked) / len(asked) < 2
+    assert all(driver.outputs[str(i)] == continuation([*PROMPT, i], 200) for i in range(8))
+
+
 def test_drafts_are_verified_again_once_they_would_have_come_true():
     driver = DraftingDriver(0.0)
     driver.submit("a", PROMPT, 200)

@@ -108,10 +108,14 @@ class Drafting:
         verified = Verified(np.ones(len(tokens), bool), {}, np.arange(len(tokens)))
         moved: list[tuple[int, int, list[int]]] = []
         end = 0
+        sampling = batch.sampling.tolist()
         while end < len(tokens):
-            at = int(batch.sampling[end])
+            at = sampling[end]
             row, first = batch.rows[at], end
             end += row.drafts + 1
+            if not row.drafts:  # most rows, where drafts are not worth it
+                self._stand(row.slot, tokens[first:end])
+                continue
             guessed = self._table.drafts.get(row.slot, [])[: row.drafts]
             parents = self._table.parents.get(row.slot, []) if at in batch.branches else []
             path = standing_places(guessed, parents[: row.drafts], tokens[first:end])
@@ -124,9 +128,7 @@ class Drafting:
             stood = [tokens[first + place] for place in path]
             if parents:
                 self._settle(row.slot, known, path, stood, moved)
-            self._table.known[row.slot] = known + count
-            if row.slot in self._joined:
-                self._drafter.extend(row.slot, known, stood)
+            self._stand(row.slot, stood)
         self._compact(moved)
         self._go_back(batch, verified)
         return verified
@@ -136,6 +138,13 @@ class Drafting:
         began = time.perf_counter()
         verified.drafts, verified.parents = self._draft(batch, num_rows)
         verified.seconds = time.perf_counter() - began
+
+    def _stand(self, slot: int, tokens: list[int]) -> None:
+        """These follow what the slot holds."""
+        known = self._table.known[slot]
+        self._table.known[slot] = known + len(tokens)
+        if slot in self._joined:
+            self._drafter.extend(slot, known, tokens)
 
     def _settle(
         self,
@@ -188,12 +197,15 @@ class Drafting:
         rows = [batch.rows[at] for at in mine]
         counts = [row.propose for row in rows]
         for at, row, found in zip(mine, rows, self._drafter.propose(rows, counts), strict=True):
+            self._table.parents.pop(row.slot, None)
+            if not row.propose or not isinstance(found, Tree) and not found:
+                self._table.drafts[row.slot] = []
+                continue
             index = int(batch.indices[at])
             tree = found if isinstance(found, Tree) else Tree(found, range(-1, len(found) - 1))
             drafts = list(tree.tokens)[: row.propose]
             follows = list(tree.parents)[: row.propose]
             self._table.drafts[row.slot] = drafts
-            self._table.parents.pop(row.slot, None)
             told[index] = array("i", drafts).tobytes()
             if not is_chain(follows):
                 assert tree.depth < self._branching, "this runner was opened for shorter branches"

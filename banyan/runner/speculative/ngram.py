@@ -8,7 +8,7 @@ Sequences of one cache namespace are found by that namespace's requests alone.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
@@ -31,6 +31,7 @@ class _Sequence:
 
     Attributes:
         number: of the sequence; the upper part of the addresses of its places.
+        indexed: places, from the first one, that the index leads to.
         before: by kind of key and place, the address of the place before with the same key.
     """
 
@@ -38,6 +39,7 @@ class _Sequence:
         self.number = number
         self.namespace = namespace
         self.tokens = array("i")
+        self.indexed = 0
         self.before = [array("q", [_NOWHERE]) for _ in range(kinds)]
 
 
@@ -82,6 +84,9 @@ class Ngram:
         self._running: dict[int, _Sequence] = {}
         """By slot."""
         self._left: deque[_Sequence] = deque()
+        self._behind: dict[int, _Sequence] = {}
+        """By number, those whose newest places the index lacks until somebody asks. A step whose
+        rows are told no drafts only notes its tokens."""
         self._next = 0
         self.num_tokens = 0
         """Remembered now."""
@@ -102,14 +107,15 @@ class Ngram:
 
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         sequence = self._running[slot]
-        known = sequence.tokens[first : first + len(tokens)]
-        same = common_beginning(known, tokens)
-        self._cut(sequence, first + same)
-        self._append(sequence, tokens[same:])
+        if first < len(sequence.tokens):
+            same = common_beginning(sequence.tokens[first : first + len(tokens)], tokens)
+            self._cut(sequence, first + same)
+            tokens = tokens[same:]
+        self._append(sequence, tokens)
         self._forget()
 
     def flush(self) -> None:
-        for held in (self._heads, self._sequences, self._left):
+        for held in (self._heads, self._sequences, self._left, self._behind):
             held.clear()
         self.num_tokens = 0
         for slot in self._running:  # nothing runs, but not all have been told to leave
@@ -123,6 +129,7 @@ class Ngram:
 
     def guess(self, slot: int, count: int) -> Guess:
         """At most `count` tokens that may come next in a slot."""
+        self._catch_up()
         sequence = self._running[slot]
         if self._breadth is not None:
             return self._branches(sequence, count, self._breadth)
@@ -190,12 +197,21 @@ class Ngram:
             self._heads[namespace] = [{} for _ in self._lengths]
         return self._heads[namespace]
 
-    def _append(self, sequence: _Sequence, tokens: Iterable[int]) -> None:
+    def _append(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
+        sequence.tokens.extend(tokens)
+        self.num_tokens += len(tokens)
+        self._behind[sequence.number] = sequence
+
+    def _catch_up(self) -> None:
+        """Lead to all that is remembered."""
+        for sequence in self._behind.values():
+            self._index(sequence)
+        self._behind.clear()
+
+    def _index(self, sequence: _Sequence) -> None:
         heads = self._heads_of(sequence.namespace)
-        known, base = sequence.tokens, sequence.number << _POSITION_BITS
-        begin = len(known)
-        known.extend(tokens)
-        self.num_tokens += len(known) - begin
+        known, base, begin = sequence.tokens, sequence.number << _POSITION_BITS, sequence.indexed
+        sequence.indexed = len(known)
         for kind, length in enumerate(self._lengths):
             newest, before = heads[kind], sequence.before[kind]
             for end in range(begin + 1, len(known) + 1):
@@ -210,7 +226,7 @@ class Ngram:
         """Forget what lies at `length` and behind."""
         heads = self._heads_of(sequence.namespace)
         base = sequence.number << _POSITION_BITS
-        for end in range(len(sequence.tokens), length, -1):
+        for end in range(sequence.indexed, length, -1):
             for kind, size in enumerate(self._lengths):
                 before = sequence.before[kind].pop()
                 key = _key(sequence.tokens, end, size) if end >= size else 0
@@ -219,19 +235,21 @@ class Ngram:
                         del heads[kind][key]
                     else:
                         heads[kind][key] = before
-            sequence.tokens.pop()
-            self.num_tokens -= 1
+        sequence.indexed = min(sequence.indexed, length)
+        self.num_tokens -= len(sequence.tokens) - length
+        del sequence.tokens[length:]
 
     def _forget(self) -> None:
         """Make room: the sequence that left first goes first."""
         while self.num_tokens > self._capacity and self._left:
             sequence = self._left.popleft()
             del self._sequences[sequence.number]
+            self._behind.pop(sequence.number, None)
             self.num_tokens -= len(sequence.tokens)
             heads = self._heads_of(sequence.namespace)
             base = sequence.number << _POSITION_BITS
             for kind, length in enumerate(self._lengths):
-                for end in range(length, len(sequence.tokens) + 1):
+                for end in range(length, sequence.indexed + 1):
                     key = _key(sequence.tokens, end, length)
                     if heads[kind].get(key) == base | end:
                         del heads[kind][key]

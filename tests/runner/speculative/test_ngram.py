@@ -137,12 +137,31 @@ def test_memory_is_bounded_and_counts_true():
         drafter.leave(slot)
     for _ in range(400):
         drafter.join(1, [random.randrange(100, 1000)], b"other")
+        assert len(drafter.guess(1, 5)) <= 5
         drafter.leave(1)
     assert set(drafter._heads) == {b"other"}
 
 
 def no_model() -> Beside:
     raise AssertionError("it needs none")
+
+
+def test_who_is_asked_late_drafts_as_who_was_asked_all_along():
+    random, often, late = Random(3), Ngram(), Ngram()
+    for _ in range(60):
+        tokens = [random.randrange(5) for _ in range(random.randrange(1, 30))]
+        for drafter in (often, late):
+            drafter.join(1, tokens, b"")
+        length = len(tokens)
+        for _ in range(random.randrange(20)):
+            first, more = length - random.randrange(2), [random.randrange(5)]
+            for drafter in (often, late):
+                drafter.extend(1, first, more)
+            length = first + 1
+            often.guess(1, 8)
+        assert often.guess(1, 8) == late.guess(1, 8)
+        for drafter in (often, late):
+            drafter.leave(1)
 
 
 def test_what_is_flushed_is_not_drafted_again():
