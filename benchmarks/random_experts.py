@@ -87,7 +87,7 @@ class RandomFile:
         self.writer.close()
 
 
-def qwen3(path: str, layers: int) -> None:
+def qwen3(path: str, layers: int, experts: int = 128, inner: int = 768) -> None:
     file, heads, kv_heads, head_dim = RandomFile(path, "qwen3moe", layers), 32, 4, 128
     writer = file.writer
     writer.add_feed_forward_length(6144)
@@ -96,9 +96,9 @@ def qwen3(path: str, layers: int) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_freq_base(1e6)
-    writer.add_expert_count(128)
+    writer.add_expert_count(experts)
     writer.add_expert_used_count(8)
-    writer.add_expert_feed_forward_length(768)
+    writer.add_expert_feed_forward_length(inner)
     for block in (f"blk.{layer}" for layer in range(layers)):
         file.ones(f"{block}.attn_norm.weight", DIM)
         file.ones(f"{block}.ffn_norm.weight", DIM)
@@ -108,8 +108,18 @@ def qwen3(path: str, layers: int) -> None:
         file.quantised(f"{block}.attn_k.weight", kv_heads * head_dim, DIM)
         file.quantised(f"{block}.attn_v.weight", kv_heads * head_dim, DIM)
         file.quantised(f"{block}.attn_output.weight", DIM, heads * head_dim)
-        file.experts(block, 128, 768)
+        file.experts(block, experts, inner)
     file.close()
+
+
+def narrow(path: str, layers: int) -> None:
+    """As qwen3, some 30 MB a layer."""
+    qwen3(path, layers, experts=32, inner=256)
+
+
+def small(path: str, layers: int) -> None:
+    """As qwen3, with next to no experts."""
+    qwen3(path, layers, experts=8, inner=32)
 
 
 def deepseek(path: str, layers: int) -> None:

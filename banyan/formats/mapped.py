@@ -87,9 +87,15 @@ class MappedFile:
         except BufferError:
             # A view keeps the map alive by itself; what was read need not stay in our memory, and
             # dropping our reference is all that is left.
-            if self._is_mapped and hasattr(mmap, "MADV_DONTNEED"):
-                self._map.madvise(mmap.MADV_DONTNEED)
+            self.let_go()
             self._map = mmap.mmap(-1, 1)
+
+    def let_go(self) -> None:
+        """Take the pages of the file that were read out of this process's memory. They stay in the
+        system's cache of files while that has room, and views come back to them when they are used.
+        A file that was read into memory stays there."""
+        if self._is_mapped and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def bytes_of(self, name: str) -> memoryview:
         """The raw bytes of one tensor, read-only and without a copy.

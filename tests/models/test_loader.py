@@ -14,6 +14,7 @@ from banyan.layers.build import Build
 from banyan.layers.step import StepInputs
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model
+from banyan.models.weights.reader import read_tensors
 from banyan.ops.bind import bind
 
 CPU = torch.device("cpu")
@@ -259,3 +260,23 @@ def test_a_function_that_cannot_be_had_is_refused(name, reason, custom_module):
 def test_code_that_lies_with_the_checkpoint_is_refused(custom_module):
     with pytest.raises(ConfigError, match="never run"):
         load_transforms(["my_weights:doubled"], str(custom_module))
+
+
+def _resident_files() -> int:
+    """Bytes of files that this process has in memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssFile:")[2].split()[0]) << 10
+
+
+def test_what_was_read_of_a_file_does_not_stay_in_memory(tiny_llama, tmp_path):
+    _, card = tiny_llama()
+    tensors = {f"t{at}": torch.randint(256, (4 << 20,), dtype=torch.uint8) for at in range(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole, before, most = 0, _resident_files(), 0
+    kept = []
+    for name, tensor in read_tensors(replace(card, path=str(tmp_path))):
+        whole += int(torch.equal(tensor.values, tensors[name]))
+        kept.append((name, tensor))
+        most = max(most, _resident_files() - before)
+    assert whole == 12 and most < 20 << 20, f"{most} bytes of {48 << 20} were in memory at once"
+    assert all(torch.equal(tensor.values, tensors[name]) for name, tensor in kept)

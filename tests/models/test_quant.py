@@ -16,6 +16,7 @@ from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import restored
+from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.modelslim import ModelSlim
 from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.bind import bind, open_toolkit
@@ -581,3 +582,20 @@ def test_numbers_of_bitsandbytes_itself_mean_the_same(kind, nested, tmp_path):
 
     for name, values in meant.items():
         assert (weights[name].dense - values).abs().max() <= values.abs().max() * 2**-8
+
+
+@pytest.mark.parametrize("block", [None, (128, 128), (3, 50)])
+def test_a_tall_weight_in_fp8_is_what_its_scales_say(block):
+    """Its rows are brought to floats a few at a time."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn((611, 200), generator=generator).to(torch.float8_e4m3fn)
+    height, width = block or (1, 200)
+    shape = (-(-611 // height), -(-200 // width))
+    scale = torch.rand(shape, generator=generator) + 0.1
+    spread = scale.repeat_interleave(height, 0)[:611].repeat_interleave(width, 1)[:, :200]
+    parts = {
+        "weight": RawTensor("F8_E4M3", (611, 200), numbers.view(torch.uint8).flatten()),
+        "weight_scale_inv": StoredWeight.from_tensor(scale),
+    }
+    found = Fp8(block).restore("x", parts).weight
+    assert found.type == "BF16" and torch.equal(found.dense, (numbers.float() * spread).bfloat16())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
+from banyan.base.heap import give_back
 from banyan.config.card import ModelCard
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile
@@ -20,6 +21,10 @@ from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import weight_files
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
+
+_PART, _LEAST, _MOST = 64, 4 << 20, 256 << 20
+"""After this part of a checkpoint, and at least and at most so many bytes, what was read of it, and
+what was made of that and is packed by now, goes back to the system."""
 
 
 def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
@@ -38,7 +43,10 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
         partial(GGUFFile.open, has_words=False) if card.format == "gguf" else SafetensorsFile.open
     )
     seen: dict[str, str] = {}
-    for path in _files(card):
+    files = _files(card)
+    size, read = sum(path.stat().st_size for path in files if path.is_file()), 0
+    at_once = min(max(size // _PART, _LEAST), _MOST)
+    for path in files:
         with ExitStack() as stack:
             file = stack.enter_context(opened(str(path), is_mapped))
             for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
@@ -49,6 +57,11 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                 seen[tensor.name] = path.name
                 raw = as_tensor(file.bytes_of(tensor.name))
                 yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
+                read += tensor.size_bytes
+                if read >= at_once:
+                    read = 0
+                    file.let_go()
+                    give_back()
 
 
 def tensor_types(card: ModelCard) -> dict[str, str]:

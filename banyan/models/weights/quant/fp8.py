@@ -6,8 +6,10 @@ the scale. Activations are not rounded; a configuration that asks for that is to
 Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers' FineGrainedFP8.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from banyan.ops.stored import FLOAT8_TYPES, StoredWeight
 _SCALES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _MAX_BLOCK = 1 << 16
+_STRIP = 256
+"""Rows of a weight that are brought to floats at once."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +45,31 @@ class Fp8:
     def restore(self, stem: str, parts: Parts) -> Restored:
         scale = next((name for name in _SCALES if name in parts), _SCALES[0])
         factors = numbers_of(parts, scale, (*FLOATS, "F8_E8M0")).float()
-        values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)).float()
+        values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
         spread = self._spread(factors, tuple(values.shape))
-        return Restored(StoredWeight.from_tensor((values * spread).to(torch.bfloat16)))
+        found = torch.from_numpy(np.empty(values.shape, np.int16)).view(torch.bfloat16)
+        for first in range(0, len(values), _STRIP):  # what is made in between is small
+            rows = slice(first, first + _STRIP)
+            found[rows] = values[rows].float() * spread(rows)
+        return Restored(StoredWeight.from_tensor(found))
 
-    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The scale of every number, or what broadcasts to it."""
+    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Callable[[slice], Tensor]:
+        """Gives the scales of the numbers of some rows, or what broadcasts to them."""
         if scale.numel() == 1:
-            return scale.reshape(())
+            return lambda rows: scale.reshape(())
         if self.block is None:
             if scale.numel() != shape[0]:
                 raise ModelError(f"a scale of shape {list(scale.shape)} for {list(shape)} numbers")
-            return scale.reshape(-1, 1)
+            return lambda rows: scale.reshape(-1, 1)[rows]
         blocks = tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))
         if tuple(scale.shape) != blocks:
             raise ModelError(
                 f"scales of shape {list(scale.shape)}; {list(shape)} numbers in blocks of "
                 f"{list(self.block)} need {list(blocks)}"
             )
-        rows, columns = self.block
-        tall = scale.repeat_interleave(rows, 0)[: shape[0]]
-        return tall.repeat_interleave(columns, 1)[:, : shape[1]]
+        height, width = self.block
+        of_row = torch.arange(shape[0]) // height
+        return lambda rows: scale[of_row[rows]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
 def open_fp8(facts: Facts) -> Fp8:
