@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
@@ -168,7 +169,7 @@ def test_splits_change_neither_text_nor_tokens_nor_scores(text, stop, keep, boun
         scores=ScoreOptions(start=1, top=1),
     )
     one, other = (run(say(text), asked, seed)[0] for seed in seeds)
-    assert replace(one, usage=other.usage) == other
+    assert structs.replace(one, usage=other.usage) == other
     assert one.usage.output_tokens == len(one.tokens) == len(one.output_scores)
 
 

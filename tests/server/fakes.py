@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import httpx
 import tokenizers
 import uvicorn
+from msgspec import structs
 from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.errors import RequestError
@@ -128,7 +129,7 @@ class FakeGenerator:
             yield TextChunk(
                 text=step.text,
                 tokens=ids,
-                usage=replace(
+                usage=structs.replace(
                     self.found, prompt_tokens=len(request.prompt), output_tokens=num_output
                 ),
                 prompt_scores=prompt_scores,

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from banyan.frontend.requests.generation import Finish
+from banyan.server.http.dialect import OPENAI, Mold
 from tests.server.fakes import Site, refusal, steps
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -295,3 +296,29 @@ def test_a_live_request_id_cannot_be_taken(site: Site, http: httpx.Client) -> No
         answer = post(http, rid="one")
     assert answer.status_code == 400
     assert answer.json()["message"] == "Duplicate request ID detected: one"
+
+
+@pytest.mark.parametrize("text", ["", 'a"b\\c', "\n\x1f", "é日🙂", Mold.GAP])
+def test_a_filled_mold_is_the_frame_with_that_text_whatever_stands_before_it(text: str) -> None:
+    def frame(content: str) -> bytes:
+        body = {"id": Mold.GAP, "choices": [{"delta": {"content": content}}], "usage": None}
+        return OPENAI.frame(body)
+
+    assert Mold(frame(Mold.GAP)).fill(text) == frame(text)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_chunks_of_text_alone_have_the_keys_of_those_that_are_made_one_by_one(
+    site: Site, http: httpx.Client, path: str
+) -> None:
+    """Where every chunk tells the usage, each is made by itself."""
+    texts = ("a", 'q"', "\\ é日", "\n", "end")
+    site.generator.script = lambda _: steps(*texts)
+    fields = {"prompt": "Hi"} if path == "/v1/completions" else {}
+    plain = events(http, path, rid="r", **fields)
+    counted = events(http, path, rid="r", stream_options={"continuous_usage_stats": True}, **fields)
+    assert all(event["usage"] for event in counted)
+    for event in (*plain, *counted):
+        event["usage"] = event["created"] = None
+    assert plain == counted
+    assert [list(event) for event in plain] == [list(event) for event in counted]

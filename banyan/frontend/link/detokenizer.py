@@ -29,22 +29,31 @@ class Detokenizer:
         self._pieces = tokenizer.pieces
         skips = options.skip_special_tokens
         self._skipped = tokenizer.special_ids - options.shown if skips else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
+        """The beginning of a character whose rest has not come."""
         tail = [id for id in prompt_tail[-PROMPT_TAIL_TOKENS:] if id not in self._skipped]
-        self._decoder.decode(self._pieces.bytes_of(tail))
+        self._decode(self._pieces.bytes_of(tail))
         self._strips = self._pieces.strips_first_space and not tail
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became final with these tokens."""
         if not self._skipped.isdisjoint(ids):
             ids = [id for id in ids if id not in self._skipped]
-        text = self._decoder.decode(self._pieces.bytes_of(ids))
+        text = self._decode(self._pieces.bytes_of(ids))
         return self._strip(text) if self._strips else text
 
     def finish(self) -> str:
         """What was held back: U+FFFD for a character that never became complete, or nothing."""
-        text = self._decoder.decode(b"", final=True)
+        text = self._held.decode("utf-8", "replace")
+        self._held = b""
         return self._strip(text) if self._strips else text
+
+    def _decode(self, piece: bytes) -> str:
+        """As an incremental decoder, whose layers take longer than the decoding."""
+        data = self._held + piece
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def _strip(self, text: str) -> str:
         if not text:

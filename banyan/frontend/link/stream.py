@@ -52,14 +52,21 @@ class EventStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        if not await self._has_event():
+        if not self._waiting:
+            self._waiting.extend(await self.batch())
+        if not self._waiting:
             raise StopAsyncIteration
         return self._waiting.popleft()
 
     async def batch(self) -> list[StreamEvent]:
         """Every event that waits, at least one; [] after the end."""
-        if not self._waiting and not await self._has_event():
-            return []
+        while not self._waiting:
+            if self.is_complete or self._is_closed:
+                return []
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if len(self._waiting) == 1:  # as nearly always: one for each token
+            return [self._waiting.popleft()]
         events = list(self._waiting)
         self._waiting.clear()
         return events
@@ -97,16 +104,9 @@ class EventStream:
         self._wake()
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def _has_event(self) -> bool:
-        while not self._waiting:
-            if self.is_complete or self._is_closed:
-                return False
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        return True
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
 
 class OpenStreams:

@@ -31,7 +31,7 @@ from banyan.frontend.requests.rooms import check_room, with_room
 from banyan.frontend.requests.sampling import Limits
 from banyan.frontend.words.stop import StopChecker
 from banyan.frontend.words.tokenizer import Tokenizer
-from banyan.messages.events import DraftReport, Failed, Finished, Tokens
+from banyan.messages.events import Failed, Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 
@@ -198,7 +198,8 @@ class Words:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that became certain; several tokens at once where no stop can end in between."""
-        return self._checker.push(self._detokenizer.push(tokens))
+        text = self._detokenizer.push(tokens)
+        return self._checker.push(text) if self.has_stops else text
 
     def finish(self) -> str:
         """What was held back, once it is known that nothing follows."""
@@ -214,6 +215,7 @@ class OutputReader:
         self.num_tokens = 0
         self._request = request
         self._words = words
+        self._watches = words is not None and words.has_stops
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._tokens: list[int] = []
         """Output so far; `chunk` has given the first `_given` of them."""
@@ -227,11 +229,8 @@ class OutputReader:
         self._output_scores: list[TokenScore] = []
         self._vector = b""
         self._hidden = ToldPositions(request, width)
-        self._cached_tokens = self._stored_tokens = 0
-        self._cache_miss = ""
-        self._retractions = 0
-        self._queue_s = 0.0
-        self._drafts: DraftReport | None = None
+        self._latest: Tokens | Finished | None = None
+        """What tells how much of the prompt was cached."""
         self._finish: Finish | None = None
         if request.scores.start == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
@@ -240,19 +239,13 @@ class OutputReader:
     def take(self, event: StreamEvent) -> None:
         match event:
             case Tokens():
-                self._cached_tokens = event.cached_tokens
-                self._stored_tokens = event.stored_tokens
-                self._cache_miss = event.cache_miss
+                self._latest = event
                 self._vector = event.vector or self._vector
                 self._take_tokens(event)
                 if event.hidden:
                     self._hidden.take(event, self.num_tokens)
             case Finished():
-                self._cached_tokens = event.cached_tokens
-                self._stored_tokens = event.stored_tokens
-                self._cache_miss = event.cache_miss
-                self._retractions = event.retractions
-                self._queue_s, self._drafts = event.queue_s, event.drafts
+                self._latest = event
                 self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
             case Failed():
                 self._end(Finish("abort", None, event.status, event.text, event.code))
@@ -260,19 +253,16 @@ class OutputReader:
     def chunk(self) -> TextChunk | None:
         """Everything since the last call; None when that is nothing."""
         new = self._tokens[self._given :]
-        text = "".join(self._text)
+        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
         if not (new or text or self._prompt_scores or self._output_scores or self._finish):
             return None
-        chunk = TextChunk(
-            text,
-            new,
-            self._usage(),
-            self._prompt_scores,
-            self._output_scores,
-            self._finish,
-            self._vector if self._finish else b"",
-            **(self._hidden.whole(self.num_tokens) if self._finish else {}),
-        )
+        scores = self._prompt_scores, self._output_scores
+        if self._finish is None:
+            chunk = TextChunk(text, new, self._usage(), *scores)
+        else:
+            hidden = self._hidden.whole(self.num_tokens)
+            last = self._finish, self._vector
+            chunk = TextChunk(text, new, self._usage(), *scores, *last, **hidden)
         self._given = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
         return chunk
@@ -289,8 +279,7 @@ class OutputReader:
                 self._take_scores(scores)
 
     def _append_all(self, tokens: Sequence[int]) -> None:
-        watches = self._words is not None and self._words.has_stops
-        if not watches and self._held is None and self._stop_ids.isdisjoint(tokens):
+        if not self._watches and self._held is None and self._stop_ids.isdisjoint(tokens):
             self._tokens.extend(tokens)
             self.num_tokens += len(tokens)
             if self._words is not None:
@@ -363,9 +352,13 @@ class OutputReader:
         self._finish = finish
 
     def _usage(self) -> Usage:
-        num_prompt = len(self._request.prompt)
-        cached, stored = self._cached_tokens, self._stored_tokens
-        told = (cached, self._retractions, stored, self._cache_miss, self._queue_s, self._drafts)
+        num_prompt, latest = len(self._request.prompt), self._latest
+        if latest is None:
+            return Usage(num_prompt, self.num_tokens)
+        cached, stored, miss = latest.cached_tokens, latest.stored_tokens, latest.cache_miss
+        if isinstance(latest, Tokens):
+            return Usage(num_prompt, self.num_tokens, cached, 0, stored, miss)
+        told = (cached, latest.retractions, stored, miss, latest.queue_s, latest.drafts)
         return Usage(num_prompt, self.num_tokens, *told)
 
 

@@ -30,7 +30,7 @@ class PieceTable:
         self, decoder: Mapping[str, object], spell: Callable[[int], str | None], source: str
     ) -> None:
         self._spell = spell
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Filled(self._make)
         steps = list(_steps(decoder))
         kinds = [str(step.get("type")) for step in steps]
         unknown = [k for k in kinds if k not in _KNOWN_STEPS]
@@ -52,13 +52,10 @@ class PieceTable:
         """Whether one space at the very start of a text is the vocabulary's, not the text's."""
 
     def __getitem__(self, id: int) -> bytes:
-        piece = self._bytes.get(id)
-        if piece is None:
-            piece = self._bytes[id] = self._make(id)
-        return piece
+        return self._bytes[id]
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
-        return b"".join(map(self.__getitem__, ids))
+        return b"".join(map(self._bytes.__getitem__, ids))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a whole answer; ill-formed bytes become U+FFFD."""
@@ -82,6 +79,18 @@ class PieceTable:
         for old, new in self._replaced:
             token = token.replace(old, new)
         return token.encode()
+
+
+class _Filled(dict[int, bytes]):
+    """What has been made of ids; what is missing is made when it is asked for."""
+
+    def __init__(self, make: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, id: int) -> bytes:
+        piece = self[id] = self._make(id)
+        return piece
 
 
 _KNOWN_STEPS = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")

@@ -3,15 +3,16 @@
 Headers must come whole within a time and a size, and so must everything else that is no body:
 trailers, and the beginning of a request behind one that is still answered. A request may cut its
 connection at once (`ABORT` in the scope), which drops what a client that never reads has left in
-the buffer.
+the buffer, and may write a piece of its answer without waiting (`WRITE`).
 """
 
 import asyncio
+from functools import partial
 from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from banyan.server.http.exchange import ABORT, Scope
+from banyan.server.http.exchange import ABORT, WRITE, Scope
 
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 << 10
@@ -74,6 +75,8 @@ class Connection(HttpToolsProtocol):
             )
             return
         super().on_headers_complete()
+        if self.cycle is not None:  # None where another protocol is asked for
+            cast(Scope, self.cycle.scope)[WRITE] = partial(_write, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._unheard = 0
@@ -111,3 +114,13 @@ class Connection(HttpToolsProtocol):
         head = b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status
         self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self.transport.close()
+
+
+def _write(cycle: RequestResponseCycle, piece: bytes) -> bool:
+    """Write a piece of an answer that comes in chunks, if the client's buffer has room: what the
+    cycle's own `send` does then, in a third of the time. False = nothing was written."""
+    is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
+    if not is_open or cycle.flow.write_paused or not piece or cycle.scope["method"] == "HEAD":
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    return True

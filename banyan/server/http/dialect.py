@@ -35,6 +35,24 @@ def _frame(body: Json) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(body)
 
 
+class Mold:
+    """Frames that differ in one text.
+
+    Args:
+        frame: one of them, in which that text is `Mold.GAP`; nothing behind it comes from a client,
+            who may have written the same before it.
+    """
+
+    GAP = "\x00gap\x00"
+
+    def __init__(self, frame: bytes) -> None:
+        self._before, gap, self._behind = frame.rpartition(orjson.dumps(self.GAP))
+        assert gap, "the frame has no gap"
+
+    def fill(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, orjson.dumps(text), self._behind)
+
+
 OPENAI = Dialect(
     media="text/event-stream",
     frame=_frame,

@@ -45,6 +45,9 @@ MAX_QUERY_FIELDS = 32
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
 """Key of the scope: a function without arguments that cuts the connection."""
+WRITE = "banyan.write"
+"""Key of the scope: a function that writes a piece of a body that has begun and will go on, and
+says whether it did; it does not where that would have to wait."""
 
 
 class Exchange:
@@ -107,6 +110,7 @@ class Exchange:
         """Why `work` was cancelled by `stop`."""
         self.work: asyncio.Task[None] | None = None
         self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
+        self._write: Callable[[bytes], bool] = scope.get(WRITE, _never)
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
         self._words_wait = words_wait
@@ -220,9 +224,14 @@ class Exchange:
         await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
         self.streaming = True
 
-    async def event(self, body: Json) -> None:
-        """Send one event; waits while the client's buffer is full, at most until ClientGone."""
-        await self._put(self.dialect.frame(body))
+    async def event(self, body: Json | bytes) -> None:
+        """Send one event, or some that are frames already; waits while the client's buffer is full,
+        at most until ClientGone."""
+        frame = body if isinstance(body, bytes) else self.dialect.frame(body)
+        if self._write(frame):
+            self.num_sent += len(frame)
+        else:
+            await self._put(frame)
 
     async def end_events(self) -> None:
         self.ended = True
@@ -296,6 +305,11 @@ class _Begun:
         except BaseException as error:  # a cancellation is for the one that waits
             yield self._steps.throw(error)
         yield from self._steps
+
+
+def _never(piece: bytes) -> bool:
+    """In place of writing without `send`."""
+    return False
 
 
 def _nothing() -> None:

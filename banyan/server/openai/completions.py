@@ -10,6 +10,7 @@ from banyan.frontend.requests.generation import (
     ScoreOptions,
     TextChunk,
     TextRequest,
+    Usage,
     collect,
     run,
     shown_bytes,
@@ -17,6 +18,7 @@ from banyan.frontend.requests.generation import (
 from banyan.frontend.requests.sampling import fit_prompt, merged, parse_sampling
 from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
+from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.adapters import model_and_adapters
@@ -229,9 +231,22 @@ class CompletionAnswer:
         self._plan = plan
         self._top = request.logprobs
         self._echo = bool(request.echo)
+        options = request.stream_options
+        self.counts_along = bool(options and options.continuous_usage_stats)
+        """Every chunk of a stream tells the usage so far."""
         self._id = rid
         self._model = model
         self._created = int(time.time())
+        self._molds: dict[int, Mold] = {}
+        """By choice, of the frames that have nothing but text."""
+
+    def plain(self, index: int, text: str) -> bytes:
+        """The event of a chunk that has nothing but text."""
+        mold = self._molds.get(index)
+        if mold is None:
+            body = self.chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
+            mold = self._molds[index] = Mold(OPENAI.frame(body))
+        return mold.fill(text)
 
     def whole(self, chunks: list[TextChunk]) -> Json:
         for index, chunk in enumerate(chunks):
@@ -314,13 +329,16 @@ async def _stream(
             answer.usage.take(index, chunk.usage)
             is_first = index not in opened
             opened.add(index)
-            if is_first or chunk.text or chunk.output_scores or chunk.finish:
+            has_more = is_first or chunk.output_scores or chunk.finish or answer.counts_along
+            if chunk.text and not has_more:
+                await exchange.event(answer.plain(index, chunk.text))
+            elif is_first or chunk.text or chunk.output_scores or chunk.finish:
                 if chunk.output_scores or chunk.prompt_scores:
                     work = partial(answer.chunk, index, chunk, is_first)
                     body = await off_loop(shown_bytes([chunk]), work)
                 else:
                     body = answer.chunk(index, chunk, is_first)
-                if options and options.continuous_usage_stats:
+                if answer.counts_along:
                     body["usage"] = answer.usage.of(index)
                 await exchange.event(body)
             for body in answer.hidden(index, chunk):

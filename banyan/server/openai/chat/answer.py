@@ -8,6 +8,7 @@ from banyan.frontend.answers.reasoning.count import ThinkingTokens
 from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
+from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
@@ -32,6 +33,9 @@ class Choice:
         self.scores: list[TokenScore] = []
         self.finish: Finish | None = None
         self.hidden: Json = {}
+        self.is_open = False
+        self.molds: dict[type[Part], Mold] = {}
+        """Of the frames that have nothing but text."""
 
     def read(self, chunk: TextChunk) -> list[Part]:
         """What a chunk makes certain."""
@@ -60,7 +64,11 @@ class Choice:
 
 
 class ChatAnswer:
-    """The bodies of one request's answer."""
+    """The bodies of one request's answer.
+
+    Args:
+        counts_along: every chunk of a stream tells the usage so far.
+    """
 
     def __init__(
         self,
@@ -70,7 +78,9 @@ class ChatAnswer:
         model: str,
         with_cache: bool,
         extension: Extension,
+        counts_along: bool = False,
     ) -> None:
+        self._counts_along = counts_along
         num_choices = len(plan.asked)
         self.usage = UsageCount(num_choices, num_choices, with_cache)
         self._extension = extension
@@ -101,30 +111,43 @@ class ChatAnswer:
             **self._extension.of(self.usage),
         }
 
-    def first(self, index: int) -> Json:
-        """The chunk that opens a choice."""
-        delta = {"role": "assistant", "content": "", "reasoning_content": None}
-        return self._chunk(index, delta)
-
-    def deltas(self, index: int, chunk: TextChunk) -> list[Json]:
-        """The chunks that a piece of an answer becomes, its end included."""
+    def frames(self, index: int, chunk: TextChunk) -> bytes:
+        """The events that a piece of an answer becomes, its choice's beginning and end included."""
         choice = self._choices[index]
         parts = choice.read(chunk)
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
         if not parts and chunk.output_scores:
             parts = [Said("")]
         logprobs = self._logprobs(chunk.output_scores)
-        bodies = []
+        frames = []
+        if not choice.is_open:
+            choice.is_open = True
+            delta: Json = {"role": "assistant", "content": "", "reasoning_content": None}
+            frames.append(self._frame(index, self._chunk(index, delta)))
         for part in parts:
-            bodies.append(self._chunk(index, _delta(part, choice), logprobs))
+            frames.append(self._part(index, choice, part, logprobs))
             logprobs = None
         if chunk.finish is not None:
-            bodies.append(self._last(index, choice, chunk.finish))
-        if hidden := hidden_states(chunk):
-            delta = {"content": None, "reasoning_content": None, **hidden}
-            bodies.append(self._chunk(index, delta))
+            frames.append(self._frame(index, self._last(index, choice, chunk.finish)))
+        if chunk.hidden:
+            delta = {"content": None, "reasoning_content": None, **hidden_states(chunk)}
+            frames.append(self._frame(index, self._chunk(index, delta)))
         self._extension.take(chunk)
-        return bodies
+        return frames[0] if len(frames) == 1 else b"".join(frames)
+
+    def _part(self, index: int, choice: Choice, part: Part, logprobs: Json | None) -> bytes:
+        if logprobs is not None or self._counts_along or not isinstance(part, Said | Thought):
+            return self._frame(index, self._chunk(index, _delta(part, choice), logprobs))
+        mold = choice.molds.get(type(part))
+        if mold is None:
+            delta = _delta(type(part)(Mold.GAP), choice)
+            mold = choice.molds[type(part)] = Mold(OPENAI.frame(self._chunk(index, delta)))
+        return mold.fill(part.text)
+
+    def _frame(self, index: int, body: Json) -> bytes:
+        if self._counts_along:
+            body["usage"] = self.usage.of(index)
+        return OPENAI.frame(body)
 
     def last(self) -> list[Json]:
         """The chunk that follows all choices with what was asked for beside them."""

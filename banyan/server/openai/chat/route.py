@@ -39,7 +39,9 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
 
     request, model, origin, plan = await exchange.read(read, waits=True)
     extension = Extension(request, state.config.cache.store)
-    answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report, extension)
+    options = request.stream_options
+    told = (server.cache_report, extension, bool(options and options.continuous_usage_stats))
+    answer = ChatAnswer(service, origin.rid, plan, model, *told)
     with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
@@ -58,20 +60,12 @@ async def _stream(
     plan: ChatPlan,
 ) -> None:
     options = request.stream_options
-    continuous = bool(options and options.continuous_usage_stats)
-    opened: set[int] = set()
     async with aclosing(run(service.generator, plan.asked)) as chunks:
         async for index, chunk in chunks:
             if not exchange.streaming:
                 await exchange.begin_events()
-            bodies = answer.deltas(index, chunk)
-            if index not in opened:
-                opened.add(index)
-                bodies.insert(0, answer.first(index))
-            for body in bodies:
-                if continuous:
-                    body["usage"] = answer.usage.of(index)
-                await exchange.event(body)
+            if frames := answer.frames(index, chunk):
+                await exchange.event(frames)
     for body in answer.last():
         await exchange.event(body)
     if options and options.include_usage:
