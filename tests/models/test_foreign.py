@@ -99,7 +99,7 @@ def test_what_the_library_cannot_do_here_is_refused(ops, tmp_path):
         read_card(str(tmp_path / "model.gguf"), is_foreign=True)
 
 
-@pytest.mark.parametrize("variant", ["mixture of experts", "gemma2"])
+@pytest.mark.parametrize("variant", ["mixture of experts", "gemma2", "olmo"])
 def test_the_engine_serves_a_model_of_the_library(variant, tmp_path, monkeypatch):
     if variant in OTHERS:
         monkeypatch.setitem(VARIANTS, variant, OTHERS[variant])
