@@ -4,19 +4,36 @@ prompt, against the chances that transformers tells."""
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from banyan.config.card import FULL
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.messages.sampling import SamplingParams
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.sampling import support
-from banyan.runner.runner import ModelRunner
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.ngram import Ngram
+from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
-from tests.runner.driver import Driver, Request
+from tests.runner.driver import PAGE, Driver, Request
 from tests.runner.speculative import test_block
-from tests.runner.speculative.test_hidden import EAGLE, prompt_of, runner_of
+from tests.runner.speculative.test_hidden import (
+    CPU,
+    EAGLE,
+    MAX_LENGTH,
+    NUM_PAGES,
+    prompt_of,
+    runner_of,
+)
 
 DRAWS = 100_000
 """Of tokens that follow the first one."""
@@ -27,7 +44,46 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def opened(kind: str, folder: Path) -> tuple[PlainAhead, ModelRunner]:
+def opened_beside(kind: str, folder: Path) -> tuple[SimpleNamespace, ModelRunner]:
+    """NGRAM, or a model of one layer less as STANDALONE."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    widths = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    widths |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    plain, small = (
+        LlamaForCausalLM(LlamaConfig(**widths, num_hidden_layers=layers)).eval()
+        for layers in (2, 1)
+    )
+    plain.save_pretrained(folder)
+    small.load_state_dict(plain.state_dict(), strict=False)
+    small.save_pretrained(folder / "small")
+    card, draft = read_card(str(folder)), read_card(str(folder / "small"))
+    toolkit = open_toolkit("cpu", 1, {})
+    ops = bind(
+        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        exact=True,
+        cache_dtype=torch.float32,
+        toolkit=toolkit,
+        page_size=PAGE,
+    )
+    runner = ModelRunner(
+        load_model(card, Build(ops)),
+        Build(ops),
+        RunnerSizes(
+            *(SLOTS, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
+            max_tokens=12 * SLOTS,
+            draft_room=4 * SLOTS,
+        ),
+        open_drafter=lambda beside: Ngram() if kind == "NGRAM" else ModelDrafter(beside()),
+        draft=None if kind == "NGRAM" else DraftModel(load_model(draft, Build(ops)), Build(ops)),
+    )
+    return SimpleNamespace(model=plain.model, head=plain.lm_head), runner
+
+
+def opened(kind: str, folder: Path) -> tuple[PlainAhead | SimpleNamespace, ModelRunner]:
+    if kind in ("NGRAM", "STANDALONE"):
+        return opened_beside(kind, folder)
     if kind == "DFLASH":
         plain = tiny_blocks("qwen3", folder, folder / test_block.BLOCKS, head_dim=16)
         return plain, test_block.runner_of(folder, True, SLOTS)
@@ -40,8 +96,10 @@ def opened(kind: str, folder: Path) -> tuple[PlainAhead, ModelRunner]:
     return plain, runner_of(folder, True, tree=(2, 2) if kind == "tree" else (), slots=SLOTS)
 
 
-def drawn(runner: ModelRunner, prompt: list[int], first_seed: int) -> list[tuple[int, ...]]:
-    """What so many seeds draw, all of them in one batch."""
+def drawn(
+    runner: ModelRunner, prompt: list[int], first_seed: int, stood: list[int]
+) -> list[tuple[int, ...]]:
+    """What so many seeds draw, all of them in one batch; stood: gets how many drafts came true."""
     driver = Driver(runner)
     requests = [
         Request(
@@ -65,6 +123,7 @@ def drawn(runner: ModelRunner, prompt: list[int], first_seed: int) -> list[tuple
         result = runner.launch(driver.plan(rows=rows, **parts)).result()
         assert not result.error and not result.failed, result
         for each, tokens, drafts in zip(short, result.tokens, result.drafts, strict=True):
+            stood.append(len(tokens) // 4 - 1)
             each.output += np.frombuffer(tokens, np.int32).tolist()
             each.done, told[each.slot], parts = each.known - 1, len(drafts) // 4, {}
     runner.launch(driver.plan(leaves=[each.slot for each in requests])).result()
@@ -72,7 +131,7 @@ def drawn(runner: ModelRunner, prompt: list[int], first_seed: int) -> list[tuple
 
 
 @torch.no_grad()
-def chances(plain: PlainAhead, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def chances(plain: PlainAhead | SimpleNamespace, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Of each answer of so many tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
@@ -87,14 +146,16 @@ def chances(plain: PlainAhead, prompt: list[int]) -> dict[tuple[int, ...], float
     return found
 
 
-@pytest.mark.parametrize("kind", ["DFLASH", "EAGLE3", "NEXTN", "states", "tree"])
+@pytest.mark.parametrize(
+    "kind", ["DFLASH", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE", "states", "tree"]
+)
 def test_many_seeds_draw_what_the_model_says(tmp_path, kind: str) -> None:
     torch.set_num_threads(1)
     plain, runner = opened(kind, tmp_path)
     prompt = prompt_of(10, 3)
-    found = Counter[tuple[int, ...]]()
+    found, stood = Counter[tuple[int, ...]](), list[int]()
     for first in range(0, DRAWS // (LENGTH - 1), SLOTS):
-        found.update(drawn(runner, prompt, first))
+        found.update(drawn(runner, prompt, first, stood))
     right, total = chances(plain, prompt), sum(found.values())
     assert not found.keys() - right.keys()
     cells, square, rest, seen = 0, 0.0, 0.0, 0
@@ -107,4 +168,5 @@ def test_many_seeds_draw_what_the_model_says(tmp_path, kind: str) -> None:
     if rest >= 5:
         cells, square = cells + 1, square + (seen - rest) ** 2 / rest
     assert cells > 20
+    assert sum(stood) > 1000
     assert square < cells + 4 * (2 * cells) ** 0.5  # four deviations of a chi-square of so many
