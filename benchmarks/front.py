@@ -25,7 +25,7 @@ import psutil
 from banyan.bench.http import Reply, Server
 from banyan.bench.load import run_load
 from banyan.bench.metrics import percentile
-from benchmarks.machine import Command, ServerProcess
+from benchmarks.machine import Command, ServerProcess, threads_cpu_s
 
 ROUTE = "/v1/chat/completions"
 _START_S = 120.0
@@ -41,8 +41,7 @@ class Watched:
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        times = self.process.cpu_times()
-        return times.user + times.system
+        return threads_cpu_s(self.process.pid)
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,20 @@ class Streamed:
 
 
 @contextlib.contextmanager
-def watched(rate: float, model: str, notes: Path) -> Iterator[Watched]:
+def watched(rate: float, model: str, log: Path, notes: Path | None = None) -> Iterator[Watched]:
     """A server whose engine says `rate` tokens a second, those of all requests together.
 
     Args:
-        notes: what the server's loop noted is written here when it ends.
+        notes: what the server's loop noted is written here when it ends; None = it notes nothing,
+            which takes processor time.
     """
-    port = _free_port()
-    words = [sys.executable, "-m", "benchmarks.watched_server", f"{rate}", str(notes), model]
+    port = free_port()
+    words = [sys.executable, "-m", "benchmarks.watched_server", f"{rate}", str(notes or ""), model]
     words += ["--port", str(port), "--context-length", "1000000"]
     variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     command = Command(words, port, variables, os.getcwd())
     cores = os.sched_getaffinity(0)
-    running = ServerProcess(command, notes.with_suffix(".log"))
+    running = ServerProcess(command, log)
     try:
         running.first_answer({"prompt": "x", "max_tokens": 1}, _START_S)
         _part_cores(running.pid)
@@ -98,17 +98,17 @@ def watched(rate: float, model: str, notes: Path) -> Iterator[Watched]:
 
 async def stream(server: Watched, streams: int, tokens: int, rounds: int) -> Streamed:
     """`rounds` times `streams` chats at once, of `tokens` tokens each."""
-    http, body = Server(server.url), _body("Tell me about banyans.", tokens)
-    await http.request("POST", ROUTE, _body("Hello", 8))
+    http, asked = Server(server.url), body("Tell me about banyans.", tokens)
+    await http.request("POST", ROUTE, body("Hello", 8))
     cpu_s = server.cpu_s()
 
     async def one(_: int) -> Reply:
-        return await http.request("POST", ROUTE, body)
+        return await http.request("POST", ROUTE, asked)
 
     run = await run_load(streams * rounds, one, [0.0] * streams * rounds, streams)
     cpu_s = server.cpu_s() - cpu_s
     http.close()
-    found = [_count(outcome) for outcome in run.outcomes]
+    found = [count(outcome) for outcome in run.outcomes]
     return Streamed(
         sum(made for made, _ in found),
         sum(chunks for _, chunks in found),
@@ -123,15 +123,15 @@ async def tokenize_meanwhile(
 ) -> list[tuple[float, float]]:
     """Send long prompts one after the other while chats stream; when each was being read."""
     http = Server(server.url)
-    quiet = _body("Tell me about banyans.", 1 << 20)
+    quiet = body("Tell me about banyans.", 1 << 20)
     background = [asyncio.create_task(http.request("POST", ROUTE, quiet)) for _ in range(streams)]
-    long = _body((_WORDS * (prompt_bytes // len(_WORDS) + 1))[:prompt_bytes], 1)
+    long = body((_WORDS * (prompt_bytes // len(_WORDS) + 1))[:prompt_bytes], 1)
     spans = []
     await asyncio.sleep(0.5)
     for _ in range(times):
         began_s = time.monotonic()
         reply = await http.request("POST", ROUTE, long)
-        _count(reply)
+        count(reply)
         spans.append((began_s, time.monotonic()))
         await asyncio.sleep(0.2)
     for task in background:
@@ -154,7 +154,7 @@ def lag_ms(notes: Path, spans: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _body(text: str, tokens: int) -> bytes:
+def body(text: str, tokens: int) -> bytes:
     return orjson.dumps(
         {
             "model": "default",
@@ -167,7 +167,7 @@ def _body(text: str, tokens: int) -> bytes:
     )
 
 
-def _count(outcome: object) -> tuple[int, int]:
+def count(outcome: object) -> tuple[int, int]:
     """(tokens that the server counted, chunks with text) of an answer that must be whole."""
     if not isinstance(outcome, Reply) or outcome.status != 200:
         text = outcome.body[:300] if isinstance(outcome, Reply) else outcome
@@ -190,7 +190,7 @@ def _part_cores(pid: int) -> None:
         os.sched_setaffinity(process.pid, cores[1:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -217,13 +217,13 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder) / "notes"
+        log, notes = Path(folder) / "log", Path(folder) / "notes"
         for rate in options.rates:
-            with watched(rate, options.model, notes) as server:
+            with watched(rate, options.model, log) as server:
                 run = stream(server, options.streams, options.tokens, options.rounds)
                 found = figures[f"rate {rate:g}"] = asyncio.run(run).keys()
             _print(f"{options.streams} streams, engine at {rate:,.0f} tokens/s", found)
-        with watched(options.lag_rate, options.model, notes) as server:
+        with watched(options.lag_rate, options.model, log, notes) as server:
             size = options.prompt_bytes
             load = tokenize_meanwhile(server, options.lag_streams, size, options.prompts)
             spans = asyncio.run(load)

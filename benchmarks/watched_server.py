@@ -2,7 +2,7 @@
 own event loop notes how late it wakes up.
 
 `python -m benchmarks.watched_server RATE NOTES [flags of banyan serve]`; the file NOTES is
-written at the end.
+written at the end, and where it is "" nothing is noted.
 """
 
 import asyncio
@@ -57,15 +57,17 @@ def main() -> None:
     async def serve() -> int:
         ready = partial(prepare, config, environment)
         server = Server(config, ready, listener, partial(start_engine, rate))
-        watch = asyncio.create_task(note_lag(notes))
+        watch = asyncio.create_task(note_lag(notes)) if path else None
         try:
             return await server.run()
         finally:
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
 
     with contextlib.closing(bind(config.server)) as listener:
         code = uvloop.run(serve())
-    Path(path).write_text(json.dumps(notes))
+    if path:
+        Path(path).write_text(json.dumps(notes))
     raise SystemExit(code)
 
 
