@@ -32,8 +32,8 @@ struct AdapterPair {
 
 // How far the first products of a run are, and what they read.
 struct AdapterState {
-  alignas(64) std::atomic<int64_t> claimed;  // units
-  int64_t units, bytes;                      // of this run
+  alignas(64) std::atomic<int64_t> claimed, from[2];  // units; of these from the first and the last on
+  int64_t units, bytes;                               // of this run
   const AdapterPair* table;
   const int32_t* pieces;
   int64_t inputs;

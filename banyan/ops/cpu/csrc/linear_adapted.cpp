@@ -1,12 +1,13 @@
 // A product with the low-rank adapters of its rows beside it, as one stage.
 //
-// Every other thread begins with the adapters' first products, which whoever comes shares, and the
-// others with outputs. A thread adds what adapters change to the outputs of a claim when it has them,
-// and waits, helping, only where the first products are not there by then.
+// Threads begin with the adapters' first products, every other one at their end, and go on with
+// outputs. A thread adds what adapters change to the outputs of a claim when it has them, and waits,
+// helping, only where the first products are not there by then.
 //
 // Matrices of many adapters are short pieces in many places, which take as long to find as to read. So
 // what the first products read is fetched during the product before, whose arithmetic leaves the memory
-// idle where there are several rows.
+// idle where there are several rows: by each thread for the half where it will begin, as what another
+// one has fetched lies in the other's cache.
 #include <sched.h>
 
 #include <algorithm>
@@ -34,7 +35,8 @@ int64_t units(const void* args, const Sizes& sizes) {
   state.bytes = 0;
   for (int32_t i = 0; state.units && i < a.pieces[0]; i++)
     state.bytes += down_bytes(a.table[a.pieces[1 + 3 * i]], a.inputs);
-  state.claimed.store(0, std::memory_order_relaxed);
+  for (auto* count : {&state.claimed, &state.from[0], &state.from[1]})
+    count->store(0, std::memory_order_relaxed);
   state.done.store(0, std::memory_order_relaxed);
   return linear_units(&of(args).product, sizes);
 }
@@ -49,10 +51,10 @@ bool is_shrunk(const AdapterState& state) {
 
 void shrink(const AdapterArgs& a, const LinearArgs* product, Worker& worker) {
   AdapterState& state = *a.state;
-  for (;;) {
-    int64_t unit = state.claimed.fetch_add(1, std::memory_order_relaxed);
-    if (unit >= state.units) return;
-    shrink_unit(a, unit, product, worker);
+  const bool is_last_first = worker.index % 2;
+  while (state.claimed.fetch_add(1, std::memory_order_relaxed) < state.units) {
+    int64_t unit = state.from[is_last_first].fetch_add(1, std::memory_order_relaxed);
+    shrink_unit(a, is_last_first ? state.units - 1 - unit : unit, product, worker);
     state.done.fetch_add(1, std::memory_order_acq_rel);
   }
 }
@@ -86,7 +88,7 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   if (!a.state->units) return linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
   const AdapterKernels& kernels = adapters_table(isa());
   const LinearArgs* product = EXACT ? nullptr : &of(args).product;
-  if (worker.index % 2 == 0 && !is_shrunk(*a.state)) shrink(a, product, worker);
+  if (!is_shrunk(*a.state)) shrink(a, product, worker);
   const LinearPlan plan(of(args).product, sizes);
   const AdapterState* next = of(args).next;
   if (next && sizes.n[of(args).product.size] <= FETCHED_FOR)
