@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import openai
 import pytest
+from msgspec import structs
 
 from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
@@ -65,7 +66,7 @@ def test_openai_answers_tell_where_cached_tokens_lay_when_they_are_asked(
     site: Site, stream: bool, store: str
 ) -> None:
     site.state.config = replace(site.state.config, cache=CacheConfig(store=store))
-    site.generator.found = replace(SPARE, stored_tokens=32 if store else 0)
+    site.generator.found = structs.replace(SPARE, stored_tokens=32 if store else 0)
     for path, body in OPENAI:
         told = last(site, path, {**body, "return_cached_tokens_details": True}, stream)
         where = PLACES[store]
@@ -82,7 +83,7 @@ def test_usage_tells_why_no_more_was_cached(reporting: Site, stream: bool) -> No
         asked = {**body, "stream_options": {"include_usage": True}} if stream else body
         told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
         assert told == {"cached_tokens": 40, "cache_miss": "evicted"}
-        reporting.generator.found = replace(SPARE, cache_miss="")
+        reporting.generator.found = structs.replace(SPARE, cache_miss="")
         told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
         assert told == {"cached_tokens": 40}, "everything came that could"
 
@@ -94,7 +95,7 @@ def test_several_prompts_tell_each_reason_once(
     generator, generate = reporting.generator, reporting.generator.generate
 
     async def one_by_one(request):
-        generator.found = replace(SPARE, cache_miss=next(reasons))
+        generator.found = structs.replace(SPARE, cache_miss=next(reasons))
         async for chunk in generate(request):
             yield chunk
 
