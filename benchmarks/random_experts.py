@@ -19,7 +19,8 @@ VOCAB, DIM = 32000, 2048
 class RandomFile:
     """A GGUF file whose tensors are drawn as they are asked for."""
 
-    def __init__(self, path: str, architecture: str, layers: int) -> None:
+    def __init__(self, path: str, architecture: str, layers: int, vocab: int = VOCAB) -> None:
+        self.vocab = vocab
         self.writer = gguf.GGUFWriter(path, architecture)
         self.random = np.random.default_rng(1)
         writer = self.writer
@@ -29,8 +30,8 @@ class RandomFile:
         writer.add_block_count(layers)
         writer.add_layer_norm_rms_eps(1e-6)
         self._add_tokenizer()
-        self.quantised("token_embd.weight", VOCAB, DIM)
-        self.quantised("output.weight", VOCAB, DIM)
+        self.quantised("token_embd.weight", vocab, DIM)
+        self.quantised("output.weight", vocab, DIM)
         self.ones("output_norm.weight", DIM)
 
     def _add_tokenizer(self) -> None:
@@ -40,7 +41,7 @@ class RandomFile:
         letters = [chr(byte) for byte in shown] + [chr(256 + i) for i in range(len(hidden))]
         tokens = [*letters, letters[0] + letters[1]]
         types = [gguf.TokenType.NORMAL] * len(tokens)
-        rest = VOCAB - len(tokens)
+        rest = self.vocab - len(tokens)
         tokens += [f"[PAD{i}]" for i in range(rest)]
         types += [gguf.TokenType.UNUSED] * rest
         self.writer.add_tokenizer_model("gpt2")
