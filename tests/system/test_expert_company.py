@@ -120,7 +120,7 @@ def test_joined_replicas_share_copies(dispatch, tmp_path):
     [
         {"tp_size": 2, "ep_size": 2},
         pytest.param({"tp_size": 4, "ep_size": 4}, marks=OUTER),
-        pytest.param({"tp_size": 4, "moe_a2a_backend": "deepep"}, marks=OUTER),
+        pytest.param({"tp_size": 4, "ep_size": 4, "moe_a2a_backend": "deepep"}, marks=OUTER),
     ],
     ids=lambda flags: " ".join(map(str, flags.values())),
 )
