@@ -9,7 +9,7 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from banyan.engine.processes import take_duty
+from banyan.engine.processes import take_duty, watch_parent
 from banyan.messages.events import Event, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
@@ -87,6 +87,7 @@ class InstantEngine:
 
 def main() -> None:
     address, rate = take_duty().decode().split()
+    watch_parent()
     InstantEngine(ZmqEngineLink(address), float(rate)).run()
 
 

@@ -18,7 +18,7 @@ def demo() -> None:
 
 
 def test_every_token_of_every_stream_is_counted(tmp_path: Path):
-    with watched(2000, "demo", tmp_path / "notes") as server:
+    with watched(2000, "demo", tmp_path / "log") as server:
         found = asyncio.run(stream(server, streams=4, tokens=25, rounds=2))
     assert found.tokens == 4 * 25 * 2
     assert 0 < found.chunks <= found.tokens
@@ -26,7 +26,7 @@ def test_every_token_of_every_stream_is_counted(tmp_path: Path):
 
 
 def test_the_lag_is_of_the_time_when_prompts_are_read(tmp_path: Path):
-    with watched(200, "demo", tmp_path / "notes") as server:
+    with watched(200, "demo", tmp_path / "log", tmp_path / "notes") as server:
         spans = asyncio.run(tokenize_meanwhile(server, streams=2, prompt_bytes=50_000, times=2))
     found = lag_ms(tmp_path / "notes", spans)
     assert found["prompts"] == len(spans) == 2

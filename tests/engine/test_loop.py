@@ -352,8 +352,9 @@ def test_the_log_is_told_once_where_a_stuck_engine_stands(caplog):
         logger.removeHandler(handler)
     lines = [r.getMessage() for r in caplog.records if r.name == logger.name]
     end = next(at for at, line in enumerate(lines) if line.startswith("queues: running="))
-    (stack,) = [line for line in lines[:end] if line.startswith("thread runner:")]
-    assert "self.gate.wait(WAIT_S)" in stack
+    # Of this process: it may have other engines.
+    stacks = [line for line in lines[:end] if line.startswith("thread runner:")]
+    assert sum("self.gate.wait(WAIT_S)" in stack for stack in stacks) == 1
     plans = [line for line in lines if line.startswith("in flight: ")]
     assert "step=1 joins=1" in plans[0] and "1:0+3" in plans[0]
     # A machine that is busy may let a later step stand too.
