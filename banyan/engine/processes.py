@@ -189,6 +189,11 @@ class _Copy:
         assert code is not None, "it is over"
         return code
 
+    def forget(self) -> None:
+        """In another copy of the same process, whose child it is not: hold nothing of it."""
+        self.stdin.close()
+        os.close(self._is_over)
+
     def send_signal(self, sig: int) -> None:
         with self._turn:
             if self._code is None:  # else the number may be another's by now
@@ -208,8 +213,10 @@ def fork_spares(count: int) -> list[Process] | None:
         pid = os.fork()
         if pid == 0:
             os.dup2(reader, 0)
-            for end in (reader, writer, *(spare.stdin.fileno() for spare in spares)):
-                os.close(end)
+            os.close(reader)
+            os.close(writer)
+            for spare in spares:
+                spare.forget()
             return None
         os.close(reader)
         spares.append(_Copy(pid, os.fdopen(writer, "wb")))

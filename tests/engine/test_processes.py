@@ -120,17 +120,24 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+COPIES = """
+import os, sys, threading, time
+from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
+spares = fork_spares(2)
+if spares is None:  # write what is open into the file that the duty names
+    path = take_duty().decode()
+    held = len(os.listdir("/proc/self/fd"))
+    watch_parent()
+    open(path + ".new", "w").write(str(held))
+    os.rename(path + ".new", path)
+    time.sleep(600)
+"""
+"""A program with two copies of itself, of which the rest is the parent's."""
+
+
 def test_copies_of_a_process_are_children_as_others(tmp_path):
     """Each takes a duty of its own; an end is told; one that is told to end does."""
     source = """
-        import sys, threading, time
-        from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
-        spares = fork_spares(2)
-        if spares is None:
-            duty = take_duty().decode()
-            watch_parent()
-            open(duty, "w").write(duty)
-            time.sleep(600)
         paths = sys.argv[1:]
         children = [spawn("none", "rank", p.encode(), spare=s) for p, s in zip(paths, spares)]
         told = threading.Event()
@@ -143,12 +150,14 @@ def test_copies_of_a_process_are_children_as_others(tmp_path):
     """
     paths = [tmp_path / "0", tmp_path / "1"]
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source), *map(str, paths)], stdout=subprocess.PIPE
+        [sys.executable, "-c", COPIES + textwrap.dedent(source), *map(str, paths)],
+        stdout=subprocess.PIPE,
     )
     try:
         first, second = map(int, parent.stdout.readline().split())
         for path in paths:
             wait_for(path)
+        assert paths[0].read_text() == paths[1].read_text(), "the second holds ends of the first"
         os.kill(first, signal.SIGKILL)
         assert parent.stdout.readline().decode() == f"rank (pid {first}) was killed by SIGKILL\n"
         assert parent.stdout.readline().decode() == "False False\n"
@@ -161,21 +170,14 @@ def test_copies_of_a_process_are_children_as_others(tmp_path):
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_copies_die_with_a_killed_parent(tmp_path, is_stopped):
     source = """
-        import sys, time
-        from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
-        spares = fork_spares(2)
-        if spares is None:
-            duty = take_duty().decode()
-            watch_parent()
-            open(duty, "w").write(duty)
-            time.sleep(600)
         child = spawn("none", "rank", sys.argv[1].encode(), spare=spares[0])
         print(child.pid, spares[1].pid, flush=True)
         time.sleep(600)
     """
     taken = tmp_path / "taken"
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source), str(taken)], stdout=subprocess.PIPE
+        [sys.executable, "-c", COPIES + textwrap.dedent(source), str(taken)],
+        stdout=subprocess.PIPE,
     )
     copies = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     wait_for(taken)
