@@ -327,6 +327,29 @@ async def test_a_stuck_engine_s_streams_end_with_one_503_and_their_requests_are_
         assert isinstance((await events_of(client.submit(generate())))[-1], Finished)
 
 
+class _ClockThatFailsOnce(VirtualClock):
+    to_fail = 0
+
+    def now(self):
+        self.to_fail -= 1
+        if self.to_fail == 0:
+            raise OSError("no clock")
+        return super().now()
+
+
+@asynchronous
+async def test_a_look_that_fails_is_told_and_not_the_last_one(caplog):
+    clock = _ClockThatFailsOnce(100.0)
+    async with serving(counting, clock=clock, heartbeat_timeout_s=0.05) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        await until(lambda: engine.received)
+        clock.to_fail = 1
+        await until(lambda: "a look at the engine failed" in caplog.text)
+        clock.advance_to(101.0)
+        assert [e.code for e in await events_of(stream)] == ["engine_stuck"]
+
+
 @asynchronous
 async def test_the_id_of_a_stuck_request_stays_taken_until_the_engine_lets_go():
     clock = VirtualClock(100.0)

@@ -385,14 +385,21 @@ class EngineClient:
         was_stuck = False
         while True:
             await asyncio.sleep(min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS))
-            health = self.health()
-            is_stuck = health.ready and not health.progressing
-            if is_stuck and was_stuck and self._is_kept_up:
-                self.is_stuck = True
-                self.engine_lost(f"The engine was stuck. {health.reason}", code="engine_stuck")
-            elif is_stuck and was_stuck:
-                self._fail_open(health.reason)
-            was_stuck = is_stuck
+            try:
+                was_stuck = self._look(was_stuck)
+            except Exception:  # or nobody would look any more, and nobody would know
+                log.exception("a look at the engine failed")
+
+    def _look(self, was_stuck: bool) -> bool:
+        """Whether the engine is stuck."""
+        health = self.health()
+        is_stuck = health.ready and not health.progressing
+        if is_stuck and was_stuck and self._is_kept_up:
+            self.is_stuck = True
+            self.engine_lost(f"The engine was stuck. {health.reason}", code="engine_stuck")
+        elif is_stuck and was_stuck:
+            self._fail_open(health.reason)
+        return is_stuck
 
     def _fail_open(self, reason: str) -> None:
         """Fail every open request. Ids stay taken until the engine, should it go on, lets go."""
