@@ -9,7 +9,7 @@ and is told what its predecessor was told to be.
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -161,7 +161,9 @@ class EngineClient:
     async def start(self) -> None:
         """Begin to listen. The engine may start before or after."""
         self._line.open()
-        self._watching = asyncio.create_task(self._watch(), name="engine-client-watch")
+        every_s = min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS)
+        watch = _watch(self._look, every_s)
+        self._watching = asyncio.create_task(watch, name="engine-client-watch")
 
     async def close(self) -> None:
         """End every stream and call, stop listening, release the link."""
@@ -379,19 +381,9 @@ class EngineClient:
         if isinstance(message, Generate):
             self._sendable_text = message.grammar
 
-    async def _watch(self) -> None:
-        """End what is open once the engine is stuck. It has to be so at two looks in a row: after
-        a pause of this process its heartbeats may still wait to be read."""
-        was_stuck = False
-        while True:
-            await asyncio.sleep(min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS))
-            try:
-                was_stuck = self._look(was_stuck)
-            except Exception:  # or nobody would look any more, and nobody would know
-                log.exception("a look at the engine failed")
-
     def _look(self, was_stuck: bool) -> bool:
-        """Whether the engine is stuck."""
+        """Whether the engine is stuck; end what is open once it is. It has to be so at two looks in
+        a row: after a pause of this process its heartbeats may still wait to be read."""
         health = self.health()
         is_stuck = health.ready and not health.progressing
         if is_stuck and was_stuck and self._is_kept_up:
@@ -436,6 +428,17 @@ class EngineClient:
                 self._decided.set()
             case Fatal():
                 self.engine_lost(event.text, event.exit_code)
+
+
+async def _watch(look: Callable[[bool], bool], every_s: float) -> None:
+    """Look again and again, and tell each look what the one before found."""
+    found = False
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            found = look(found)
+        except Exception:  # or nobody would look any more, and nobody would know
+            log.exception("a look at the engine failed")
 
 
 def _gone(reason: str) -> RequestError:
