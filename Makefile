@@ -104,10 +104,10 @@ test-ray: $(VENV)/.ray
 
 # Pairs of servers over real transfer engines, each in a folder of its own (400 MB in all); needs
 # libibverbs (Debian and Ubuntu: apt install libibverbs1). Some minutes.
-test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed
+test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed .transfer/memfabric/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@PYTHONPATH=.transfer/mooncake:.transfer/nixl $(BIN)/python -m pytest tests/transfer \
-	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py $(ARGS)
+	@PYTHONPATH=.transfer/mooncake:.transfer/nixl:.transfer/memfabric $(BIN)/python -m pytest tests/transfer \
+	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/emulation/test_handoff.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
@@ -274,6 +274,7 @@ $(VENV)/.dev: $(VENV)/.installed
 
 .transfer/mooncake/.installed: PACKAGES = mooncake-transfer-engine-non-cuda
 .transfer/nixl/.installed: PACKAGES = --no-deps nixl nixl-cu12
+.transfer/memfabric/.installed: PACKAGES = --no-deps memfabric-hybrid
 
 .transfer/%/.installed: | $(VENV)/.installed
 	@echo "Installing $* into $(@D)"

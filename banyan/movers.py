@@ -5,7 +5,7 @@ the process, or from one server to another. Part of the composition root (replic
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from banyan.memory.tiers import can_be_stored
 from banyan.messages.orders import AttachStore, DetachStore, Order
 from banyan.ops.bind import PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
-from banyan.platform.base import Traits
+from banyan.platform.base import Platform, Traits
+from banyan.runner.device_memory import DeviceMemory
 from banyan.runner.kvstore import KVStore
 from banyan.runner.orders import Carrier
 from banyan.runner.rank_pages import Ahead, RankPages, layout_facts, links_at, shelves_of
@@ -35,6 +36,9 @@ from banyan.transfer.base import STORES, Store, StoreOptions
 from banyan.transfer.host import HostTier
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover, PageMover
+
+if TYPE_CHECKING:
+    from banyan.transfer.rooms.carrier import Fabric
 
 log = logger(__name__)
 
@@ -57,11 +61,15 @@ class Served:
 
     config: Config
     card: ModelCard
-    traits: Traits
+    platform: Platform
     build: Build
     groups: tuple[PageGroup, ...]
     pools: Sequence[CacheGroup]
     draft: DraftModel | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return self.platform.traits
 
     def model_facts(self) -> tuple[object, ...]:
         """Of the weights, and of how they are read."""
@@ -271,6 +279,19 @@ def _pinned(size_bytes: int) -> np.ndarray:
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
+def _fabric_of(served: Served) -> "Fabric | None":
+    """What engines between devices are opened with; None where there are none."""
+    from banyan.transfer.rooms.carrier import Fabric
+
+    found, device = served.platform.interconnect(), served.build.device
+    if found is None:
+        return None
+    return Fabric(
+        *(found.library, device.index or 0, found.protocol, found.store),
+        lambda size_bytes: DeviceMemory(size_bytes, device),
+    )
+
+
 def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: str) -> OpenMover:
     from banyan.transfer.rooms.base import TRANSFERS, RoomOptions  # nobody else needs sockets
 
@@ -293,6 +314,7 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
         vocab_size=served.card.vocab_size,
         lease_s=handoff.lease_s,
         patience_s=handoff.patience_s,
+        fabric=lambda: _fabric_of(served),
     )
     open_rooms = TRANSFERS.load(handoff.transfer)
 

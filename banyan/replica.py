@@ -256,8 +256,8 @@ def _served(
     config: Config, card: ModelCard, opened: OpenModel, pools: Sequence[CacheGroup]
 ) -> Served:
     """What the bytes of this replica's pages depend on."""
-    traits, groups = opened.platform.traits, groups_of(card, opened)
-    return Served(config, card, traits, opened.build, groups, pools, opened.draft)
+    groups = groups_of(card, opened)
+    return Served(config, card, opened.platform, opened.build, groups, pools, opened.draft)
 
 
 def _with_orders(

@@ -30,12 +30,16 @@ class NpuWishes:
         soc: the chip to emulate.
         is_checked: hold each operator call against its contract.
         buffer: megabytes of each group of ranks; "" = the library's own choice.
+        store: URL at which engines of MemFabric meet.
+        protocol: how they copy; "" = as the chip does.
     """
 
     driver: str = ""
     soc: str = "A3"
     is_checked: bool = False
     buffer: str = ""
+    store: str = ""
+    protocol: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("BANYAN_NPU_SOC", "") or "A3",
             is_on("BANYAN_NPU_CHECKS"),
             given.get("HCCL_BUFFSIZE", "").strip(),
+            given.get("ASCEND_MF_STORE_URL", "").strip(),
+            given.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip(),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

@@ -11,11 +11,14 @@ from banyan.config.env import Environment
 from banyan.config.schema import Config
 
 _ENGINES = {
-    "mooncake": "pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install "
-    "libibverbs1)",
-    "nixl": "pip install --no-deps nixl nixl-cu12",
+    "mooncake": (
+        "mooncake",
+        "pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install libibverbs1)",
+    ),
+    "nixl": ("nixl", "pip install --no-deps nixl nixl-cu12"),
+    "ascend": ("memfabric_hybrid", "pip install 'banyan[memfabric]'"),
 }
-"""Transfer engines, by the package that is imported, and what installs it."""
+"""Transfer engines: the package that is imported, and what installs it."""
 _LAST_PORT = (1 << 16) - 1
 
 
@@ -25,11 +28,12 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
     if not handoff.role:
         return config
     flag = f"--disaggregation-mode {handoff.mode}"
-    if handoff.transfer in _ENGINES and find_spec(handoff.transfer) is None:
+    package, install = _ENGINES.get(handoff.transfer, ("", ""))
+    if package and find_spec(package) is None:
         raise ConfigError(
             f"--disaggregation-transfer-backend {handoff.transfer} needs a package that is not "
-            "installed",
-            hint=f"run: {_ENGINES[handoff.transfer]}; or use tcp, which needs none",
+            f"installed: {package}",
+            hint=f"run: {install}; or use tcp, which needs none",
         )
     if parallel.nodes > 1:
         raise ConfigError(

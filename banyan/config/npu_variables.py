@@ -25,7 +25,6 @@ class Variable:
 
 _NO_EXPERTS = Variable(REFUSED, "experts are several operators here")
 _NO_BUFFERS = Variable(REFUSED, "rows are sent by their counts, in no buffers of a fixed size")
-_NO_ENGINE = Variable(REFUSED, "MemFabric moves no pages of this build")
 _TORCH_NPU = "torch_npu, at its import"
 _HCCL = "HCCL, for groups of several devices"
 
@@ -67,10 +66,16 @@ VARIABLES = {
     ),
     "DEEPEP_NORMAL_LONG_SEQ_ROUND": Variable(REFUSED, "rows of a step go in one round"),
     "DEEP_USE_MODE": Variable(REFUSED, "rows go by one exchange of HCCL, all to all"),
-    "ASCEND_MF_STORE_URL": _NO_ENGINE,
-    "ASCEND_MF_TRANSFER_PROTOCOL": _NO_ENGINE,
-    "ASCEND_NPU_PHY_ID": _NO_ENGINE,
-    "ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE": _NO_ENGINE,
+    "ASCEND_MF_STORE_URL": Variable(READ, "MemFabric, whose engines meet there; rules 15"),
+    "ASCEND_MF_TRANSFER_PROTOCOL": Variable(
+        READ, "MemFabric: sdma or device_rdma, else the chip's"
+    ),
+    "ASCEND_NPU_PHY_ID": Variable(REFUSED, "MemFabric is told the number that CANN counts by"),
+    "ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE": Variable(
+        REFUSED,
+        "a transfer engine is named by its flag",
+        "use --disaggregation-transfer-backend mooncake",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.platform.base import Graph, Memory, Traits
+from banyan.platform.base import Graph, Interconnect, Memory, Traits
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,6 @@ class Accelerator:
 
     def synchronize(self) -> None:
         self._library.synchronize()
+
+    def interconnect(self) -> Interconnect | None:
+        return None

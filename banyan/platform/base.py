@@ -4,6 +4,7 @@ Nothing about models."""
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -67,6 +68,20 @@ class Memory:
     ours_bytes: int
 
 
+@dataclass(frozen=True)
+class Interconnect:
+    """A library that copies from one such device to another, of other processes too.
+
+    Attributes:
+        protocol: how it does that on this chip, as the library calls it.
+        store: URL at which its engines meet; "" = none is named.
+    """
+
+    library: ModuleType
+    protocol: str
+    store: str
+
+
 class Graph(Protocol):
     """Work that was captured once; it reads and writes the memory that it had then."""
 
@@ -120,4 +135,12 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
+        ...
+
+    def interconnect(self) -> Interconnect | None:
+        """What copies from this device to others, made ready; None where nothing does.
+
+        Raises:
+            ConfigError: it is not installed, or is told to copy as it cannot.
+        """
         ...

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from banyan.platform.base import Graph
+from banyan.platform.base import Graph, Interconnect
 
 
 class Host:
@@ -26,4 +26,7 @@ class Host:
         raise NotImplementedError("programs of the host are recorded by its kernels' toolkit")
 
     def synchronize(self) -> None:
+        return None
+
+    def interconnect(self) -> Interconnect | None:
         return None

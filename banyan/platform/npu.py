@@ -10,8 +10,8 @@ from typing import Any
 from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
 from banyan.platform.accelerator import Accelerator, Graphs
-from banyan.platform.base import BY_SHAPE, Traits
-from banyan.platform.npu_driver import open_driver
+from banyan.platform.base import BY_SHAPE, Interconnect, Traits
+from banyan.platform.npu_driver import open_driver, open_interconnect
 
 _SMALL_GIB = 40
 """Cards with less memory than this take the smaller of two values."""
@@ -59,6 +59,9 @@ class NpuPlatform(Accelerator):
             free_share=0.85,  # the rest is for activations and graphs
             shapes=tuple(rows for rows in _SHAPES if rows <= _LARGEST_SHAPES[is_large]),
         )
+
+    def interconnect(self) -> Interconnect:
+        return open_interconnect(self._library.get_device_name())
 
 
 class _LengthGraph:

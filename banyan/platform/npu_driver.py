@@ -16,11 +16,20 @@ import torch
 import torch.distributed
 
 from banyan.base.errors import ConfigError
+from banyan.base.log import logger
 from banyan.config.env import read_environment
+from banyan.platform.base import Interconnect
+
+log = logger(__name__)
 
 EMULATED = "emulated"
 _EMULATION = "tests.emulation.device"
 _BACKEND = "HCCL"
+_FABRIC, _EMULATED_FABRIC = "memfabric_hybrid", "tests.emulation.fabric"
+_RDMA, _SDMA = "device_rdma", "sdma"
+_WITH_RDMA = "Ascend910B"
+"""How chips are called whose devices copy to each other by RDMA; others have SDMA."""
+_MEETING_S = 60.0
 
 distributed = cast(Any, torch.distributed)  # which types nothing of its backends
 
@@ -79,6 +88,39 @@ def open_driver() -> Driver:
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
     return Driver(npu, wishes.is_checked, options, wishes.buffer)
+
+
+def open_interconnect(chip: str) -> Interconnect:
+    """MemFabric, ready to be started.
+
+    Args:
+        chip: what the driver calls it.
+
+    Raises:
+        ConfigError: the package is not there, or ASCEND_MF_TRANSFER_PROTOCOL is nothing it can do.
+    """
+    wishes = read_environment().npu
+    protocol = wishes.protocol.lower() or (_RDMA if chip.startswith(_WITH_RDMA) else _SDMA)
+    if protocol not in (_RDMA, _SDMA):
+        raise ConfigError(
+            f"ASCEND_MF_TRANSFER_PROTOCOL={wishes.protocol}: pages go by {_SDMA} or {_RDMA}",
+            hint="unset it: the chip decides",
+        )
+    try:
+        library = import_module(_FABRIC)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend ascend: its engine does not load: {error}",
+            hint="run: pip install 'banyan[memfabric]'",
+        ) from None
+    if wishes.driver == EMULATED:
+        library = import_module(_EMULATED_FABRIC)
+        log.warning("the engine of MemFabric is emulated: pages go over the loopback")
+    if protocol == _RDMA:  # HCCL has to be there before anything else uses RDMA
+        met = open_driver().group(distributed.HashStore(), 0, 1, _MEETING_S, _FABRIC)
+        x = torch.zeros(1, device="npu")
+        met.allgather([[torch.empty_like(x)]], [x]).wait()
+    return Interconnect(library, protocol, wishes.store)
 
 
 def _open_real() -> Callable[[], Any]:

@@ -10,8 +10,9 @@ from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
-from tests.system.serving import wait_until
+from tests.system.serving import free_port, wait_until
 from tests.system.test_handoff import is_whole
+from tests.system.test_transfer_engines import needs
 
 ON_NPU = {**FLAGS, "device": "npu", "dtype": "bfloat16", "page_size": 128, "max_total_tokens": 2048}
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -40,8 +41,20 @@ def computed(engine: Engine) -> int:
     return state["stats"]["computed_tokens"]
 
 
-def test_a_pair_of_npus_answers_like_one(tmp_path: Path) -> None:
-    with both(write_tiny_model(tmp_path / "model")) as (pair, single):
+def by(transfer: str, patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The flags of a transfer backend, and the variables that it needs."""
+    if transfer == "ascend":
+        needs(transfer)
+        patch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{free_port()}")
+    return {"disaggregation_transfer_backend": transfer}
+
+
+@pytest.mark.parametrize("transfer", ["tcp", "ascend"])
+def test_a_pair_of_npus_answers_like_one(
+    tmp_path: Path, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = by(transfer, monkeypatch)
+    with both(write_tiny_model(tmp_path / "model"), **flags) as (pair, single):
         for params in (GREEDY, SEEDED):
             for prompt in (PROMPT, PROMPT[:256], PROMPT):
                 body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}

@@ -258,7 +258,7 @@ def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
             "exclude each other",
         ),
         ({"host": "0.0.0.0"}, "BANYAN_DIST_SECRET"),
-        ({"disaggregation_transfer_backend": "ascend"}, "use tcp"),
+        ({"disaggregation_transfer_backend": "mori"}, "use tcp"),
     ],
 )
 def test_what_does_not_go_with_a_handoff_is_refused_at_the_start(

@@ -18,11 +18,12 @@ from tests.system.serving import settled, status_of, wait_until
 from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
 
 BACKENDS = ("mooncake", "nixl")
+PACKAGES = {"mooncake": "mooncake", "nixl": "nixl", "ascend": "memfabric_hybrid"}
 
 
 def needs(backend: str) -> None:
-    if find_spec(backend) is None:
-        pytest.skip(f"the package {backend} is not installed; make test-transfer brings it")
+    if find_spec(PACKAGES[backend]) is None:
+        pytest.skip(f"{PACKAGES[backend]} is not installed; make test-transfer brings it")
 
 
 @pytest.fixture(scope="module")

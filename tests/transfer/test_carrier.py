@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from banyan.messages.plan import CopyResult
 from banyan.messages.rooms import HandOff, RoomFound, RoomLost
 from banyan.transfer.rooms import taking, wire
-from banyan.transfer.rooms.carrier import BATCH, Landing, code_of
+from banyan.transfer.rooms.ascend import Ascend
+from banyan.transfer.rooms.base import RoomOptions
+from banyan.transfer.rooms.carrier import BATCH, Fabric, HostMemory, Landing, code_of
 from banyan.transfer.rooms.giving import GivingRooms
 from banyan.transfer.rooms.taking import TakingRooms
+from tests.emulation import fabric
 from tests.transfer.test_rooms import ROOM, Side, free_port, give, seek, take
 
 
@@ -31,8 +35,8 @@ class Memory:
         self.spoil: Callable[[int], None] = lambda target: None
         self.batches: list[int] = []
 
-    def land(self, memory: np.ndarray) -> bytes:
-        return b"here"
+    def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:
+        return b"here", HostMemory(size_bytes)
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
         assert landing.address == b"here"
@@ -45,11 +49,54 @@ class Memory:
             self.spoil(landing.base + offset)
 
 
-@pytest.fixture
-def sides() -> Iterator[tuple[Side, Side, Memory]]:
-    carrier, port = Memory(), free_port()
+class MemFabric(Ascend):
+    """The carrier of `ascend` over the emulated engine, and memory of the host; as Memory."""
+
+    fails: Exception | None = None
+
+    def __init__(self, host: str, options: RoomOptions) -> None:
+        super().__init__(host, options)
+        self.batches: list[int] = []
+
+    def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.batches.append(len(pages))
+        super().write(landing, pages)
+
+
+def in_memory(port: int) -> tuple[Side, Side, Memory]:
+    carrier = Memory()
     giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
     taker = Side(lambda *given: TakingRooms(*given, carrier), port, is_giver=False)
+    return giver, taker, carrier
+
+
+def by_memfabric(port: int) -> tuple[Side, Side, MemFabric]:
+    made: list[MemFabric] = []
+
+    def open_(kind: type) -> Callable[..., object]:
+        def open_one(pages: object, options: RoomOptions, wake: object) -> object:
+            made.append(MemFabric("127.0.0.1", options))
+            return kind(pages, options, wake, made[-1])
+
+        return open_one
+
+    with socket.create_server(("127.0.0.1", 0)) as store:  # another prefill server has made it
+        url = f"tcp://127.0.0.1:{store.getsockname()[1]}"
+        found = Fabric(fabric, 0, "sdma", url, HostMemory)
+        given = {"fabric": lambda: found}
+        giver = Side(open_(GivingRooms), port, is_giver=True, **given)
+        taker = Side(open_(TakingRooms), port, is_giver=False, **given)
+    made[1]._engine.landed = lambda at: made[0].spoil(at)
+    made[0].spoil = lambda at: None
+    return giver, taker, made[0]
+
+
+@pytest.fixture(params=[in_memory, by_memfabric])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side, Memory | MemFabric]]:
+    port = free_port()
+    giver, taker, carrier = request.param(port)
     taker.peer = f"127.0.0.1:{port}"
     yield giver, taker, carrier
     giver.mover.close()
@@ -99,7 +146,7 @@ def test_a_page_that_others_write_to_while_it_lands_is_noticed(
     assert taker.hear(CopyResult).failed == [1]
     assert taker.hear(HandOff).room == ROOM, "its tokens are computed, and the request goes on"
     assert not taker.pages.bytes.any()
-    assert "was changed on its way (memory)" in caplog.text
+    assert f"was changed on its way ({carrier.name})" in caplog.text
 
 
 def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(

@@ -16,14 +16,14 @@ FLAGS = (
     Flag(
         "disaggregation-transfer-backend",
         "handoff.transfer",
-        "what carries pages from one to the other: tcp; mooncake or nixl = a transfer engine, "
-        "which is a package; fake = nothing, for load tests of one side; or the name of an "
-        "installed one",
-        choices=("tcp", "mooncake", "nixl", "fake"),
+        "what carries pages from one to the other: tcp; mooncake, nixl or, between Ascend NPUs, "
+        "ascend = a transfer engine, which is a package; fake = nothing, for load tests of one "
+        "side; or the name of an installed one",
+        choices=("tcp", "mooncake", "nixl", "ascend", "fake"),
         plugins="banyan.transfers",
         elsewhere=(
             Elsewhere(
-                "ascend mori mooncake_tcp",
+                "mori mooncake_tcp",
                 "pages travel over plain connections, from memory of the host",
                 "use tcp, or mooncake or nixl",
             ),

@@ -13,6 +13,7 @@ from banyan.base.table import Table
 from banyan.messages.plan import CopyResult, Held
 from banyan.messages.rooms import RoomNews
 from banyan.transfer.mover import PageMover, Pages
+from banyan.transfer.rooms.carrier import Carrier, Fabric
 
 _GRACE_S = 2.0
 End = CopyResult | Held | RoomNews
@@ -31,6 +32,7 @@ class RoomOptions:
         vocab_size: of the model.
         lease_s: how long a room is kept for whoever takes it, once it is complete.
         patience_s: how long a room that is not there yet is waited for.
+        fabric: opens what copies from device to device; it gives None where nothing does.
     """
 
     is_giver: bool
@@ -43,8 +45,11 @@ class RoomOptions:
     patience_s: float
     replica: int = 0
     replicas: int = 1
+    fabric: Callable[[], Fabric | None] = lambda: None
 
 
+OpenCarrier = Callable[[str, RoomOptions], Carrier]
+"""Opens an engine at this address of the machine; ConfigError when that cannot be."""
 OpenRooms = Callable[[Pages, RoomOptions, Callable[[], None]], PageMover]
 """Opens a mover that rings when something has ended; ConfigError when that cannot be."""
 
@@ -54,6 +59,7 @@ TRANSFERS: Table[OpenRooms] = Table(
         "tcp": "banyan.transfer.rooms.tcp:open_tcp",
         "mooncake": "banyan.transfer.rooms.mooncake:open_mooncake",
         "nixl": "banyan.transfer.rooms.nixl:open_nixl",
+        "ascend": "banyan.transfer.rooms.ascend:open_ascend",
         "fake": "banyan.transfer.rooms.fake:open_fake",
     },
     plugins="banyan.transfers",

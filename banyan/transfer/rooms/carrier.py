@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -36,6 +36,53 @@ class Landing(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
+class Memory(Protocol):
+    """Memory that an engine reads or writes: the host's, or a device's."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def read(self, at: int, size_bytes: int) -> np.ndarray:
+        """A copy, which nobody else can write to."""
+        ...
+
+    def write(self, at: int, payload: np.ndarray) -> None: ...
+
+
+class HostMemory:
+    """Satisfies Memory. Zeros at first."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._bytes = np.zeros(size_bytes, np.uint8)
+        self.address, self.size_bytes = self._bytes.ctypes.data, size_bytes
+
+    def read(self, at: int, size_bytes: int) -> np.ndarray:
+        return self._bytes[at : at + size_bytes].copy()
+
+    def write(self, at: int, payload: np.ndarray) -> None:
+        self._bytes[at : at + len(payload)] = payload
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What copies from device to device, for engines that do.
+
+    Attributes:
+        library: the engine's module.
+        device: number of this replica's device.
+        protocol: how it copies, as the library calls it.
+        store: URL of the store at which engines meet; "" = none is named.
+        allocate: memory of the device, of at least that many bytes.
+    """
+
+    library: Any
+    device: int
+    protocol: str
+    store: str
+    allocate: Callable[[int], Memory]
+
+
 class Carrier(Protocol):
     """A transfer engine. OSError when it cannot do what it is asked for."""
 
@@ -44,18 +91,14 @@ class Carrier(Protocol):
         """What people call it."""
         ...
 
-    def land(self, memory: np.ndarray) -> bytes:
-        """Let others write there; returns the engine's address."""
+    def land(self, size_bytes: int) -> tuple[bytes, Memory]:
+        """The engine's address, and memory that others may write to from now on."""
         ...
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write pages, each at its distance from the base, and wait until all are there. Called
         from several threads."""
         ...
-
-
-OpenCarrier = Callable[[str], Carrier]
-"""Opens an engine at this address of the machine; ConfigError when that cannot be."""
 
 
 def code_of(page: np.ndarray, key: bytes, number: int) -> bytes:
@@ -71,8 +114,9 @@ class Slots:
     """Memory that pages land in, cut into slots of one size. Belongs to one event loop."""
 
     carrier: Carrier
-    memory: np.ndarray
-    """[slots, bytes of the longest page] uint8."""
+    memory: Memory
+    page_bytes: int
+    """Of the longest page."""
     landing: Landing
     free: list[int]
     returned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,11 +135,11 @@ class Slots:
         self.returned.set()
 
     def offset(self, slot: int) -> int:
-        return slot * self.memory.shape[1]
+        return slot * self.page_bytes
 
     def read(self, slot: int, size_bytes: int) -> np.ndarray:
         """A copy, which nobody else can write to."""
-        return self.memory[slot, :size_bytes].copy()
+        return self.memory.read(self.offset(slot), size_bytes)
 
 
 def open_slots(carrier: Carrier, page_bytes: int) -> Slots:
@@ -104,10 +148,9 @@ def open_slots(carrier: Carrier, page_bytes: int) -> Slots:
         page_bytes: of the longest page.
     """
     count = max(BATCH, LANDING_BYTES // page_bytes)
-    memory = np.zeros((count, page_bytes), np.uint8)
-    address = carrier.land(memory)
-    landing = Landing(address, memory.ctypes.data, memory.nbytes)
-    return Slots(carrier, memory, landing, list(reversed(range(count))))
+    address, memory = carrier.land(count * page_bytes)
+    landing = Landing(address, memory.address, memory.size_bytes)
+    return Slots(carrier, memory, page_bytes, landing, list(reversed(range(count))))
 
 
 def write_beside(

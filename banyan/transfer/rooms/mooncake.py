@@ -13,7 +13,7 @@ import numpy as np
 from banyan.base.errors import ConfigError
 from banyan.transfer.mover import PageMover, Pages
 from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.carrier import Landing
+from banyan.transfer.rooms.carrier import HostMemory, Landing
 from banyan.transfer.rooms.tcp import open_with
 
 
@@ -26,7 +26,7 @@ class Mooncake:
 
     name = "mooncake"
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, options: RoomOptions) -> None:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -44,10 +44,11 @@ class Mooncake:
             )
         self._address = f"{host}:{self._engine.get_rpc_port()}".encode()
 
-    def land(self, memory: np.ndarray) -> bytes:
-        if status := self._engine.register_memory(memory.ctypes.data, memory.nbytes):
-            raise OSError(f"mooncake does not take {memory.nbytes:,} bytes (status {status})")
-        return self._address
+    def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:
+        memory = HostMemory(size_bytes)
+        if status := self._engine.register_memory(memory.address, size_bytes):
+            raise OSError(f"mooncake does not take {size_bytes:,} bytes (status {status})")
+        return self._address, memory
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
         sources = [page.ctypes.data for _, page in pages]

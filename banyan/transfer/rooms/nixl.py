@@ -12,7 +12,7 @@ import numpy as np
 from banyan.base.errors import ConfigError
 from banyan.transfer.mover import PageMover, Pages
 from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.carrier import Landing
+from banyan.transfer.rooms.carrier import HostMemory, Landing
 from banyan.transfer.rooms.tcp import open_with
 
 _PACKAGES = "nixl nixl-cu12"
@@ -31,7 +31,7 @@ class Nixl:
 
     name = "nixl"
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, options: RoomOptions) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -50,13 +50,13 @@ class Nixl:
         """Agents by what they call themselves, those met first at the front."""
         self._lock = Lock()
 
-    def land(self, memory: np.ndarray) -> bytes:
-        whole = (memory.ctypes.data, memory.nbytes, 0, "")
+    def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:
+        memory = HostMemory(size_bytes)
         try:
-            self._agent.register_memory([whole], _MEMORY)
-            return self._agent.get_agent_metadata()
+            self._agent.register_memory([(memory.address, size_bytes, 0, "")], _MEMORY)
+            return self._agent.get_agent_metadata(), memory
         except Exception as error:
-            raise OSError(f"nixl does not take {memory.nbytes:,} bytes: {error}") from None
+            raise OSError(f"nixl does not take {size_bytes:,} bytes: {error}") from None
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
         together = np.concatenate([page for _, page in pages])

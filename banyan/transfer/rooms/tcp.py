@@ -9,8 +9,7 @@ from collections.abc import Callable
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
 from banyan.transfer.mover import PageMover, Pages
-from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.carrier import OpenCarrier
+from banyan.transfer.rooms.base import OpenCarrier, RoomOptions
 from banyan.transfer.rooms.giving import GivingRooms
 from banyan.transfer.rooms.taking import TakingRooms
 
@@ -32,7 +31,7 @@ def open_with(
     host = options.host
     if host in _ANYWHERE:
         host = socket.gethostbyname(socket.gethostname())
-    carrier = open_carrier(host)
+    carrier = open_carrier(host, options)
     if not options.is_giver:
         log.warning(
             "%s lets whoever reaches its ports at %s write to, and read, the memory that pages "
