@@ -68,7 +68,6 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield bool(branching), branching, "leave it at 1: a row whose drafts branch is not cut"
     blocks = config.speculative.is_block
     yield blocks, "--speculative-algorithm DFLASH", "use EAGLE3 or NGRAM: a block is not cut"
-    yield config.lora.is_enabled or bool(config.lora.paths), "--enable-lora", ranks
     yield bool(experts.recorder), "--expert-distribution-recorder-mode", ranks
     yield experts.are_told, "--enable-return-routed-experts", ranks
     yield experts.balances, "--enable-eplb", ranks

@@ -65,6 +65,7 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
         )
     rank = lora.max_rank or max(ranks, default=1)
     kinds = _kinds(lora.targets, cards, card)
+    _check_the_joined(config, kinds)
     if DORA in kinds:
         _check_the_base(config)
     if EXPERTS in kinds or ROUTER in kinds:
@@ -113,6 +114,26 @@ def _check_the_base(config: Config) -> None:
             )
 
 
+def _check_the_joined(config: Config, kinds: Sequence[str]) -> None:
+    """Refuse what joined replicas cannot agree on: each has a number for every adapter, and makes
+    logits for others."""
+    parallel = config.parallel
+    if not parallel.is_joined:
+        return
+    if not config.lora.paths:
+        raise ConfigError(
+            f"{_FLAG} without --lora-paths and --enable-dp-attention do not go together: joined "
+            "replicas have the adapters of the start alone",
+            hint="name them in --lora-paths",
+        )
+    if HEAD in kinds and not parallel.are_heads_apart:
+        raise ConfigError(
+            "adapters of lm_head and --enable-dp-attention do not go together where replicas make "
+            "their logits together",
+            hint="add --enable-dp-lm-head",
+        )
+
+
 def _check_the_experts(config: Config, card: ModelCard) -> None:
     """Refuse what does not go with adapters of experts and routers."""
     if card.experts is None:
@@ -136,8 +157,6 @@ def _check(config: Config) -> None:
             "--model-impl transformers",
             "leave --model-impl at auto",
         ),
-        (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
-        (config.parallel.nodes > 1, config.parallel.nodes_flag, "start all ranks on one machine"),
     ):
         if is_there:
             raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)

@@ -215,15 +215,21 @@ def record_experts(core: EngineCore, control: Control, now: float, what: str) ->
     return _give(core, control, now, RecordExperts(what, time.time_ns() // 1000))
 
 
-def load_adapter(core: EngineCore, control: Control, now: float) -> None:
+def load_adapter(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Load an adapter under a name; answered when every rank has it, or none."""
+    if refusal := _while_joined(core, control):
+        return refusal
     name, path = str(control.args.get("name")), str(control.args.get("path"))
     core.receive(LoadAdapter(control.call, name, path, bool(control.args.get("pinned"))), now)
+    return None
 
 
-def unload_adapter(core: EngineCore, control: Control, now: float) -> None:
+def unload_adapter(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Forget an adapter; answered when the last of its requests has ended and it has gone."""
+    if refusal := _while_joined(core, control):
+        return refusal
     core.receive(UnloadAdapter(control.call, str(control.args.get("name"))), now)
+    return None
 
 
 def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
@@ -234,7 +240,7 @@ def _while_joined(core: EngineCore, control: Control) -> Reply | None:
     """A refusal where other replicas compute with the same weights, step by step."""
     if not core.is_joined:
         return None
-    told = "Weights and memory stay as they are while replicas share feed-forward blocks."
+    told = "Weights, adapters and memory stay as they are while replicas share feed-forward blocks."
     return Reply(control.call, False, f"{told} Start again.")
 
 

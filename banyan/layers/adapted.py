@@ -18,7 +18,11 @@ Projection = ColumnLinear | RowLinear
 
 
 class Adapted:
-    """A packed weight with the adapters beside it."""
+    """A packed weight with the adapters beside it.
+
+    Args:
+        gathers: the rows that come to it were gathered.
+    """
 
     def __init__(
         self,
@@ -27,7 +31,9 @@ class Adapted:
         rows: RowTable | None,
         seats: AdapterSeats,
         ops: Ops,
+        gathers: bool,
     ) -> None:
+        self._gathers = gathers
         self._weight = weight
         self._table = table
         self._rows = rows
@@ -35,10 +41,10 @@ class Adapted:
         self._ops = ops
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = self._weight(x, bias)
-        self._ops.adapt(out, x, self._table, self._seats.tokens)
+        out, tokens = self._weight(x, bias), self._seats.tokens_of(self._gathers)
+        self._ops.adapt(out, x, self._table, tokens)
         if self._rows is not None:
-            self._ops.adapt_rows(out, out, self._rows, self._seats.tokens)
+            self._ops.adapt_rows(out, out, self._rows, tokens)
         return out
 
 
@@ -80,7 +86,8 @@ def wrap(seats: AdapterSeats, name: str, projection: Projection, ops: Ops) -> No
     rows = seats.rows.setdefault(name, RowTable(seats.capacity)) if has_gains else None
     is_added_elsewhere = isinstance(projection, RowLinear) and projection.group.rank
     seats.biases[name] = None if is_added_elsewhere else projection.bias
-    projection.weight = Adapted(projection.weight, seats.tables[name], rows, seats, ops)
+    own = (projection.weight, seats.tables[name], rows, seats, ops)
+    projection.weight = Adapted(*own, projection.group.gathers)
 
 
 def wrap_ends(seats: AdapterSeats, embedding: Embedding, head: nn.Module | None, ops: Ops) -> None:

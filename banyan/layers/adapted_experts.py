@@ -25,7 +25,7 @@ class AdaptedExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
     ) -> Tensor:
         assert sides is None
-        own = ExpertSides(self._gate_up, self._down, self._seats.tokens)
+        own = ExpertSides(self._gate_up, self._down, self._seats.tokens_of(gathers=True))
         return self._packed(x, ids, weights, own)
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:

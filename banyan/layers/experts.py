@@ -264,7 +264,8 @@ class ExpertBlock(nn.Module):
         self.into = self.back = None
         if facts.latent:
             whole, latent = {"": ShardRule()}, facts.latent
-            self.into = ColumnLinear(dim, {"": latent}, whole, False, Group(), build)
+            of_rows = Group() if build.sends_rows else build.groups.ffn
+            self.into = ColumnLinear(dim, {"": latent}, whole, False, of_rows, build)
             self.back = ColumnLinear(latent, {"": dim}, whole, False, Group(), build)
         self.group = build.groups.ffn
         self.sends_rows = build.sends_rows

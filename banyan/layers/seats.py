@@ -52,6 +52,9 @@ class AdapterSeats:
         """Shapes and cuts of every projection that could have a table."""
         self.tokens = AdapterTokens(1)
         """Of the step at hand; what is recorded keeps those of its recording."""
+        self.gathered: AdapterTokens | None = None
+        """Of all replicas that work on the step, or all shares of it; None where layers gather no
+        rows (`Group.gather_rows`)."""
         self.outputs = AdapterTokens(1)
         """Of the tokens whose logits are computed."""
 
@@ -62,20 +65,28 @@ class AdapterSeats:
             width = self.max_rank * len(slot.shapes)
             self.tables[name] = self.table(_own_inputs(slot), width)
 
+    def tokens_of(self, gathers: bool) -> AdapterTokens:
+        """Those whose rows come to a layer, which are the gathered ones or this rank's own."""
+        return self.gathered if gathers and self.gathered is not None else self.tokens
+
     def table(self, inputs: int, width: int) -> AdapterTable:
         """Empty; see there."""
         return AdapterTable(inputs, width, self.capacity, self.is_rounded, self.keeps_parts)
 
 
 class AdaptedRouter:
-    """What lies beside a router."""
+    """What lies beside a router.
 
-    def __init__(self, table: AdapterTable, seats: AdapterSeats) -> None:
-        self._table, self._seats = table, seats
+    Args:
+        gathers: it scores rows that were gathered.
+    """
+
+    def __init__(self, table: AdapterTable, seats: AdapterSeats, gathers: bool) -> None:
+        self._table, self._seats, self._gathers = table, seats, gathers
 
     def now(self) -> tuple[AdapterTable, AdapterTokens]:
         """Of the step at hand."""
-        return self._table, self._seats.tokens
+        return self._table, self._seats.tokens_of(self._gathers)
 
 
 def _own_inputs(slot: WeightSlot) -> int:

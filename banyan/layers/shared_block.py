@@ -54,7 +54,7 @@ class Beside(nn.Module):
         whole = {"": ShardRule()}
         self.into = nn.ModuleDict(
             {
-                name: ColumnLinear(shared.inputs, {"": rank}, whole, False, Group(), build)
+                name: ColumnLinear(shared.inputs, {"": rank}, whole, False, shared.group, build)
                 for name in parts
             }
         )

@@ -46,6 +46,11 @@ class Group:
         """The same ranks, which are of several replicas and have rows of their own."""
         return Group(self.rank, self.size, self._collectives, joint)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a layer of the group works on other rows than this rank's own."""
+        return self._joint is not None
+
     def gather_rows(self, x: Tensor) -> Tensor:
         """The rows that a layer works on, those of all replicas: [all, width] from [n, width]."""
         if self._joint is None or self._collectives is None:

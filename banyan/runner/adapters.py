@@ -25,9 +25,9 @@ from banyan.ops.adapter_rows import RowPart
 from banyan.ops.adapters import AdapterTokens, PlacedParts
 from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.expert_adapters import PlacedExperts
-from banyan.parallel.groups import Group
+from banyan.parallel.groups import Group, Groups
 from banyan.platform.base import Traits
-from banyan.runner.orders import Carrier, Finish, NoRoom, Said
+from banyan.runner.orders import Alike, Carrier, Finish, NoRoom, Said
 
 log = logger(__name__)
 
@@ -67,8 +67,9 @@ def open_rack(lora: LoraConfig, model: Model, build: Build) -> "AdapterRack | No
     if build.adapters is None:
         return None
     rack = AdapterRack(base_of(model, build.adapters))
-    rack.take_first(named_adapters(lora.paths))
-    rack.agree(build.groups.world, build.device)
+    places = named_adapters(lora.paths)
+    rack.take_first(places)
+    rack.agree(places, build.groups.everyone, build.device)
     return rack
 
 
@@ -105,14 +106,27 @@ class AdapterRack:
                 printable(place.path, 200),
             )
 
-    def agree(self, ranks: Group, device: torch.device) -> None:
+    def agree(self, places: Sequence[AdapterPlace], ranks: Group, device: torch.device) -> None:
         """Let the sizes of the adapters of the start be those of the rank where they are largest.
-        All ranks must call this."""
+        All ranks must call this.
+
+        Raises:
+            ConfigError: the files of one are not the same for all ranks.
+        """
         if ranks.size == 1 or not self.first:
             return
-        told = torch.tensor([[first.size_bytes / _KIB for first in self.first]], device=device)
-        most = ranks.all_gather(told, told.numel() * ranks.size).view(ranks.size, -1).amax(0)
-        sizes = [int(size * _KIB) for size in most.tolist()]  # sync: once
+        own = [(first.size_bytes / _KIB, *bytes.fromhex(first.digest)) for first in self.first]
+        told = torch.tensor(own, device=device).view(1, -1)  # bytes are exact in any float
+        all_told = ranks.all_gather(told, told.numel() * ranks.size)
+        every = all_told.view(ranks.size, len(own), -1).cpu()  # sync: once
+        for place, odd in zip(places, (every != every[0])[:, :, 1:].any(2).T, strict=True):
+            if odd.any():
+                raise ConfigError(
+                    f"the adapter at {printable(place.path, 200)!r} is another one for rank "
+                    f"{int(odd.nonzero()[0])} than for rank 0",
+                    hint="copy its folder to the same path on every node",
+                )
+        sizes = [int(size * _KIB) for size in every[:, :, 0].amax(0).tolist()]
         pairs = zip(self.first, sizes, strict=True)
         self.first = [first._replace(size_bytes=size) for first, size in pairs]
 
@@ -142,7 +156,8 @@ class AdapterRack:
             self._enter(order.number, read.placed)
             return Said("The adapter has been loaded.", read.digest.encode(), size)
 
-        return take
+        path = printable(order.path, 200)
+        return Alike(take, f"the adapter at {path!r}", read.digest.encode())
 
     def _read_again(self, order: TakeAdapter) -> "_Read | None":
         """What was read last and not taken, for want of room here or on another rank, if it is what
@@ -257,18 +272,41 @@ def _stamp_of(path: str) -> _Stamp:
     return tuple((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in found)
 
 
+class StepAdapters:
+    """Which tokens of a step have which adapter, in memory that stays where it is.
+
+    Args:
+        max_tokens, max_outputs: of the largest step.
+        sharers: replicas or shares whose rows layers gather.
+    """
+
+    def __init__(self, max_tokens: int, max_outputs: int, sharers: int) -> None:
+        self.own = AdapterTokens(max_tokens)
+        self.gathered = AdapterTokens(max_tokens * sharers) if sharers > 1 else None
+        self.outputs = AdapterTokens(max_outputs)
+
+
 class AdapterSlots:
     """The adapter of each slot.
 
     Args:
         slots: how many there are, padding included.
+        groups: of this rank.
     """
 
-    def __init__(self, slots: int, rack: AdapterRack) -> None:
+    def __init__(self, slots: int, rack: AdapterRack, groups: Groups) -> None:
         self._numbers = np.zeros(slots, np.int64)
         self._of_step = self._numbers
-        """Of each token of the step at hand."""
+        """Of each token of the step at hand; of a divided one of all shares."""
         self._rack = rack
+        self._replicas: Group | None = None
+        """Whose rows are gathered from step to step."""
+        self._sharers = 1
+        if groups.joint is not None:
+            self._replicas = groups.everyone.of_rows(groups.joint.tokens)
+            self._sharers = groups.joint.replicas
+        if groups.divided is not None:
+            self._sharers = groups.divided.replicas
 
     def problem(self, number: int) -> str:
         """Why a slot cannot have this adapter; "" when it can."""
@@ -279,15 +317,36 @@ class AdapterSlots:
     def enter(self, slot: int, number: int) -> None:
         self._numbers[slot] = number
 
-    def show(self, tokens: AdapterTokens) -> None:
-        """Let what is computed or recorded next read these."""
-        self._rack.seats.tokens = tokens
+    def room(self, max_tokens: int, max_outputs: int) -> StepAdapters:
+        """For steps of that size."""
+        return StepAdapters(max_tokens, max_outputs, self._sharers)
 
-    def fill(self, tokens: AdapterTokens, slots: np.ndarray) -> None:
-        """slots: [tokens], of each token of the step."""
-        self._of_step = self._numbers[slots]
-        tokens.fill(self._of_step)
-        self.show(tokens)
+    def show(self, step: StepAdapters) -> None:
+        """Let what is computed or recorded next read these."""
+        seats = self._rack.seats
+        seats.tokens, seats.gathered = step.own, step.gathered
+
+    def fill(self, step: StepAdapters, slots: np.ndarray, of_all: np.ndarray | None) -> None:
+        """Enter a step, at the same time as the other replicas that work on it.
+
+        Args:
+            slots: [tokens], of each token.
+            of_all: of those of all shares, where it is divided.
+        """
+        mine = self._numbers[slots]
+        self._of_step = mine if of_all is None else self._numbers[of_all]
+        step.own.fill(mine)
+        self.show(step)
+        if step.gathered is None:
+            return
+        everyone = self._of_step
+        if self._replicas is not None:
+            told = self._replicas.gather_rows(torch.from_numpy(mine).unsqueeze(1))
+            everyone = told.flatten().numpy()
+        has_room = len(everyone) <= len(step.gathered.order)
+        gathered = step.gathered if has_room else AdapterTokens(len(everyone))
+        gathered.fill(everyone)
+        self._rack.seats.gathered = gathered
 
     def turn_to(self, slots: np.ndarray) -> None:
         """Let `choose` be of a step that was entered before. slots: [tokens], as for `fill`."""
@@ -299,6 +358,7 @@ class AdapterSlots:
         return "head" in self._rack.seats.rows
 
     def show_outputs(self, outputs: AdapterTokens) -> None:
+        """Let logits that are made or recorded next read these."""
         self._rack.seats.outputs = outputs
 
     def choose(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:

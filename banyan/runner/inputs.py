@@ -76,8 +76,8 @@ class StepTensors:
         self._taps = taps
         self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
         self.trails = zeros(max_rows, 2, dtype=torch.int32) if store.trails else None
-        self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
-        self._adapted_outputs = AdapterTokens(max_outputs)
+        slots = table.adapters
+        self._adapters = None if slots is None else slots.room(max_tokens, max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
@@ -106,7 +106,7 @@ class StepTensors:
         """Inputs of the full size."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.show(self._adapters)
-            self._table.adapters.show_outputs(self._adapted_outputs)
+            self._table.adapters.show_outputs(self._adapters.outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(
             *(self.row_starts, self.context_lengths, tuple(views)),
@@ -153,9 +153,9 @@ class StepTensors:
             not recorded.
         """
         adapters = self._table.adapters
-        if adapters is not None and adapters.has_outputs:
+        if adapters is not None and self._adapters is not None and adapters.has_outputs:
             is_more = len(tokens) > self.max_outputs
-            outputs = AdapterTokens(len(tokens)) if is_more else self._adapted_outputs
+            outputs = AdapterTokens(len(tokens)) if is_more else self._adapters.outputs
             adapters.choose(outputs, tokens)
 
     def choose_of(self, batch: Batch) -> None:
@@ -183,7 +183,8 @@ class StepTensors:
             slot_of = np.repeat(batch.slots, batch.counts)
             positions = batch.places
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.fill(self._adapters, slot_of)
+            of_all = None if batch.everywhere is None else batch.everywhere.slots
+            self._table.adapters.fill(self._adapters, slot_of, of_all)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
         host.positions[:num_tokens] = batch.positions if batch.branches else positions
         if self.paths is not None:

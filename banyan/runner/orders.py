@@ -21,6 +21,7 @@ log = logger(__name__)
 
 _MAX_TEXT = 2000
 _WORD_BYTES = 8
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,25 @@ class NoRoom(CapacityError):
 Finish = Callable[[], Said]
 """Carries out what has been got ready; called on every rank or on none. If it raises, the ranks are
 no longer alike, and the step fails."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A Finish that needs every rank to have got ready the same.
+
+    Attributes:
+        what: is got ready, for whoever asked.
+        mark: equal where it is the same.
+    """
+
+    finish: Finish
+    what: str
+    mark: bytes
+
+    def __call__(self) -> Said:
+        return self.finish()
+
+
 Carrier = Callable[[Order], Finish]
 """Gets ready for an order and changes nothing yet; raises what stands in the way."""
 
@@ -117,11 +137,15 @@ class OrderTaker:
             log.exception("an order cannot be carried out: %s", type(order).__name__)
             mine = OrderReply(False, f"{type(error).__name__}: {error}")
         else:
-            mine = OrderReply(True)
+            mark = finish.mark if isinstance(finish, Alike) else b""
+            mine = OrderReply(True, body=mark)
         told = self._gather(mine)
         if finish is None or not all(reply.ok for reply in told):
             why = _joined([(r, t.text) for r, t in enumerate(told) if not t.ok])
             return OrderReply(False, why, size_bytes=_most(told))
+        if odd := [rank for rank, reply in enumerate(told) if reply.body != told[0].body]:
+            what = finish.what if isinstance(finish, Alike) else "it"
+            return OrderReply(False, f"{what} of {_ranks(odd)} is not that of rank 0")
         said = finish()
         told = self._gather(OrderReply(True, said.text, said.body, said.size_bytes))
         text = _joined([(r, t.text) for r, t in enumerate(told)])
@@ -162,6 +186,11 @@ class _Answered:
 
     def copies(self) -> CopyResult | None:
         return self._pending.copies()
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    return f"rank{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > _SHOWN)}"
 
 
 def _most(told: list[OrderReply]) -> int:

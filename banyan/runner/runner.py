@@ -107,7 +107,9 @@ class ModelRunner:
         self._table = SlotTable(
             *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
             is_drafting=open_drafter is not None,
-            adapters=None if rack is None else AdapterSlots(sizes.max_slots + 1, rack),
+            adapters=None
+            if rack is None
+            else AdapterSlots(sizes.max_slots + 1, rack, build.groups),
             bursts=sizes.burst > 1,
         )
         beside = [] if draft is None else draft.model.caches

@@ -56,8 +56,6 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
             CARD,
             "and --hicache-storage-backend do not",
         ),
-        (("--enable-lora", "--max-lora-rank", "8"), CARD, "and --enable-lora do not"),
-        (("--lora-paths", "a=/there"), CARD, "and --enable-lora do not"),
         (("--expert-distribution-recorder-mode", "stat"), EXPERTS, "recorder-mode do not"),
         (("--enable-return-routed-experts",), EXPERTS, "return-routed-experts do not"),
         (("--ep", "4", "--enable-eplb"), EXPERTS, "and --enable-eplb do not"),

@@ -71,7 +71,12 @@ def test_paths_switch_adapters_on_and_tell_the_rank(tmp_path: Path) -> None:
         ("--enable-lora --max-lora-rank 8 --model-impl transformers", "do not go together"),
         (
             "--enable-lora --max-lora-rank 8 --enable-dp-attention --dp 2 --tp 2",
-            "do not go together",
+            "have the adapters of the start alone",
+        ),
+        (
+            "--lora-paths a={}/r8 --lora-target-modules all lm_head --enable-dp-attention --dp 2 "
+            "--tp 2",
+            "adapters of lm_head and --enable-dp-attention .* Add --enable-dp-lm-head",
         ),
         ("--enable-lora --max-lora-rank 8 --lora-target-modules w1", "'w1' is no projection"),
         (

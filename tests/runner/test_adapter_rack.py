@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
+from banyan.config.adapters import AdapterPlace
 from banyan.config.checkpoint import read_card
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
@@ -13,6 +14,7 @@ from banyan.messages.orders import TakeAdapter
 from banyan.models.weights.adapters import base_of, open_projections
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
+from banyan.parallel.groups import Group
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner import adapters
 from banyan.runner.adapters import AdapterRack, open_seats
@@ -76,3 +78,29 @@ def test_an_adapter_that_was_written_anew_while_it_waited_is_read_again(base, re
     shutil.rmtree(path)
     with pytest.raises(ConfigError, match="it is not a folder"):
         rack.prepare_take(TakeAdapter(3, str(path)))
+
+
+class Others(Group):
+    """Another rank beside this one, which says the same but for some of its numbers."""
+
+    def __init__(self, changes: dict[int, float]) -> None:
+        self.rank, self.size, self.changes = 0, 2, changes
+
+    def all_gather(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        other = x.clone()
+        for at, value in self.changes.items():
+            other[0, at] = value
+        return torch.cat([x, other], dim=1)
+
+
+def test_adapters_of_the_start_are_the_same_for_all_ranks(base, tmp_path):
+    """Each says a size and the bytes of a digest."""
+    rack, cpu = AdapterRack(base), torch.device("cpu")
+    places = [AdapterPlace(name, str(write_adapter(tmp_path / name, 0)), False) for name in "ab"]
+    rack.take_first(places)
+    sizes = [first.size_bytes for first in rack.first]
+    rack.agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
+    assert [first.size_bytes for first in rack.first] == [sizes[0], sizes[1] + 5120]
+    wrong = 255 - bytes.fromhex(rack.first[1].digest)[3]
+    with pytest.raises(ConfigError, match="b' is another one for rank 1 than for rank 0. Copy"):
+        rack.agree(places, Others({17 + 1 + 3: wrong}), cpu)

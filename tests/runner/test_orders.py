@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.messages.orders import Order, OrderReply, ReleaseMemory, StopProfile, TakeWeights
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.parallel.groups import Group
-from banyan.runner.orders import OrderTaker, Said
+from banyan.runner.orders import Alike, OrderTaker, Said
 from tests.parallel.ranks import LIBRARIES, meet, together
 
 TAKE, RELEASE = TakeWeights("new", "1"), ReleaseMemory(["weights"])
@@ -77,12 +77,35 @@ def test_a_step_that_runs_rows_is_counted_and_others_are_not() -> None:
     assert inner.done == ["step 1"] and not counted
 
 
+def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) -> tuple[object, ...]:
+    inner = Inner(body=b"told")
+
+    def prepare(order: Order) -> Alike:
+        return Alike(inner.prepare(order), "the file", b"mark 1" if rank else mark)
+
+    taker = OrderTaker(inner, {TakeWeights: prepare}, meet(library, rank, size, address))
+    result = taker.launch(StepPlan(step=1, orders=[TAKE])).result()
+    return [(r.ok, r.text, r.body) for r in result.replies], inner.done
+
+
 def obey(rank: int, size: int, address: str, library: str, refusing: int) -> tuple[object, ...]:
     inner = Inner(body=b"%d" % rank * 3000)
     inner.refuses = "TakeWeights" if rank == refusing else ""
     taker = inner.taker(meet(library, rank, size, address))
     result = taker.launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
     return [(r.ok, r.text, r.body) for r in result.replies], inner.done
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_needs_all_ranks_alike_is_done_by_none_where_one_is_not(
+    tmp_path, library: str
+) -> None:
+    for replies, done in together(2, tmp_path, obey_alike, library, b"mark 0"):
+        assert replies == [(False, "the file of rank 1 is not that of rank 0", b"")]
+        assert done == ["ready for TakeWeights", "step 1"]
+    (tmp_path / "alike").mkdir()
+    for replies, _ in together(2, tmp_path / "alike", obey_alike, library, b"mark 1"):
+        assert replies == [(True, "did TakeWeights", b"told")]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

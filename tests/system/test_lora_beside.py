@@ -5,9 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.adapters import write_adapter
 from tests.models.families import tiny
@@ -37,15 +39,18 @@ def paths(folders: dict[str, Path]) -> list[str]:
     return [f"{name}={folder}" for name, folder in folders.items()]
 
 
-def random_adapter(model: torch.nn.Module, folder: Path, *targets: str) -> Path:
+def random_adapter(
+    model: torch.nn.Module, folder: Path, *targets: str, seed: int = 2, **more: object
+) -> Path:
     """targets: modules, or parameters, which have a dot in their names."""
     peft = pytest.importorskip("peft")
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     config = peft.LoraConfig(
         init_lora_weights=False,
         target_modules=[name for name in targets if "." not in name],
         target_parameters=[name for name in targets if "." in name],
         r=4,
+        **more,
     )
     adapted = peft.get_peft_model(model, config)
     with torch.no_grad():
@@ -77,7 +82,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize(("variant", "more", "layout"), LAYOUTS if IS_ALL else LAYOUTS[:2])
+@pytest.mark.parametrize(("variant", "more", "layout"), LAYOUTS if IS_ALL else LAYOUTS[:1])
 def test_ranks_answer_as_one_does(variant, more, layout, tmp_path) -> None:
     model = tiny(variant, tmp_path / "base", **more)
     path = random_adapter(model, tmp_path / "a", *TARGETS[variant])
@@ -87,6 +92,56 @@ def test_ranks_answer_as_one_does(variant, more, layout, tmp_path) -> None:
     assert expected["a"] != expected[None]
     with Engine(str(tmp_path / "base"), **flags, **layout) as shared:
         assert {name: ids(shared, name) for name in expected} == expected
+
+
+DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
+JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+SHARING = {
+    "qwen2 moe": [
+        {**DIVIDED, "ep_size": 2},
+        JOINED,
+        {**DIVIDED, "cp_strategy": "interleave"},
+        {**JOINED, "moe_a2a_backend": "deepep"},
+        {**DIVIDED, "disable_cuda_graph": True},
+        {**JOINED, "disable_cuda_graph": True},
+    ],
+    "deepseek v3": [DIVIDED, {**JOINED, "moe_dense_tp_size": 1}],
+}
+
+
+@pytest.mark.parametrize("variant", SHARING if IS_ALL else ["qwen2 moe"])
+def test_ranks_that_share_out_a_step_give_each_token_what_its_own_adapter_adds(
+    variant, tmp_path
+) -> None:
+    base, targets = tmp_path / "base", TARGETS[variant]
+    more = {"num_experts": 6} if variant == "qwen2 moe" else {}
+    folders = {
+        name: random_adapter(tiny(variant, base, **more), tmp_path / name, *targets, seed=seed)
+        for seed, name in enumerate("ab", 2)
+    }
+    flags = {**EXACT, "skip_tokenizer_init": True, "lora_paths": paths(folders)}
+    names = ["a", None, "b", "a", "b", None]
+    prompts = [PROMPT[at : 20 + 9 * at] for at in range(6)]
+
+    def answers(engine: Engine, names: list[str | None]) -> tuple[list[list[int]], np.ndarray]:
+        """Tokens, and their log-probabilities."""
+        asked = {"sampling_params": PARAMS, "lora_path": names, "return_logprob": True}
+        found = engine.generate(input_ids=prompts, **asked)
+        values = [[v for v, *_ in one["meta_info"]["output_token_logprobs"]] for one in found]
+        return [one["output_ids"] for one in found], np.array(values)
+
+    with Engine(str(base), engine_mode="inprocess", **flags) as alone:
+        tokens, values = answers(alone, names)
+        changed = np.abs(values - answers(alone, [None] * 6)[1]).max(1) > 1e-2
+    assert changed.tolist() == [name is not None for name in names]
+    for layout in SHARING[variant] if IS_ALL else SHARING[variant][:2]:
+        with Engine(str(base), **flags, **layout, chunked_prefill_size=32) as shared:
+            for _ in range(2):  # then from the cache
+                same, close = answers(shared, names)
+                assert same == tokens and np.abs(close - values).max() < 1e-5, layout
+            if "dp_size" in layout:
+                with pytest.raises(BanyanError, match="adapters and memory stay as they are"):
+                    shared.unload_lora_adapter("a")
 
 
 ALIKE = [

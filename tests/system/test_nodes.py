@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.adapters import write_adapter
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import (
     Server,
@@ -41,24 +42,37 @@ def node(log: Path, number: int, port: int, model: Path, *flags: str) -> Iterato
         server.kill()
 
 
-def outputs(server: Server) -> list[list[int]]:
+def outputs(server: Server, adapter: str | None = None) -> list[list[int]]:
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     found = []
     for prompt in PROMPTS:
-        found.append(server.generate(input_ids=prompt, sampling_params=sampling)["output_ids"])
+        body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter}
+        found.append(server.generate(**body)["output_ids"])
     return found
 
 
 def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
+    """Of the model, of an adapter of the start, and of one that is loaded later."""
     port = free_port()
-    with serving(tmp_path / "one.log", "--model-path", str(tiny_model), *FEW) as one:
-        expected = outputs(one)
+    late = {"lora_name": "b", "lora_path": str(write_adapter(tmp_path / "b", 2))}
+    flags = ("--lora-paths", f"a={write_adapter(tmp_path / 'a', 1)}", "--cpu-activations", "fp32")
 
-    with node(tmp_path, 1, port, tiny_model) as other, node(tmp_path, 0, port, tiny_model) as first:
+    def with_adapters(server: Server) -> list[list[list[int]]]:
+        assert server.http.post("/load_lora_adapter", json=late).status_code == 200
+        return [outputs(server, name) for name in "ab"]
+
+    with serving(tmp_path / "one.log", "--model-path", str(tiny_model), *FEW, *flags) as one:
+        expected, adapted = outputs(one), with_adapters(one)
+        assert expected not in adapted and adapted[0] != adapted[1]
+
+    with (
+        node(tmp_path, 1, port, tiny_model, *flags) as other,
+        node(tmp_path, 0, port, tiny_model, *flags) as first,
+    ):
         wait_ready(first)
         ranks = [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
         assert len(first.rank_pids()) == 0 and len(ranks) == 1
-        assert outputs(first) == expected
+        assert outputs(first) == expected and with_adapters(first) == adapted
         weights = {"model_path": str(write_tiny_model(tmp_path / "new", seed=1))}
         answer = first.http.post("/update_weights_from_disk", json=weights)
         assert answer.status_code == 200, answer.text

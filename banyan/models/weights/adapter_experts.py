@@ -93,7 +93,8 @@ def open_experts(model: nn.Module, seats: AdapterSeats) -> None:
         seats.slots[router] = block.router.slots()["weight"]
         if ROUTER in seats.kinds:
             seats.seat(router)
-            block.router.adapted = AdaptedRouter(seats.tables[router], seats)
+            gathers = block.group.gathers and not block.sends_rows
+            block.router.adapted = AdaptedRouter(seats.tables[router], seats, gathers)
         if EXPERTS in seats.kinds:
             wrap_experts(f"{name}.experts", block.experts, seats)
 
