@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-border-steps",
         type=int,
-        default=8_000,
+        default=20_000,
         help="steps that the border kit plays with the real runner",
     )
 
