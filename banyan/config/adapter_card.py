@@ -20,6 +20,8 @@ _ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
 """Last parts of routers' names in checkpoints."""
 CLASSES = "score"
 """Last part of the name of a head of classes; it takes the room of one of tokens."""
+ENCODER_CLASSES = "classifier"
+"""The same of encoders, whose heads may have two projections below it, each with a bias."""
 _OTHER_ENDS = {"token_embd": EMBEDDING, "output": HEAD, CLASSES: HEAD}
 TYPES = ("F32", "F16", "BF16")
 
@@ -55,11 +57,13 @@ class Whole:
 
     Attributes:
         is_copy: it is the base's own, saved beside matrices for it.
+        bias: tensor that takes the place of the bias beside it; "" for none.
     """
 
     name: str
     shape: tuple[int, ...]
     is_copy: bool = False
+    bias: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ tensors, and says of what is not served why.
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
@@ -31,6 +32,7 @@ _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _WHOLE = re.compile(r"(.+?)(\.base_layer)?\.weight")
+_BIAS = re.compile(r"(.+?)(?:\.base_layer)?\.bias")
 _CONVERSION = (
     "it is never opened, as a pickle may run anything: where you trust it, run python -c "
     '"import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, '
@@ -182,6 +184,7 @@ def _modules(
     found: dict[str, dict[str, str]] = {}
     tokens: dict[str, str] = {}
     whole: dict[str, Whole] = {}
+    biases: dict[str, str] = {}
     unknown: list[str] = []
     for name in file.tensors:
         short = name.removeprefix(_PREFIX)
@@ -197,8 +200,11 @@ def _modules(
             is_copy = match.group(2) is not None
             whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
             check_types((file.tensors[name],), folder)
+        elif match := _BIAS.fullmatch(short):
+            biases[match.group(1)] = name
         else:
             unknown.append(name)
+    unknown += [name for module, name in biases.items() if module not in whole]
     if unknown:
         raise ConfigError(
             f"adapter {folder!r}: {len(unknown)} tensors are no matrices of LoRA, magnitudes or "
@@ -215,9 +221,23 @@ def _modules(
             f"have {'no ' if has_gains else 'a '}magnitude: {_first(odd)}",
             hint="the configuration and the weights do not belong together",
         )
+    for module, name in biases.items():
+        whole[module] = _with_bias(file, whole[module], name, folder)
     found = named_stacks(file, found, _parameters(facts), folder)
     modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
     return modules, whole, tokens
+
+
+def _with_bias(file: SafetensorsFile, whole: Whole, name: str, folder: str) -> Whole:
+    bias = file.tensors[name]
+    check_types((bias,), folder)
+    if bias.shape != whole.shape[:1]:
+        raise ConfigError(
+            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and the "
+            f"weight beside it {list(whole.shape)}",
+            hint="save or download it again",
+        )
+    return replace(whole, bias=name)
 
 
 def _low_rank(

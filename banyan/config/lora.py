@@ -84,7 +84,7 @@ def _kinds(
     have. It costs a little at each step, so that nobody has it who does not need it."""
     absent = () if model.experts else (EXPERTS, ROUTER)
     brought = {kind for card in cards for kind in card.kinds if kind not in absent}
-    if model.labels and not model.is_encoder:
+    if model.labels:
         brought |= {HEAD}  # PEFT saves a head of its own with every adapter of a classifier
     if model.tie_embeddings and any(card.tokens for card in cards):
         brought |= {HEAD}

@@ -2,7 +2,7 @@
 without adapters has none of this.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -64,17 +64,22 @@ class AdaptedEmbedding:
 
 
 class AdaptedHead:
-    """The packed weight of the logits, or of scores of classes, with the adapters beside it."""
+    """The packed weight of the logits, or of scores of classes, with the adapters beside it.
+
+    Args:
+        tables: what is done to the outputs, one after another.
+    """
 
     def __init__(
-        self, weight: PackedLinear, table: RowTable, seats: AdapterSeats, ops: Ops
+        self, weight: PackedLinear, tables: Sequence[RowTable], seats: AdapterSeats, ops: Ops
     ) -> None:
-        self._weight, self._table = weight, table
+        self._weight, self._tables = weight, tables
         self._seats, self._ops = seats, ops
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = self._weight(x, bias)
-        self._ops.adapt_rows(out, x, self._table, self._seats.outputs)
+        for table in self._tables:
+            self._ops.adapt_rows(out, x, table, self._seats.outputs)
         return out
 
 
@@ -97,9 +102,26 @@ def wrap_ends(seats: AdapterSeats, embedding: Embedding, head: nn.Module | None,
         table = seats.rows.setdefault("embedding", RowTable(seats.capacity))
         embedding.rows = AdaptedEmbedding(embedding.rows, table, seats, ops)
     if HEAD in seats.kinds and isinstance(head, Logits | ColumnLinear):
-        assert head.weight is not None
-        table = seats.rows.setdefault("head", RowTable(seats.capacity))
-        head.weight = AdaptedHead(head.weight, table, seats, ops)
+        wrap_head(seats, "head", head, ops)
+
+
+def wrap_head(
+    seats: AdapterSeats, name: str, head: Logits | ColumnLinear, ops: Ops, has_bias: bool = False
+) -> None:
+    """Let adapters lie beside a filled head.
+
+    Args:
+        has_bias: what they bring in its place has one too.
+    """
+    assert head.weight is not None
+    names = [name, bias_of(name)] if has_bias else [name]
+    tables = [seats.rows.setdefault(each, RowTable(seats.capacity)) for each in names]
+    head.weight = AdaptedHead(head.weight, tables, seats, ops)
+
+
+def bias_of(head: str) -> str:
+    """Where the biases lie that adapters bring with a head."""
+    return f"{head}.bias"
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:

@@ -13,6 +13,8 @@ from banyan.ops.expert_adapters import ExpertTable
 
 EMBEDDING, HEAD, GAINS = "embed_tokens", "lm_head", "DoRA"
 """Kinds of changes beside those of projections; the names of config/adapter_card.py."""
+HEADS = ("head", "head.dense", "head.out")
+"""What makes logits of tokens or scores of classes; an encoder does so in two steps."""
 
 
 class AdapterSeats:
@@ -64,6 +66,11 @@ class AdapterSeats:
             slot = self.slots[name]
             width = self.max_rank * len(slot.shapes)
             self.tables[name] = self.table(_own_inputs(slot), width)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Logits or scores depend on adapters of their own."""
+        return not self.rows.keys().isdisjoint(HEADS)
 
     def tokens_of(self, gathers: bool) -> AdapterTokens:
         """Those whose rows come to a layer, which are the gathered ones or this rank's own."""

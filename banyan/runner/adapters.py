@@ -355,7 +355,7 @@ class AdapterSlots:
     @property
     def has_outputs(self) -> bool:
         """Logits depend on adapters of their own."""
-        return "head" in self._rack.seats.rows
+        return self._rack.seats.has_outputs
 
     def show_outputs(self, outputs: AdapterTokens) -> None:
         """Let logits that are made or recorded next read these."""

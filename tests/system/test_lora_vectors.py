@@ -57,7 +57,7 @@ CASES = {
     "a body and its embedding": Case(
         *("LlamaModel", GROUPED, "AutoModel"),
         {"target_modules": [*BLOCKS, "embed_tokens"], "use_rslora": True},
-        {},
+        {"tp_size": 2},
     ),
     "a model for text, from its body": Case(
         *("LlamaForCausalLM", GROUPED, "AutoModel"),
@@ -80,6 +80,18 @@ CASES = {
         "AutoModelForSequenceClassification",
         {"target_modules": [*BLOCKS, "score"], "use_rslora": True},
         {"tp_size": 2},
+    ),
+    "classes of an encoder, two ranks": Case(
+        *("BertForSequenceClassification", {"type_vocab_size": 2, "num_labels": 3}),
+        "AutoModelForSequenceClassification",
+        {"target_modules": ["query", "value", "dense"], "task_type": "SEQ_CLS"},
+        {"tp_size": 2},
+    ),
+    "classes of another encoder": Case(
+        *("RobertaForSequenceClassification", {"pad_token_id": 1, "num_labels": 2}),
+        "AutoModelForSequenceClassification",
+        {"target_modules": ["key", "output.dense"], "task_type": "SEQ_CLS"},
+        {},
     ),
     "an encoder": Case(
         *("BertModel", {"type_vocab_size": 2}, "AutoModel"),
@@ -162,7 +174,7 @@ def test_vectors_and_scores_are_those_of_the_merged_model(name: str, tmp_path: P
             alone[adapter] = rows(answers[:3])
             assert np.abs(alone[adapter] - expected[adapter]).max() < 1e-4
             seen = [answers[at]["meta_info"]["cached_tokens"] for at in (1, 3)]
-            assert seen == [0, 0 if name == "an encoder" else len(PROMPTS[1]) - 1]
+            assert seen == [0, 0 if "encoder" in name else len(PROMPTS[1]) - 1]
             assert answers[3]["embedding"] == answers[1]["embedding"]
         company = ["a", "", "b", None, "b", "a"] * 3
         asked = [PROMPTS[at // 2 % 3] for at in range(len(company))]
@@ -171,21 +183,25 @@ def test_vectors_and_scores_are_those_of_the_merged_model(name: str, tmp_path: P
             assert np.array_equal(together[at], alone[adapter or ""][at // 2 % 3])
 
 
+def cut_out(adapter: Path, part: str) -> None:
+    weights = load_file(adapter / WEIGHTS)
+    kept = {name: tensor for name, tensor in weights.items() if part not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, adapter / WEIGHTS, metadata={"format": "pt"})
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
-    """A head of other classes, one that has a bias, a head where there is none, and an adapter
+    """A head of other classes, one that lacks its bias, a head where there is none, and an adapter
     that lacks what it says it has."""
     classes = CASES["classes"]
     base = save_base(classes, tmp_path / "base")
     two = replace(classes, config={**classes.config, "num_labels": 2})
     save_adapter(two, save_base(two, tmp_path / "two"), tmp_path / "a", 0)
-    pairs = replace(
-        CASES["an encoder"],
-        model="BertForSequenceClassification",
-        adapted="AutoModelForSequenceClassification",
-        lora={"target_modules": ["query"], "task_type": "SEQ_CLS"},
-    )
-    pair = save_base(pairs, tmp_path / "pair")
-    save_adapter(pairs, pair, tmp_path / "b", 0)
+    scored = CASES["classes of another encoder"]
+    pair = save_base(scored, tmp_path / "pair")
+    save_adapter(scored, pair, tmp_path / "b", 0)
+    cut_out(tmp_path / "b", "classifier.out_proj.bias")
+    states = save_base(replace(scored, model="RobertaModel"), tmp_path / "states")
     text = CASES["a model for text, whole"]
     body = save_base(text, tmp_path / "text")
     headed = replace(text, lora={"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
@@ -193,14 +209,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     cut = CASES["an encoder"]
     encoder = save_base(cut, tmp_path / "encoder")
     save_adapter(cut, encoder, tmp_path / "d", 0)
-    weights = load_file(tmp_path / "d" / WEIGHTS)
-    kept = {name: t for name, t in weights.items() if "layer.1.attention.self.query" not in name}
-    save_file(kept, tmp_path / "d" / WEIGHTS, metadata={"format": "pt"})
+    cut_out(tmp_path / "d", "layer.1.attention.self.query")
     for model, adapter, flags, why in (
         (base, "a", {}, "scores 2 classes from 32 values, the base 3"),
         (body, "a", {}, "head of classes .score., and the base scores none"),
         (body, "a", {"is_embedding": True}, "the base scores none. Save the base as a model for"),
-        (pair, "b", {}, "classifier.bias. Merge it into the weights"),
+        (pair, "b", {}, "lacks classifier.out_proj.bias, which the base has"),
+        (states, "b", {}, "head of classes .classifier., and the base scores none"),
         (encoder, "d", {}, "lacks the matrices of 1 projections.*layer.1.attention.self.query"),
         (body, "c", {"is_embedding": True}, "lm_head as a whole: only embed_tokens may be"),
     ):

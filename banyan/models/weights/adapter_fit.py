@@ -13,6 +13,7 @@ from banyan.config.adapter_card import (
     CLASSES,
     DORA,
     EMBEDDING,
+    ENCODER_CLASSES,
     EXPANSION,
     EXPERTS,
     HEAD,
@@ -26,7 +27,7 @@ from banyan.config.adapters import names_token
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
-from banyan.layers.seats import AdapterSeats
+from banyan.layers.seats import HEADS, AdapterSeats
 from banyan.models.weights.adapter_experts import (
     ROUTER_ENDING,
     ExpertPlace,
@@ -42,7 +43,7 @@ from banyan.models.weights.adapter_rows import BODY, MERGE, Share, check_end, ch
 from banyan.models.weights.names import Place, place_of
 
 _T = TypeVar("_T")
-_END_KINDS = {"embedding": EMBEDDING, "head": HEAD}
+_END_KINDS = {"embedding": EMBEDDING, **dict.fromkeys(HEADS, HEAD)}
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,10 @@ class Fit:
         Raises:
             ConfigError: no weight of the base may be replaced there, or by that.
         """
-        if name.rpartition(".")[2] == CLASSES and not self._base.card.labels:
+        heads = {CLASSES, ENCODER_CLASSES}.intersection(name.split("."))
+        if heads and not self._base.card.labels:
             raise ConfigError(
-                f"adapter {self._folder!r} brings a head of classes ({CLASSES}), and the base "
+                f"adapter {self._folder!r} brings a head of classes ({heads.pop()}), and the base "
                 "scores none",
                 hint="save the base as a model for sequence classification with as many classes "
                 "(num_labels), and serve that",
@@ -220,11 +222,28 @@ class Fit:
             )
         if not whole.is_copy:
             self._check_room(_END_KINDS[place.module], name)
+            self._check_bias(name, place.module, whole)
         self._check_end(name, place.module, True, whole.shape)
         return place
 
+    def _check_bias(self, name: str, module: str, whole: Whole) -> None:
+        has_one = module in HEADS[1:]
+        if has_one == bool(whole.bias):
+            return
+        if has_one:
+            raise ConfigError(
+                f"adapter {self._folder!r} lacks {printable(name, 100)}.bias, which the base has",
+                hint="save or download it again",
+            )
+        raise ConfigError(
+            f"adapter {self._folder!r} brings {printable(name, 100)}.bias, and the base's has none",
+            hint=MERGE,
+        )
+
     def _ends_here(self) -> str:
         """What of this model may be replaced as a whole."""
+        if HEADS[2] in self._base.shares:
+            return f"{EMBEDDING} and {ENCODER_CLASSES}"
         if "head" not in self._base.shares:
             return EMBEDDING
         return f"{EMBEDDING} and {CLASSES if self._base.card.labels else HEAD}"

@@ -13,8 +13,9 @@ from banyan.base.log import printable
 from banyan.config.card import ModelCard
 from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
+from banyan.layers.seats import HEADS
 from banyan.layers.slot import WeightSlot
-from banyan.models.bert import EncoderLM
+from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.names import Place
@@ -28,6 +29,7 @@ from banyan.ops.adapter_rows import (
 )
 from banyan.ops.stored import RawTensor, StoredWeight
 
+_, DENSE, OUT = HEADS
 BODY = "model."
 """What names have in front that a model without a head leaves out."""
 MERGE = "merge the adapter into the weights"
@@ -48,7 +50,8 @@ class Share:
 
 
 def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
-    """By "embedding" and "head", whose ids are classes where it scores these."""
+    """By "embedding" and "head", whose ids are classes where it scores these; an encoder's head is
+    in two."""
     embedding = model.embedding
     found = {
         "embedding": Share(embedding.share.first, embedding.share.last, embedding.scale),
@@ -57,6 +60,9 @@ def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
         found["head"] = Share(model.head.share.first, model.head.share.last)
     if isinstance(model.head, ColumnLinear):
         found["head"] = Share(0, len(model.card.labels))
+    if isinstance(model.head, ClassHead):
+        found[DENSE] = Share(0, model.card.hidden_size)
+        found[OUT] = Share(0, len(model.card.labels))
     return found
 
 
@@ -79,7 +85,15 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
     Raises:
         ConfigError: without the adapter's name, which the caller knows.
     """
-    if module == "head" and card.labels:
+    if module == DENSE:
+        if (rows, width) != (card.hidden_size, card.hidden_size):
+            raise ConfigError(
+                f"it is of another base: {width} values to {rows} there, {card.hidden_size} to as "
+                "many here",
+                hint="serve the model that it was made for",
+            )
+        return
+    if module in ("head", OUT) and card.labels:
         _check_classes(card, rows, width)
         return
     if module == "head" and card.has_normed_head:
@@ -128,6 +142,12 @@ def whole_part(module: str, share: Share, weight: Tensor) -> RowPart:
     mine = (weight[share.first : share.last].float() * share.scale).contiguous()
     kind = LOOKED_UP if module == "embedding" else PRODUCT
     return RowPart(kind, mine, first=share.first, replaces=True)
+
+
+def bias_part(bias: Tensor) -> RowPart:
+    """bias: [outputs], of a weight that was replaced without any."""
+    shifts = bias.float().contiguous()
+    return RowPart(GAIN, torch.ones_like(shifts), shifts=shifts)
 
 
 def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) -> RowPart | None:

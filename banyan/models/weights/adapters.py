@@ -23,12 +23,12 @@ from banyan.families import FAMILIES
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
-from banyan.layers.adapted import Projection, projections, wrap, wrap_ends
+from banyan.layers.adapted import Projection, bias_of, projections, wrap, wrap_ends, wrap_head
 from banyan.layers.build import Build
-from banyan.layers.seats import AdapterSeats
+from banyan.layers.seats import HEAD, AdapterSeats
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
-from banyan.models.bert import EncoderLM
+from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.adapter_experts import (
     Found,
@@ -40,8 +40,11 @@ from banyan.models.weights.adapter_experts import (
 from banyan.models.weights.adapter_fit import Base, Fit, in_full
 from banyan.models.weights.adapter_heads import ENDING, head_parts, open_heads, seat_on_paper
 from banyan.models.weights.adapter_rows import (
+    DENSE,
+    OUT,
     Gains,
     base_weights,
+    bias_part,
     end_part,
     own_rows,
     shares_of,
@@ -88,6 +91,9 @@ def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     open_heads(model, seats, ops)
     open_experts(model, seats)
     wrap_ends(seats, model.embedding, model.head, ops)
+    if HEAD in seats.kinds and isinstance(model.head, ClassHead):
+        wrap_head(seats, DENSE, model.head.dense, ops, has_bias=True)
+        wrap_head(seats, OUT, model.head.out, ops, has_bias=True)
 
 
 def base_on_paper(card: ModelCard, ops: Ops) -> Base:
@@ -168,6 +174,9 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
             if not whole.is_copy:
                 weight = _stored(file, whole.name, card).dense
                 rows[place.module] = whole_part(place.module, base.shares[place.module], weight)
+                if whole.bias:
+                    bias = _stored(file, whole.bias, card).dense
+                    rows[bias_of(place.module)] = bias_part(bias)
         for name, tokens in card.tokens.items():
             weight = _stored(file, tokens.name, card).dense
             for end in fit.ends_of(name, tokens):
@@ -203,6 +212,9 @@ def check_numbers(card: AdapterCard) -> None:
                 _stored(file, tensor, card)
         for other in (*card.saved.values(), *card.tokens.values()):
             _stored(file, other.name, card)
+        for whole in card.saved.values():
+            if whole.bias:
+                _stored(file, whole.bias, card)
 
 
 def _opened(card: AdapterCard) -> MappedFile:
