@@ -35,6 +35,7 @@ from banyan.runner.adapters import open_seats
 from banyan.runner.expert_places import open_expert_map
 from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
+from banyan.runner.offload import Offload, open_offload
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.weights import (
@@ -96,6 +97,8 @@ class OpenModel:
     threads: int
     draft: DraftModel | None = None
     """What drafts for the model, where that is a model too."""
+    offload: Offload | None = None
+    """Which of the model's weights lie in memory of the host."""
 
 
 def open_model(
@@ -114,7 +117,8 @@ def open_model(
     device = platform.open(_number_of(config, traits, place), threads)
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
-    toolkit = _open_toolkit(config, config.model, traits, threads)
+    offload = open_offload(config.device, platform)
+    toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
     ops = _bind(config, card, traits, device, toolkit)
     phases.done("kernels")
     groups = open_groups(
@@ -153,7 +157,7 @@ def open_model(
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"but those of {kept}" if kept else "all of them"
         log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
-    model = load_weights(config.model, card, build)
+    model = load_weights(config.model, card, build, offload)
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:
@@ -165,7 +169,7 @@ def open_model(
     phases.done("weights")
     settings = settings_of(config, origins)
     kernels = kernel_table(cast(BoundOps, ops).choices)
-    return OpenModel(config, settings, platform, build, model, kernels, threads, draft)
+    return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
 
 
 def _open_draft(
@@ -198,9 +202,12 @@ def _open_draft(
     return DraftModel(load_weights(model, card, mine), mine)
 
 
-def _open_toolkit(config: Config, model: ModelConfig, traits: Traits, threads: int) -> Toolkit:
+def _open_toolkit(
+    config: Config, model: ModelConfig, traits: Traits, threads: int, is_offloaded: bool = False
+) -> Toolkit:
     """What the kernels of one model share, as the flags about them wish."""
     wishes = {
+        "offload": "plain" if is_offloaded and traits.has_own_forms else "",
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,

@@ -280,7 +280,9 @@ def _with_orders(
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
     profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
     holdings = Holdings(
-        *(config.model, card, opened.build, runner), may_release=config.device.memory_saver
+        *(config.model, card, opened.build, runner),
+        may_release=config.device.memory_saver,
+        offload=opened.offload,
     )
     carriers: dict[type[Order], Carrier] = {
         **more,

@@ -108,6 +108,11 @@ def _same_tokens(device: str) -> int:
             "enable_hierarchical_cache": True,
             "max_total_tokens": 512,
         },
+        "weights from the host, captured": {"offload_group_size": 1, "offload_prefetch_step": 0},
+        "weights from the host, eager": {
+            "cpu_offload_gb": 0.0001,
+            "disable_cuda_graph": True,
+        },
     }
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

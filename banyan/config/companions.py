@@ -127,6 +127,21 @@ _RULES = (
         "all requests are equal without --enable-priority-scheduling, which leaves lru",
     ),
     _Idle(
+        "cpu-offload-gb offload-group-size",
+        lambda c: c.device.name == "cpu",
+        "weights already lie in the memory of the host",
+    ),
+    _Idle(
+        "offload-num-in-group",
+        lambda c: c.device.offload_group < 1,
+        "there are no groups without --offload-group-size",
+    ),
+    _Idle(
+        "offload-prefetch-step",
+        lambda c: c.device.offload_group < 1 and not c.device.offload_gib,
+        "all weights stay on the device without --cpu-offload-gb or --offload-group-size",
+    ),
+    _Idle(
         _OF_THE_HOST,
         lambda c: c.device.name != "npu",
         "the cache lies in the memory of the host, where a second tier would be the same memory "

@@ -93,7 +93,25 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
     return config
 
 
+def check_the_offload(config: Config, card: ModelCard, environment: Environment) -> Config:
+    device = config.device
+    if device.offload_gib and device.offload_group > 0:
+        raise ConfigError(
+            f"--cpu-offload-gb {device.offload_gib:g} and --offload-group-size "
+            f"{device.offload_group} both say which layers lie in memory of the host",
+            hint="give only one of them",
+        )
+    if 0 < device.offload_group < device.offload_of_group:
+        raise ConfigError(
+            f"--offload-num-in-group {device.offload_of_group}: groups have "
+            f"{device.offload_group} layers (--offload-group-size)",
+            hint=f"give {device.offload_group} or less",
+        )
+    return config
+
+
 EXECUTION_RULES = (
+    check_the_offload,
     lay_out_the_windows,
     check_kv_scales,
     check_the_delimiter,

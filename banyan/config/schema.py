@@ -295,9 +295,17 @@ class DeviceConfig:
     shapes: tuple[int, ...] = ()
     """Rows of the steps to capture, where steps are captured by shape; () = the device's own."""
     largest_shape: int = 0
+    """Rows of the largest of them; 0 = the device's own."""
     is_unpadded: bool = False
     """A decode step whose rows are not just those of a captured one is launched anew."""
-    """Rows of the largest of them; 0 = the device's own."""
+    offload_gib: float = 0.0
+    """Device memory of each rank that weights give up for the host's; 0 = none."""
+    offload_group: int = -1
+    """Layers of a group whose last ones lie in the host's memory; below 1 there are no groups."""
+    offload_of_group: int = 1
+    """How many of each group do."""
+    offload_ahead: int = 1
+    """Layers that are on their way to the device while one runs."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.platform.base import Graph, Interconnect, Memory, Traits
+from banyan.platform.base import Graph, Interconnect, Lane, Memory, Traits
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,32 @@ class Graphs:
     empty: Callable[[], Any]
     captured: Callable[[Any, Callable[[], None]], Graph]
     options: Mapping[str, object] = field(default_factory=dict)
+
+
+class StreamLane:
+    """A stream of the device that the thread has set.
+
+    Args:
+        library: as for Accelerator.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._stream = library.Stream()
+
+    def mark(self) -> object:
+        event = self._library.Event()
+        event.record()
+        return event
+
+    def run(self, work: Callable[[], object], after: object) -> object:
+        with self._library.stream(self._stream):
+            self.wait(after)
+            work()
+            return self.mark()
+
+    def wait(self, mark: object) -> None:
+        self._library.current_stream().wait_event(mark)
 
 
 class Accelerator:
@@ -67,6 +93,9 @@ class Accelerator:
 
     def stream(self) -> AbstractContextManager[object]:
         return self._library.stream(self._stream)
+
+    def lane(self) -> Lane:
+        return StreamLane(self._library)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

@@ -40,6 +40,7 @@ class Traits:
             drafts are not served there.
         moves_pages: pages may be taken from it and put there, for another server; so they may where
             its memory is the host's.
+        has_own_forms: its kernels may lay weights out in ways that copies of bytes do not keep.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Traits:
     latents: tuple[tuple[int, int], ...] = ()
     verified: int = 0
     moves_pages: bool = False
+    has_own_forms: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,27 @@ class Graph(Protocol):
         ...
 
 
+class Lane(Protocol):
+    """A stream beside that of the steps, whose work is in order by marks alone. What is launched on
+    it while a graph is captured is a part of that graph."""
+
+    def mark(self) -> object:
+        """Behind what was launched so far on the stream at hand."""
+        ...
+
+    def run(self, work: Callable[[], object], after: object) -> object:
+        """Launch work here behind a mark, and behind all that was launched here.
+
+        returns: the mark behind it.
+        """
+        ...
+
+    def wait(self, mark: object) -> None:
+        """What is launched on the stream at hand from here on waits for a mark; the host does
+        not."""
+        ...
+
+
 class Platform(Protocol):
     traits: Traits
 
@@ -116,6 +139,10 @@ class Platform(Protocol):
 
     def stream(self) -> AbstractContextManager[object]:
         """Work inside it is done in order on the stream that steps run on."""
+        ...
+
+    def lane(self) -> Lane:
+        """Another stream; only where the device launches asynchronously."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from banyan.platform.base import Graph, Interconnect
+from banyan.platform.base import Graph, Interconnect, Lane
 
 
 class Host:
@@ -14,6 +14,9 @@ class Host:
 
     def stream(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def lane(self) -> Lane:
+        raise NotImplementedError("the host does one thing after another")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)

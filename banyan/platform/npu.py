@@ -44,6 +44,7 @@ class NpuPlatform(Accelerator):
             latents=((512, 64),),
             verified=16,  # latent attention takes no longer rows
             moves_pages=True,
+            has_own_forms=True,
         )
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)

@@ -41,6 +41,7 @@ from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
+from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
 from banyan.runner.orders import Finish, Said
 from banyan.runner.runner import ModelRunner
 
@@ -57,10 +58,22 @@ def transforms_of(config: ModelConfig, card: ModelCard) -> list[Transform]:
     return [*own, torchao_transform(config.torchao, card)] if config.torchao else own
 
 
-def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
-    """This rank's share of the model at `card.path`."""
+def load_weights(
+    config: ModelConfig, card: ModelCard, build: Build, offload: Offload | None = None
+) -> Model:
+    """This rank's share of the model at `card.path`.
+
+    Args:
+        offload: which of it lies in memory of the host; None = nothing.
+
+    Raises:
+        ConfigError, ModelError: it cannot be read, or not so.
+    """
+    blocks = None if offload is None else OffloadedBlocks(offload, build)
     with _lone_torch(build.ops):
         if config.implementation == "transformers":
+            if offload is not None:
+                raise not_streamed(card)
             return load_foreign(card, build, config.load_format)
         model = load_model(
             card,
@@ -69,7 +82,10 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
             transforms=transforms_of(config, card),
+            watch=blocks,
         )
+    if blocks is not None:
+        blocks.settle(model)
     if build.adapters is not None:
         open_projections(model, build.adapters, build.ops)
     if config.is_watched:
@@ -142,6 +158,7 @@ class Holdings:
     Args:
         config: how weights are read.
         may_release: memory was asked to be releasable at the start.
+        offload: which of the weights lie in memory of the host.
         card: of the model that the runner has.
     """
 
@@ -152,7 +169,9 @@ class Holdings:
         build: Build,
         runner: ModelRunner,
         may_release: bool = False,
+        offload: Offload | None = None,
     ) -> None:
+        self._offload = offload
         self._config = config
         self._card = card
         self._build = build
@@ -172,7 +191,7 @@ class Holdings:
         card = self._card_at(order.path)
         config = replace(self._config, load_format="auto", path=card.path)
         stamp = self._stamp_of(config, card)
-        loaded = [load_weights(config, card, self._build)]
+        loaded = [load_weights(config, card, self._build, self._offload)]
 
         def take() -> Said:
             if order.is_trial:
@@ -231,7 +250,7 @@ class Holdings:
         loaded: list[Model] = []
         if WEIGHTS in tags:
             self._require_same_files()
-            loaded.append(load_weights(self._config, self._card, self._build))
+            loaded.append(load_weights(self._config, self._card, self._build, self._offload))
 
         def resume() -> Said:
             if loaded:

@@ -329,4 +329,44 @@ FLAGS = (
         kind=SWITCH,
         proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
+    Flag(
+        "cpu-offload-gb",
+        "device.offload_gib",
+        "GiB of device memory that each rank's weights give up: so many layers, spread over the "
+        "model, lie in pinned memory of the host and come back ahead of their turn in each step; "
+        "on a CPU all of them lie there already",
+        kind=FLOAT,
+        low=0,
+        high=1 << 20,
+        proof="tests/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
+    ),
+    Flag(
+        "offload-group-size",
+        "device.offload_group",
+        "in the place of --cpu-offload-gb: layers of a group, the last --offload-num-in-group of "
+        "which lie in memory of the host",
+        kind=INT,
+        low=-1,
+        high=1 << 20,
+        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+    ),
+    Flag(
+        "offload-num-in-group",
+        "device.offload_of_group",
+        "how many layers of each group of --offload-group-size lie in memory of the host",
+        kind=INT,
+        low=1,
+        high=1 << 20,
+        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+    ),
+    Flag(
+        "offload-prefetch-step",
+        "device.offload_ahead",
+        "layers from memory of the host that are on their way while one of them runs: there are so "
+        "many buffers on the device, and one more",
+        kind=INT,
+        low=0,
+        high=1 << 20,
+        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+    ),
 )

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -41,6 +42,19 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 log = logger(__name__)
 
+
+class BlockWatch(Protocol):
+    """Is told of the blocks of a model, so that their weights may go elsewhere one by one."""
+
+    def begin(self, model: Model) -> None:
+        """A model that is still empty."""
+        ...
+
+    def filled(self, layer: int) -> None:
+        """All weights of a block are here."""
+        ...
+
+
 _SHOWN = 5
 _DUMMY_STD = 0.02
 _DUMMY_DRAWN = 4_194_301
@@ -56,6 +70,7 @@ def load_model(
     served_length: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
+    watch: BlockWatch | None = None,
 ) -> Model:
     """Build this rank's share of a model and fill it.
 
@@ -64,6 +79,7 @@ def load_model(
         served_length: longest request in tokens; 0 = the card's context length.
         is_mapped: False reads files into memory instead of mapping them.
         transforms: what to make of the checkpoint's tensors, in order (`custom.py`).
+        watch: is told of each block that is filled.
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
@@ -84,12 +100,14 @@ def load_model(
         model = EncoderLM(card, build)
     else:
         model = DecoderLM(card, family, build, served_length)
+    if watch is not None:
+        watch.begin(model)
     if load_format == "dummy":
-        fill_dummy(model, build, seed)
+        fill_dummy(model, build, seed, watch)
     else:
         rounds = isinstance(build.ops, BoundOps) and build.ops.rounds_as_asked
         tensors = tensors_of(card, is_mapped, transforms, rounds=rounds)
-        filling = Filling(model, family.names[card.format])
+        filling = Filling(model, family.names[card.format], watch)
         filling.run(tensors)
         if build.device.type == "cpu" and build.ops.recorder is not None:
             for line in growths(filling.stored_bytes, filling.kept_bytes):
@@ -175,8 +193,14 @@ def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM | EncoderLM | FollowingLM, names: NameMap) -> None:
+    def __init__(
+        self,
+        model: DecoderLM | EncoderLM | FollowingLM,
+        names: NameMap,
+        watch: BlockWatch | None = None,
+    ) -> None:
         self.model = model
+        self.watch = watch
         self.names = names
         self.unpacked: list[str] = []
         self.layers = {
@@ -188,6 +212,7 @@ class Filling:
             for slot, declared in layer.slots().items()
         }
         self.declared = dict(self.open)
+        self.open_of_block = Counter(block_of(name) for name, _ in self.open)
         whole = range(model.card.num_layers)
         self.stage = model.stage if isinstance(model, DecoderLM) else whole
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
@@ -250,10 +275,8 @@ class Filling:
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether other ranks take it."""
-        first, _, rest = place.module.partition(".")
-        layer = rest.partition(".")[0]
-        beyond = self.model.card.num_layers  # are those that draft
-        if first == "layers" and int(layer) not in self.stage and int(layer) < beyond:
+        layer, beyond = block_of(place.module), self.model.card.num_layers  # are those that draft
+        if 0 <= layer < beyond and layer not in self.stage:
             return True
         slot = self.declared.get((place.module, place.slot))
         return slot is not None and all(part in slot.elsewhere for part in place.parts)
@@ -306,6 +329,10 @@ class Filling:
         if len(parts) == len(shapes):
             layer.fill(slot, [parts[part] for part in shapes])
             del self.open[key], self.waiting[key]
+            block = block_of(module)
+            self.open_of_block[block] -= 1
+            if self.watch is not None and block >= 0 and not self.open_of_block[block]:
+                self.watch.filled(block)
 
     def _settle(self) -> None:
         if self.unpacked:
@@ -340,7 +367,18 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def fill_dummy(model: DecoderLM | EncoderLM | FollowingLM, build: Build, seed: int) -> None:
+def block_of(module: str) -> int:
+    """The number of the block that a module is in; -1 = none."""
+    first, _, rest = module.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else -1
+
+
+def fill_dummy(
+    model: DecoderLM | EncoderLM | FollowingLM,
+    build: Build,
+    seed: int,
+    watch: BlockWatch | None = None,
+) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -357,9 +395,9 @@ def fill_dummy(model: DecoderLM | EncoderLM | FollowingLM, build: Build, seed: i
         return StoredWeight.from_tensor(drawn.view(shape))
 
     embedding: list[StoredWeight] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Layer):
-            continue
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Layer)]
+    open_of_block = Counter(block_of(name) for name, _ in layers)
+    for name, module in layers:
         for slot, declared in module.slots().items():
             if name == "head" and model.card.tie_embeddings:
                 module.fill(slot, embedding)
@@ -369,6 +407,10 @@ def fill_dummy(model: DecoderLM | EncoderLM | FollowingLM, build: Build, seed: i
             parts = [random(shape, mean) for shape in declared.shapes.values()]
             embedding = parts if name == "embedding" else embedding
             module.fill(slot, parts)
+        block = block_of(name)
+        open_of_block[block] -= 1
+        if watch is not None and block >= 0 and not open_of_block[block]:
+            watch.filled(block)
 
 
 def _weight(name: str, tensor: Stored) -> StoredWeight:

@@ -22,13 +22,18 @@ KERNELS = {
 
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
+    Args:
+        wishes: "offload", that weights lie so that copies of their bytes are weights too.
+
     Raises:
-        ConfigError: a wish, of which none exists here.
+        ConfigError: another wish, of which none exists here.
     """
     from banyan.ops.npu.needs import NpuToolkit
     from banyan.ops.npu.operators import Operators
     from banyan.platform.npu_driver import open_driver
 
+    wishes = dict(wishes)
+    keeps_plain = bool(wishes.pop("offload", ""))
     for flag, value in wishes.items():
         raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
-    return NpuToolkit(Operators(open_driver().is_checked))
+    return NpuToolkit(Operators(open_driver().is_checked, keeps_plain=keeps_plain))

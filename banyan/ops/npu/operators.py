@@ -29,10 +29,12 @@ class Operators:
     Args:
         is_checked: hold each call against its contract; costs microseconds per call.
         namespace: what has the operators, where it is not torch_npu.
+        keeps_plain: weights stay in the order of their numbers.
     """
 
-    def __init__(self, is_checked: bool, namespace: Any = None) -> None:
+    def __init__(self, is_checked: bool, namespace: Any = None, keeps_plain: bool = False) -> None:
         self._is_checked = is_checked
+        self._keeps_plain = keeps_plain
         self._npu = torch.ops.npu if namespace is None else namespace
         self._triangles: dict[torch.device, Tensor] = {}
         self._rows: tuple[torch.device, list[int], list[int], Tensor] | None = None
@@ -266,9 +268,9 @@ class Operators:
         return self._npu.npu_quantize(x, inverse, offset, torch.qint8, -1, False)
 
     def cast_fractal(self, columns: Tensor) -> Tensor:
-        """In the form that products read best; as it is where its sizes do not allow that.
-        columns: [in, out] int8."""
-        if columns.shape[0] % ROW_STEP or columns.shape[1] % COLUMN_STEP:
+        """In the form that products read best; as it is where its sizes do not allow that, or where
+        weights are to stay plain. columns: [in, out] int8."""
+        if self._keeps_plain or columns.shape[0] % ROW_STEP or columns.shape[1] % COLUMN_STEP:
             return columns
         if self._is_checked:
             quant_contracts.format_cast(columns)
