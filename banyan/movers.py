@@ -151,26 +151,18 @@ def mover_of(
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
-    """Pages of another device than the host go to the host first, those of one rank at a time."""
+    """Pages of another device than the host go to the host first."""
     if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
         raise ConfigError(
             f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
             "and to the memory of the host only",
             hint="leave it out",
         )
-    mode, world = f"--disaggregation-mode {config.handoff.mode}", config.parallel.world
-    if not config.handoff.role or traits.is_host:
-        return
-    if not traits.moves_pages:
+    if config.handoff.role and not (traits.is_host or traits.moves_pages):
         raise ConfigError(
-            f"{mode} is not available on {traits.name}: pages are not taken from its memory",
+            f"--disaggregation-mode {config.handoff.mode} is not available on {traits.name}: pages "
+            "are not taken from its memory",
             hint="leave it out",
-        )
-    if world > 1:
-        raise ConfigError(
-            f"{mode} with {world} ranks is not available on {traits.name}: one process hands over "
-            "the pages of all ranks, and sees those of its own device only",
-            hint="use one rank for each server, and several servers",
         )
 
 

@@ -64,7 +64,7 @@ class KVStore:
 
     Args:
         caches: what the layers of this rank declare.
-        is_shared: other processes may map the pages. Host memory only.
+        is_shared: rank 0 moves the pages of all ranks; of the host it maps them.
         stream: what steps of the device are ordered by; pages are put there in their turn.
         trails: pages behind those of a STATE group that no plan names: what states were after
             tokens that may not stand.
@@ -86,7 +86,11 @@ class KVStore:
         self.groups = groups
         self.trails = trails if any(group.kind == STATE for group in groups) else 0
         self.caches = tuple(caches)
-        self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_shared else -1
+        self.is_host = device.type == "cpu"
+        """The pages lie in memory of the host."""
+        self.is_shared = is_shared
+        is_mapped = is_shared and self.is_host
+        self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_mapped else -1
         self.places: dict[int, dict[str, int]] = {}
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
@@ -96,7 +100,7 @@ class KVStore:
         self._on_host: dict[int, list[np.ndarray]] = {}
         """The same memory as `_bytes` where it is the host's; empty where it is not, and where it
         is said how pages are carried."""
-        self._device, self._stream = device, stream
+        self.device, self.stream = device, stream
         self._is_by_name = self._is_apart = self._is_arranged = False
         for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
@@ -107,7 +111,7 @@ class KVStore:
             self._tensors[cache.layer], self.places[cache.layer] = {}, {}
             for name, tensor in cache.tensors.items():
                 shape = (group.num_pages + behind, *tokens, *tensor.shape)
-                if is_shared:
+                if is_mapped:
                     self.places[cache.layer][name] = os.fstat(self.file).st_size
                 self._tensors[cache.layer][name] = self._zeros(shape, tensor.dtype, device)
 
@@ -189,9 +193,9 @@ class KVStore:
         """Fill a page with what `take` gave. Nobody else may use the page meanwhile."""
         at = 0
         whole = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
-        with torch.inference_mode(), self._stream():
+        with torch.inference_mode(), self.stream():
             if not self._is_apart:
-                whole = whole.to(self._device)  # sync: its memory may be used again then
+                whole = whole.to(self.device)  # sync: its memory may be used again then
             for rows in self._bytes_of(group):
                 rows[page] = whole[at : at + rows.shape[1]]
                 at += rows.shape[1]

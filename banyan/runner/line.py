@@ -21,7 +21,7 @@ from banyan.parallel.groups import Group
 from banyan.runner.batch import Batch
 from banyan.runner.orders import OrderTaker
 from banyan.runner.orders import PendingStep as Pending
-from banyan.runner.pending import Begun, PendingStep
+from banyan.runner.pending import Begun, PendingStep, after
 from banyan.runner.runner import MaskOf, ModelRunner
 
 
@@ -102,13 +102,14 @@ class Line:
         stage = self._stages.rank
         gone = self._line[stage + 1] if stage + 1 < self._stages.size else None
         if gone is not None and gone.left is not None:
-            self._stages.send(gone.left, stage + 1)
+            with self._runner.platform.stream():
+                self._stages.send(gone.left, stage + 1)
             gone.left = None
 
-    def _meet(self) -> None:
-        """Wait until all ranks have run what ends here: whoever hears of its end may read its
+    def _meet(self) -> Tensor:
+        """Is there once all ranks have run what ends here: whoever hears of its end may read its
         pages on any of them."""
-        self._world.all_gather(self._like.new_zeros((1, 1)), self._world.size)
+        return self._world.all_gather(self._like.new_zeros((1, 1)), self._world.size)
 
     def _carry(self, batch: Batch) -> Tensor:
         """What the stage before has made of a batch."""
@@ -120,7 +121,7 @@ class Line:
         began = time.perf_counter()
         here.copies = runner.begin_copies(plan.copies)
         try:
-            with runner.stream():
+            with runner.platform.stream():
                 here.begun = runner.begin(plan, self._carry if stage else None)
                 runner.store.copy(plan.copies, "after")
         except Exception as error:
@@ -136,11 +137,11 @@ class Line:
     def _end(self, last: _Passing) -> Pending:
         runner, began = self._runner, time.perf_counter()
         assert last.begun is not None and last.copies is not None
-        with runner.stream():
+        with runner.platform.stream():
             if last.begun.has_run:
                 runner.turn_to(last.begun)
             finish = runner.end(last.begun, last.mask_of)
             if not len(last.begun.batch.last):  # else the ranks have met at the logits
-                self._meet()
+                finish = after(runner.platform.fetch([self._meet()]), finish)
         seconds = last.seconds + time.perf_counter() - began
         return PendingStep(last.plan, last.copies, finish, seconds)

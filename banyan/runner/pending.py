@@ -89,3 +89,13 @@ class Begun:
 
 def failed(plan: StepPlan, error: Exception) -> StepResult:
     return StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")
+
+
+def after(met: Callable[[], object], finish: Callable[[], StepResult]) -> Callable[[], StepResult]:
+    """A result that waits for something else too."""
+
+    def wait() -> StepResult:
+        met()
+        return finish()
+
+    return wait

@@ -1,6 +1,7 @@
 """RankPages: the pages of all ranks of a replica as those of one, for what carries them elsewhere.
 
-Every rank keeps the heads and layers that are its own, in memory that rank 0 maps. A page as it
+Every rank keeps the heads and layers that are its own, in memory that rank 0 maps; a rank of a
+device has a window there, with one page at a time (`rank_windows.py`). A page as it
 travels has all layers in order and all heads of each in order, whatever the number of ranks: so it
 is cut anew for as many as there are on the other side. So are the states of a page, by heads or by
 channels. What every rank keeps whole (a latent) is taken from one of them and given to all.
@@ -15,11 +16,13 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
@@ -29,6 +32,7 @@ from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.rank_windows import Desk, FarWindow, Window
 from banyan.transfer.mover import PageMover
 
 _LOOK_S = 0.005
@@ -65,11 +69,16 @@ class Shelf(msgspec.Struct, frozen=True):
 
 
 class Shelves(msgspec.Struct, frozen=True):
-    """What rank 0 is told of another rank's pages."""
+    """What rank 0 is told of another rank's pages.
+
+    Attributes:
+        door: where pages are brought to the file, one at a time; "" = all of them lie in it.
+    """
 
     pid: int
     file: int
     shelves: list[Shelf]
+    door: str = ""
 
 
 def shelves_of(store: KVStore) -> list[Shelf]:
@@ -79,6 +88,17 @@ def shelves_of(store: KVStore) -> list[Shelf]:
         for cache in store.caches
         for name in cache.tensors
     ]
+
+
+def _in_window(shelves: Sequence[Shelf]) -> list[Shelf]:
+    """Where they lie in one page of a window."""
+    ends: dict[int, int] = {}
+    moved: list[Shelf] = []
+    for shelf in shelves:
+        at = ends.get(shelf.group, 0)
+        moved.append(msgspec.structs.replace(shelf, at=at))
+        ends[shelf.group] = at + shelf.page_bytes
+    return moved
 
 
 def _shelf(
@@ -119,6 +139,10 @@ def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tup
 def tell_rank_0(store: KVStore, link: str) -> None:
     """On another rank: leave word of its pages at `link`."""
     told = Shelves(os.getpid(), store.file, shelves_of(store))
+    if not store.is_host:
+        window, door = Window(store), f"{link}.door"
+        window.serve(door)
+        told = Shelves(os.getpid(), window.file, _in_window(told.shelves), door)
     draft = f"{link}.new"
     with open(draft, "wb") as out:
         out.write(msgspec.json.encode(told))
@@ -130,9 +154,12 @@ class _Part:
     """What one rank has of a tensor: bytes of its pages, and which heads they are."""
 
     rows: np.ndarray
-    """[num_pages, page_bytes] uint8."""
+    """[num_pages, page_bytes] uint8; of a window, which has the page that is meant, [1, …]."""
     runs: list[tuple[int, int, int]]
     """Heads that lie one behind another: where in the whole, where here, and how many."""
+
+    def of(self, page: PageId) -> np.ndarray:
+        return self.rows[page if len(self.rows) > 1 else 0]
 
 
 @dataclass(frozen=True)
@@ -152,14 +179,14 @@ class _Whole:
     def take(self, page: PageId, into: np.ndarray) -> None:
         whole = into.reshape(self.outer, self.heads, self.width)
         for part in self.parts:
-            of = part.rows[page].reshape(self.outer, -1, self.width)
+            of = part.of(page).reshape(self.outer, -1, self.width)
             for there, here, count in part.runs:
                 whole[:, there : there + count] = of[:, here : here + count]
 
     def put(self, page: PageId, payload: np.ndarray) -> None:
         whole = payload.reshape(self.outer, self.heads, self.width)
         for part in self.parts:
-            of = part.rows[page].reshape(self.outer, -1, self.width)
+            of = part.of(page).reshape(self.outer, -1, self.width)
             for there, here, count in part.runs:
                 of[:, here : here + count] = whole[:, there : there + count]
 
@@ -187,8 +214,15 @@ class RankPages:
     ) -> None:
         self.groups = store.groups
         self._maps: list[mmap.mmap] = []
+        self._desks: list[Desk] = []
         mine = Shelves(os.getpid(), store.file, shelves_of(store))
+        if not store.is_host:
+            self._desks.append(window := Window(store))
+            mine = Shelves(os.getpid(), window.file, _in_window(mine.shelves))
         ranks = [mine, *(_hear(link, timeout_s) for link in links)]
+        self._desks += [FarWindow(rank.door, timeout_s) for rank in ranks if rank.door]
+        self._is_mapped = store.is_host
+        self._lock = Lock()
         self.shelves = [shelf for rank in ranks for shelf in rank.shelves]
         rows = [self._rows(rank) for rank in ranks]
         held: dict[tuple[int, str], list[tuple[Shelf, np.ndarray]]] = {}
@@ -208,18 +242,29 @@ class RankPages:
     def take(self, group: int, page: PageId) -> np.ndarray:
         """The bytes of a page over all ranks: layers in order, tensors as declared, all heads."""
         payload, at = np.empty(self.page_bytes(group), np.uint8), 0
-        for whole in self._wholes[group]:
-            whole.take(page, payload[at : at + whole.size_bytes])
-            at += whole.size_bytes
+        with self._lock:
+            self._move(False, group, page)
+            for whole in self._wholes[group]:
+                whole.take(page, payload[at : at + whole.size_bytes])
+                at += whole.size_bytes
         return payload
 
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
         """Fill a page on every rank. Nobody else may use the page meanwhile."""
         at = 0
-        for whole in self._wholes[group]:
-            whole.put(page, payload[at : at + whole.size_bytes])
-            at += whole.size_bytes
+        with self._lock:
+            for whole in self._wholes[group]:
+                whole.put(page, payload[at : at + whole.size_bytes])
+                at += whole.size_bytes
+            self._move(True, group, page)
         assert at == len(payload)
+
+    def _move(self, is_put: bool, group: int, page: PageId) -> None:
+        """Between windows and their devices, all ranks at once."""
+        for desk in reversed(self._desks):  # rank 0 does its own part while the others do theirs
+            desk.ask(is_put, group, page)
+        for desk in self._desks:
+            desk.wait()
 
     def _rows(self, rank: Shelves) -> list[np.ndarray]:
         if not rank.shelves:
@@ -233,7 +278,8 @@ class RankPages:
         self._maps.append(memory)
         found: list[np.ndarray] = []
         for shelf in rank.shelves:
-            size = self.groups[shelf.group].num_pages * shelf.page_bytes
+            pages = self.groups[shelf.group].num_pages if self._is_mapped else 1
+            size = pages * shelf.page_bytes
             rows = np.frombuffer(memory, np.uint8, size, shelf.at)
             found.append(rows.reshape(-1, shelf.page_bytes))
         return found
@@ -296,12 +342,18 @@ def _hear(link: str, timeout_s: float) -> Shelves:
         time.sleep(_LOOK_S)
 
 
-def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> None:
+def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor | None:
     """The copies of a plan behind its rows. Rank 0 tells of a step that it has ended, and may read
-    the pages of the others then: so all ranks wait for one another, where it maps them."""
+    the pages of the others then: so all ranks wait for one another, where it maps them.
+
+    returns: of a device, what is there once all ranks have come here; None = nothing to wait for.
+    """
     store.copy(copies, "after")
-    if store.file >= 0 and any(copy.when == "after" for copy in copies):
+    if store.is_shared and not store.is_host:
+        return ranks.all_reduce(torch.zeros(1, device=store.device))
+    if store.is_shared and any(copy.when == "after" for copy in copies):
         ranks.all_reduce(torch.zeros(1))
+    return None
 
 
 class Ahead:

@@ -8,7 +8,6 @@ others the tokens.
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -56,7 +55,7 @@ from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers
-from banyan.runner.pending import Begun, PendingStep, failed
+from banyan.runner.pending import Begun, PendingStep, after, failed
 from banyan.runner.pooling import Pooler
 from banyan.runner.rank_pages import copy_after
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
@@ -100,7 +99,7 @@ class ModelRunner:
         rack: AdapterRack | None = None,
     ) -> None:
         card, device = model.card, build.device
-        self._platform = platform or CpuPlatform()
+        self.platform = platform or CpuPlatform()
         self._build = build
         self._device = device
         self._ranks = build.groups.world
@@ -114,10 +113,10 @@ class ModelRunner:
         )
         beside = [] if draft is None else draft.model.caches
         caches = numbered_through([model.caches, beside])
-        can_go_back = self._platform.traits.is_host and not sizes.branching
+        can_go_back = self.platform.traits.is_host and not sizes.branching
         trails = sizes.draft_room if open_drafter is not None and can_go_back else 0
         self.store = KVStore(
-            sizes.groups, caches, device, sizes.shares_pages, self._platform.stream, trails
+            sizes.groups, caches, device, sizes.shares_pages, self.platform.stream, trails
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
@@ -133,7 +132,7 @@ class ModelRunner:
         self._ran = TargetStep(bool(taps))
         """What drafters read of the last step."""
         if open_drafter is not None:
-            whole = (self._table, self.store, sizes, self._platform, draft, self._ran)
+            whole = (self._table, self.store, sizes, self.platform, draft, self._ran)
             compaction = None
             if sizes.branching:
                 layers = 1 + max((cache.layer for cache in model.caches), default=-1)
@@ -151,25 +150,25 @@ class ModelRunner:
 
     def take_model(self, model: Model) -> None:
         """Run `model`, of the same card, from the next step on."""
-        self._platform.synchronize()
+        self.platform.synchronize()
         self.model: Model | None = model
         card = self._card
         usual = "encoder" if card.is_encoder else "reference"
         backend = self._sizes.attention or usual
         attention = BACKENDS.load(backend)(self._build.ops, self.store)
-        with self._platform.stream():
+        with self.platform.stream():
             self._forward = open_forward(
                 *(model, self._table, self.store, self._build, self._sizes),
-                *(attention, self._platform),
+                *(attention, self.platform),
             )
-        self._platform.synchronize()
+        self.platform.synchronize()
         self._pooler = None
         if card.pooling is not None:
             self._pooler = Pooler(card.pooling, model, self._table.adapters)
 
     def drop_model(self) -> None:
         """Let go of the model; no rows can run until another one is taken."""
-        self._platform.synchronize()
+        self.platform.synchronize()
         del self._forward, self._pooler
         self.model = None
 
@@ -177,10 +176,10 @@ class ModelRunner:
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
-        with self._platform.stream():
+        with self.platform.stream():
             copies = self.begin_copies(plan.copies)
         try:
-            with self._platform.stream():
+            with self.platform.stream():
                 finish = self._execute(plan, mask_of)
         except Exception as error:
             log.exception("step=%d failed", plan.step)
@@ -248,8 +247,8 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
-        copy_after(self.store, plan.copies, self._ranks)
-        return finish
+        met = copy_after(self.store, plan.copies, self._ranks)
+        return finish if met is None else after(self.platform.fetch([met]), finish)
 
     def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> Begun:
         """Enter a plan and run its rows through the layers that are here.
@@ -277,10 +276,6 @@ class ModelRunner:
         burst, watch = self._run(batch, plan), self._build.watch
         return replace(begun, burst=burst, chosen=None if watch is None else watch.chosen)
 
-    def stream(self) -> AbstractContextManager[object]:
-        """What plans are begun and ended in."""
-        return self._platform.stream()
-
     def left(self, begun: Begun) -> Tensor:
         """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
         return self._forward.left(begun.batch)
@@ -307,7 +302,7 @@ class ModelRunner:
                 told = told_experts(self._build.watch, begun.chosen, batch, self._card)
                 hidden = (hidden or {}) | told
         outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
-        finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
+        finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self.platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
         result = finish()  # the step has ended, and the next one writes into the same memory
@@ -375,7 +370,7 @@ class ModelRunner:
             if not samples:
                 return None, scores, None
             sampled = self._sample(plan, batch, logits, mask_of)
-        here = sampled if self._drafting is None else sampled.fetched(self._platform)
+        here = sampled if self._drafting is None else sampled.fetched(self.platform)
         verified = self._verify(batch, here)
         if sheet is None or scores is None:
             return here, None, verified

@@ -29,16 +29,13 @@ _STORE = {
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
 _DISPATCH = "rows go to the ranks of their experts by exact counts (--deepep-mode normal) only"
-_HANDOFF = "MemFabric carries no pages, and servers of several ranks on NPUs hand over none"
+_HANDOFF = "joined replicas (--enable-dp-attention) hand over nothing"
 _DRAFTS = (
     "the layer of DeepSeek V3.2 that drafts runs on CPUs only, and joined replicas verify none"
 )
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
-    "--disaggregation-mode": _HANDOFF,
-    "--disaggregation-transfer-backend": _HANDOFF,
-    "--disaggregation-bootstrap-port": _HANDOFF,
-    "ASCEND_MF_STORE_URL": _HANDOFF,
+    "--disable-radix-cache": "what is handed over is a prefix of the cache",
     "--moe-a2a-backend": _DISPATCH,
     "--enable-deepep-moe": _DISPATCH,
     "--deepep-mode": _DISPATCH,
@@ -49,6 +46,13 @@ NOT_YET = {
     "SGLANG_USE_AG_AFTER_QLORA": "latents are not divided among ranks",
 }
 """Flags and variables of these lines that this build refuses on an NPU, or that belong to such."""
+JOINED = "--enable-dp-attention"
+NOT_JOINED = {
+    "--disaggregation-mode": _HANDOFF,
+    "--disaggregation-transfer-backend": _HANDOFF,
+    "ASCEND_MF_STORE_URL": _HANDOFF,
+}
+"""The same, of joined replicas."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,15 @@ class Line:
     @property
     def left_out(self) -> dict[str, str]:
         """What of this line is not there yet, and why."""
+        not_yet = NOT_YET | (NOT_JOINED if JOINED in self.words else {})
         asked = (name for name, value in self.variables.items() if value != "0")
         names = (*(flag for flag, *_ in self.flags()), *asked)
-        return {name: NOT_YET[name] for name in names if name in NOT_YET}
+        return {name: not_yet[name] for name in names if name in not_yet}
+
+    @property
+    def role(self) -> str:
+        """ "prefill", "decode" or ""."""
+        return next((flag[1] for flag in self.flags() if flag[0] == "--disaggregation-mode"), "")
 
     def scaled(self) -> "Line":
         """With the counts of a small machine, and no addresses."""

@@ -3,6 +3,9 @@ is refused by name."""
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,19 +20,24 @@ from tests.models.families import rewrite_config
 from tests.models.quantised import FORMS
 from tests.models.test_quant import rewrite_weights
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import launch, status_of, wait_until
+from tests.system.handing import Servers
+from tests.system.serving import Server, free_port, launch, status_of, wait_until
 from tests.system.test_hidden_drafts import with_words
+from tests.system.test_transfer_engines import needs
 
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"
 ONE = "install page, one server"
 DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
 START_S = 300.0
+STORE = "ASCEND_MF_STORE_URL"
+PORT = re.compile(r"--disaggregation-bootstrap-port (\d+)")
 SIZES = LATENT | {
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16},
     **{"index_head_dim": 128, "moe_intermediate_size": 32},
 }
 AT_START = (
-    *("--disaggregation-mode", "--disaggregation-bootstrap-port"),
+    *("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),
+    "--disable-radix-cache",
     *("--moe-a2a-backend", "--enable-deepep-moe", "--deepep-mode"),
 )
 """What is refused when a device is opened, or belongs to what is refused; drafts are refused when
@@ -53,17 +61,17 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {name: made["recipe deepseek-r1, decode"] for name in LINES} | made
 
 
-@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
-@pytest.mark.parametrize("name", LINES)
-def test_a_documented_line_starts_a_server_that_answers(
-    npu, models: dict[str, Path], tmp_path, monkeypatch, name: str
-) -> None:
+@contextmanager
+def serving(name: str, model: Path, log: Path, patch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of this line, once it is ready."""
     line = LINES[name].scaled().servable()
     variables = {"BANYAN_NPU": "emulated", "BANYAN_NPU_CHECKS": "1", **line.variables}
+    if STORE in line.variables:  # of the server before it, or one that is made now
+        variables[STORE] = os.environ.get(STORE) or f"tcp://127.0.0.1:{free_port()}"
+        needs("ascend")
     for key, value in variables.items():
-        monkeypatch.setenv(key, value)
-    where = ("--model-path", str(models[name]), "--max-total-tokens", "4096")
-    server = launch(tmp_path / "log", *where, *line.words)
+        patch.setenv(key, value)
+    server = launch(log, "--model-path", str(model), "--max-total-tokens", "4096", *line.words)
     try:
 
         def is_ready() -> bool:
@@ -71,16 +79,55 @@ def test_a_documented_line_starts_a_server_that_answers(
             return status_of(server, "/readyz") == 200
 
         wait_until(is_ready, START_S, "the server to be ready")
-        greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-        for length in (3, 140):
-            ids = [(7 * i * i + 3 * i) % 97 for i in range(length)]
-            found = server.generate(input_ids=ids, sampling_params=greedy)
-            assert len(found["output_ids"]) == 6
         ranks = int(dict(f for f in line.flags() if len(f) == 2).get("--tp-size", "1"))
-        children = server.children_of("banyan.compose")
-        assert len(children) >= ranks
+        assert len(server.children_of("banyan.compose")) >= ranks
+        yield server
     finally:
         server.kill()
+
+
+BODIES = [
+    {
+        "input_ids": [(7 * i * i + 3 * i) % 97 for i in range(length)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+    }
+    for length in (3, 140)
+]
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+@pytest.mark.parametrize("name", LINES)
+def test_a_documented_line_starts_a_server_that_answers(
+    npu, models: dict[str, Path], tmp_path, monkeypatch, name: str
+) -> None:
+    """One that goes on with prompts answers with one that computes them, by the line beside its."""
+    role = LINES[name].scaled().servable().role
+    with ExitStack() as stack:
+
+        def start(name: str) -> Server:
+            log = tmp_path / name.replace(" ", "-")
+            return stack.enter_context(serving(name, models[name], log, monkeypatch))
+
+        if role == "decode":
+            first = start(name.replace("decode", "prefill"))
+            port = int(PORT.findall(" ".join(LINES[name.replace("decode", "prefill")].words))[0])
+            pair = Servers(first, start(name), port)
+            for body in BODIES:
+                answers = [each.result(START_S) for each in pair.start("/generate", body)]
+                assert [each.status_code for each in answers] == [200, 200], answers[1].text
+                assert len(answers[1].json()["output_ids"]) == 6
+            stats = pair.decode.stats()
+            assert stats["computed_tokens"] < 3 + 140 - 128 + 2 * 8, "a page came"
+            return
+        server = start(name)
+        if role != "prefill":
+            assert all(len(server.generate(**body)["output_ids"]) == 6 for body in BODIES)
+            return
+        for room, body in enumerate(BODIES):
+            asked = {"bootstrap_host": "127.0.0.1", "bootstrap_room": room, "stream": True, **body}
+            with server.http.stream("POST", "/generate", json=asked, timeout=START_S) as answer:
+                told = next(line for line in answer.iter_lines() if line.startswith("data: "))
+            assert len(json.loads(told.removeprefix("data: "))["output_ids"]) == 1
 
 
 @pytest.mark.parametrize("name", LINES)

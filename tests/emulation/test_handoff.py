@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from banyan.base.errors import BanyanError
 from banyan.llm import Engine
+from tests.emulation.test_ranks import IN_ALL
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import free_port, wait_until
 from tests.system.test_handoff import is_whole
-from tests.system.test_transfer_engines import needs
+from tests.system.test_transfer_engines import PACKAGES, needs
 
 ON_NPU = {**FLAGS, "device": "npu", "dtype": "bfloat16", "page_size": 128, "max_total_tokens": 2048}
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -67,8 +68,39 @@ def test_a_pair_of_npus_answers_like_one(
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"
 
 
-def test_several_ranks_of_a_device_are_refused_by_name(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    flags = {**ON_NPU, "disaggregation_mode": "decode", "tp_size": 2}
-    with pytest.raises(BanyanError, match="with 2 ranks is not available on npu"):
-        Engine(str(model), **flags)
+LAYOUTS = {
+    "tp 2 to tp 2": ({"tp_size": 2}, {"tp_size": 2}),
+    "tp 1 to tp 2": ({}, {"tp_size": 2}),
+    "tp 2 to tp 1": ({"tp_size": 2}, {}),
+    "pp 2 to tp 2": ({"pp_size": 2}, {"tp_size": 2}),
+    "cp 2 to tp 1": ({"tp_size": 2, "attn_cp_size": 2}, {}),
+}
+"""Of prefill, and of decode."""
+IN_TEST = "tp 2 to tp 2"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name == IN_TEST else IN_ALL) for name in LAYOUTS],
+)
+def test_ranks_of_npus_hand_over_what_one_computes(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a device of its own, in a process of its own."""
+    transfer = "tcp" if find_spec(PACKAGES["ascend"]) is None else "ascend"
+    flags = ON_NPU | by(transfer, monkeypatch)
+    model, (prefill, decode) = write_tiny_model(tmp_path / "model"), LAYOUTS[layout]
+    bodies = [
+        {"input_ids": [(x * n) % 61 + 2 for x in PROMPT[:length]], "sampling_params": GREEDY}
+        for n, length in ((1, 300), (2, 256), (1, 290), (3, 20))
+    ]
+    with Engine(str(model), **ON_NPU) as single:
+        right = [single.generate(**body)["output_ids"] for body in bodies]
+    first = {**flags, **prefill, "chunked_prefill_size": 128}
+    with engines(model, first, {**flags, **decode}) as pair:
+        assert [pair.ask(**body)["output_ids"] for body in bodies] == right
+        wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+        before = computed(pair.decode)
+        pair.ask(input_ids=[9, *PROMPT], sampling_params=GREEDY)
+        wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+        assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"

@@ -1,6 +1,7 @@
 """Pages of several ranks as one: cut by heads and by layers, whatever the number of ranks."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,18 @@ def shared(*caches: LayerCache) -> KVStore:
     return KVStore(GROUPS, caches, CPU, is_shared=True)
 
 
+def of_a_device(*caches: LayerCache) -> KVStore:
+    """Rank 0 cannot map its pages: they come and go through a window."""
+    store = shared(*caches)
+    store.is_host = False
+    return store
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("is_by_head", [False, True])
+@pytest.mark.parametrize("shared", [shared, of_a_device])
 def test_a_page_is_the_same_on_any_number_of_ranks(
-    ranks: int, is_by_head: bool, tmp_path: Path
+    ranks: int, is_by_head: bool, shared: Callable[..., KVStore], tmp_path: Path
 ) -> None:
     """Above four ranks several of them keep the same head."""
     alone = KVStore(GROUPS, [layer(0, HEADS), layer(1, 0, latent=True)], CPU)
@@ -168,6 +177,23 @@ def test_shared_pages_are_given_back_and_are_zero() -> None:
     store.tensors(0)["k"][3] = 7.0
     store.release()
     assert not store.tensors(0)["k"].any()
+
+
+def test_a_rank_that_cannot_move_a_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [of_a_device(layer(0, 2, first=first)) for first in (0, 2)]
+    pages = opened(tmp_path, stores, is_by_head=False)
+    right = pages.take(0, PageId(1))
+
+    def fail(group: int, page: PageId) -> np.ndarray:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(stores[1], "take", fail)
+    with pytest.raises(OSError, match="another rank of this server cannot move a page"):
+        pages.take(0, PageId(1))
+    monkeypatch.undo()
+    assert (pages.take(0, PageId(1)) == right).all(), "it is asked again"
 
 
 class Met(Group):
