@@ -13,17 +13,34 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
+from tests.emulation import build
 from tests.system.handing import WAIT_S, Servers, fresh_room, servers
-from tests.system.serving import settled, status_of, wait_until
+from tests.system.serving import free_port, serving, settled, status_of, wait_until
 from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
 
 BACKENDS = ("mooncake", "nixl")
+OF_DEVICES = ("ascend",)
+"""Those that copy from one device to another, which is emulated; what they answer is held against
+one device in tests/emulation."""
 PACKAGES = {"mooncake": "mooncake", "nixl": "nixl", "ascend": "memfabric_hybrid"}
 
 
 def needs(backend: str) -> None:
     if find_spec(PACKAGES[backend]) is None:
         pytest.skip(f"{PACKAGES[backend]} is not installed; make test-transfer brings it")
+
+
+def flags_of(backend: str, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What both servers are given, beside variables that are set here."""
+    needs(backend)
+    flags = ("--disaggregation-transfer-backend", backend)
+    if backend not in OF_DEVICES:
+        return flags
+    if why := build.absence():
+        pytest.skip(why)
+    patch.setenv("BANYAN_NPU", "emulated")
+    patch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{free_port()}")
+    return (*flags, "--device", "npu", "--dtype", "bfloat16", "--skip-server-warmup")
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +103,17 @@ def test_a_pair_with_different_engines_shares_nothing(tiny_model: Path, tmp_path
         assert text in second.result().text
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *OF_DEVICES])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefill_server_that_goes_takes_no_one_along(
-    backend: str, blow: signal.Signals, tiny_model: Path, tmp_path: Path
+    backend: str,
+    blow: signal.Signals,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What waits for it fails in time, and a server that comes in its place is taken from."""
-    needs(backend)
-    flags = ("--disaggregation-transfer-backend", backend)
+    flags = flags_of(backend, monkeypatch)
     with servers(tmp_path, tiny_model, *flags) as pair:
         answer(pair, {"input_ids": PROMPT, "sampling_params": GREEDY})
         engine = pair.prefill.engine_pid()
@@ -114,7 +134,33 @@ def test_a_prefill_server_that_goes_takes_no_one_along(
         answer(pair, {"input_ids": PROMPT[9:], "sampling_params": GREEDY})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *OF_DEVICES])
+def test_two_prefill_servers_give_to_one(
+    backend: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the first one goes, and what it keeps for all with it, the other one still gives."""
+    flags = flags_of(backend, monkeypatch)
+    port = free_port()
+    second = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+    common = ("--model-path", str(tiny_model), "--threads", "1", "--max-total-tokens", "8192")
+    bodies = [{"input_ids": PROMPT[at:], "sampling_params": GREEDY} for at in range(4)]
+    with (
+        servers(tmp_path, tiny_model, *flags) as pair,
+        serving(tmp_path / "second.log", *common, *flags, *second) as other,
+    ):
+        beside = Servers(other, pair.decode, port)
+        right = [answer(pair, body)["output_ids"] for body in bodies]
+        pair.decode.http.post("/flush_cache")
+        assert [answer(beside, body)["output_ids"] for body in bodies] == right
+        pair.prefill.kill()
+        pair.decode.http.post("/flush_cache")
+        before = pair.decode.stats()
+        assert [answer(beside, body)["output_ids"] for body in bodies] == right
+        after = settled(pair.decode.stats, before["finished"] + len(bodies))
+        assert after["computed_tokens"] - before["computed_tokens"] < len(bodies) * (128 + 16)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *OF_DEVICES])
 def test_without_its_package_an_engine_is_refused_with_what_installs_it(
     backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
