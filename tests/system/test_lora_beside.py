@@ -103,6 +103,7 @@ SHARING = {
         {**DIVIDED, "cp_strategy": "interleave"},
         {**JOINED, "moe_a2a_backend": "deepep"},
         {**DIVIDED, "disable_cuda_graph": True},
+        {**DIVIDED, "speculative_algorithm": "NGRAM"},
         {**JOINED, "disable_cuda_graph": True},
     ],
     "deepseek v3": [DIVIDED, {**JOINED, "moe_dense_tp_size": 1}],
