@@ -71,8 +71,8 @@ trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
 	@exec $(BIN)/python -m tests.trust $(if $(LINES),--only $(LINES)) $(ARGS)
 
 # The emulated NPU as either chip, with every family in every way; some minutes.
-test-npu: $(VENV)/.test
-	@for soc in A2 A3; do BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/emulation $(ARGS) || exit 1; done
+test-npu: $(VENV)/.test .transfer/memfabric/.installed
+	@for soc in A2 A3; do PYTHONPATH=.transfer/memfabric BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/emulation $(ARGS) || exit 1; done
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
