@@ -255,3 +255,9 @@ def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     minima = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], dim=1)
     scale, minimum = half(blocks, 0) * scales.float(), half(blocks, 2) * minima.float()
     return scale.unsqueeze(-1), minimum.unsqueeze(-1)
+
+
+def e4m3(units: Tensor) -> Tensor:
+    """[units, 36] uint8, numbers and then their scale -> [units, 32] fp32."""
+    numbers = units[:, :BLOCK].contiguous().view(torch.float8_e4m3fn)
+    return numbers.float() * units[:, BLOCK:].contiguous().view(torch.float32)

@@ -40,6 +40,8 @@ def _float(dtype: torch.dtype) -> StorageType:
     return StorageType(1, dtype.itemsize, lambda units: units.clone().view(dtype))
 
 
+E4M3 = "E4M3"
+"""Floats of 8 bits, 32 of an output with a scale in fp32 behind them; none of them is a NaN."""
 STORAGE_TYPES = {
     "F32": _float(torch.float32),
     "F16": _float(torch.float16),
@@ -66,6 +68,7 @@ STORAGE_TYPES = {
     "IQ1_M": StorageType(SUPER_BLOCK, 56, grids.iq1_m),
     "TQ1_0": StorageType(SUPER_BLOCK, 54, grids.tq1_0),
     "TQ2_0": StorageType(SUPER_BLOCK, 66, grids.tq2_0),
+    E4M3: StorageType(BLOCK, BLOCK + 4, blocks.e4m3),
     **{
         name: StorageType(BLOCK, size, rounded_inputs.unpack)
         for name, size in rounded_inputs.SIZES.items()

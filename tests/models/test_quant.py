@@ -599,3 +599,28 @@ def test_a_tall_weight_in_fp8_is_what_its_scales_say(block):
     }
     found = Fp8(block).restore("x", parts).weight
     assert found.type == "BF16" and torch.equal(found.dense, (numbers.float() * spread).bfloat16())
+
+
+def test_numbers_in_fp8_stay_where_the_device_multiplies_with_them():
+    """Blocks of 128 x 128 in 8 bits, other widths in bf16; nothing else of the model differs."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn((300, 256), generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand((3, 2), generator=generator) + 0.1
+    parts = {
+        "weight": RawTensor("F8_E4M3", (300, 256), numbers.view(torch.uint8).flatten()),
+        "weight_scale_inv": StoredWeight.from_tensor(scale),
+    }
+    spread = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)
+    kept = Fp8((128, 128), keeps=True).restore("x", parts).weight
+    assert kept.type == "E4M3" and torch.equal(kept.dense, numbers.float() * spread)
+    by_tensor = parts | {"weight_scale_inv": StoredWeight.from_tensor(scale[:1, :1])}
+    assert torch.equal(
+        Fp8(None, keeps=True).restore("x", by_tensor).weight.dense, numbers.float() * scale[0, 0]
+    )
+    odd = parts | {"weight_scale_inv": StoredWeight.from_tensor(torch.ones(3, 3))}
+    assert Fp8((128, 100), keeps=True).restore("x", odd).weight.type == "BF16"
+    bad = numbers.view(torch.uint8).clone()
+    bad[7, 7] = 0xFF  # no number
+    holed = parts | {"weight": RawTensor("F8_E4M3", (300, 256), bad.flatten())}
+    found = Fp8((128, 128), keeps=True).restore("x", holed).weight
+    assert found.type == "BF16" and bool(found.dense[7, 7].isnan())

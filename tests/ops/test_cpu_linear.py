@@ -14,14 +14,14 @@ from banyan.ops.cpu.embedding import StoredEmbedding
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
 from banyan.ops.cpu.weights import QUANTIZATIONS, SOURCES, Arena, pack
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
 from tests.ops.conftest import MACHINES, open_library
 
 FLOATS = tuple(name for name in SOURCES if STORAGE_TYPES[name].is_float)
-BLOCKS = tuple(name for name in SOURCES if name not in FLOATS)
+BLOCKS = tuple(name for name in SOURCES if name not in (*FLOATS, E4M3))
 TABLED = tuple(name for name in SOURCES if name.startswith(("IQ", "TQ")) and name != "IQ4_NL")
 """Types that are packed in a form of another one: what runs on them is that one's."""
-PACKED = tuple(name for name in SOURCES if name not in (*FLOATS, *TABLED))
+PACKED = tuple(name for name in SOURCES if name not in (*FLOATS, E4M3, *TABLED))
 ROUNDED = {"IQ2_XS": 1 / 254 + 2**-11, "IQ2_S": 1 / 254 + 2**-11, "IQ1_S": 2**-10}
 """Types of which more than the scales is rounded in packing -> to what part of the largest."""
 SUPER_BLOCKS = tuple(name for name in BLOCKS if STORAGE_TYPES[name].values == 256)
@@ -57,6 +57,8 @@ def stored(name: str, outputs: int, inputs: int, low: float = -9.0, high: float 
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
         return StoredWeight.from_tensor(values.to(dtype))
     units = outputs * inputs // storage.values
+    if name == E4M3:
+        return eighths(outputs, inputs)
     raw = rng.integers(0, 256, (units, storage.size_bytes), dtype=np.uint8)
     for at in HALF_AT.get(name, (0, 2)):
         scales = 2.0 ** rng.uniform(low, high, units) * rng.choice([-1, 1], units)
@@ -68,6 +70,40 @@ def stored(name: str, outputs: int, inputs: int, low: float = -9.0, high: float 
         for at in range(4):
             raw[:, 49 + 2 * at] = raw[:, 49 + 2 * at] & 15 | (scales >> 4 * at & 15) << 4
     return StoredWeight.from_bytes(name, (outputs, inputs), torch.from_numpy(raw.reshape(-1)))
+
+
+def eighths(outputs: int, inputs: int) -> StoredWeight:
+    """Numbers of all sizes in e4m3, the smallest ones and both zeros among them."""
+    rng = np.random.default_rng(outputs * 1000 + inputs)
+    codes = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
+    numbers = codes[rng.integers(0, len(codes), (outputs, inputs // 32, 32))]
+    scales = (2.0 ** rng.uniform(-20, 3, (outputs, inputs // 32, 1))).astype(np.float32)
+    raw = np.concatenate([numbers, scales.view(np.uint8)], -1)
+    return StoredWeight.from_bytes(E4M3, (outputs, inputs), torch.from_numpy(raw.reshape(-1)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 200])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (37, 352), (64, 1088)])
+def test_floats_of_8_bits_multiply_as_they_are(rows, outputs, inputs, library):
+    """And a row gives the same bits alone and among others."""
+    weight, x = eighths(outputs, inputs), random(rows, inputs)
+    packed = pack_linear(library, weight)
+    assert isinstance(packed, PlainLinear)
+    numbers = weight.raw.view(outputs, -1, 36)
+    of_block = numbers[..., 32:].contiguous().view(torch.float32)
+    values = numbers[..., :32].contiguous().view(torch.float8_e4m3fn).double() * of_block.double()
+    whole = values.flatten(1)
+    assert torch.equal(weight.dense, whole.float())
+    found, bound = packed(x), x.abs().double() @ whole.abs().T
+    assert ((found - x.double() @ whole.T).abs() <= 3e-6 * bound + 1e-30).all()
+    alone = torch.cat([packed(x[at : at + 1]).clone() for at in range(min(rows, 20))])
+    assert torch.equal(alone, found[:20])
+
+
+def test_floats_of_8_bits_are_rounded_where_that_is_asked_for(library):
+    weight = eighths(32, 64)
+    same = pack_linear(library, StoredWeight.from_tensor(weight.dense), "q8_0")
+    assert torch.equal(pack_linear(library, weight, "q8_0")(random(3, 64)), same(random(3, 64)))
 
 
 def rounded_rows(x):

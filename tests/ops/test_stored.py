@@ -7,9 +7,9 @@ import torch
 
 from banyan.base.errors import ModelError
 from banyan.ops.rounded_inputs import SIZES, Rounding
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
+from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight, stack
 
-STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in SIZES}
+STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in (*SIZES, E4M3)}
 BLOCKS = [name for name, storage in STORAGE_TYPES.items() if not storage.is_float]
 ADVERSARIAL = (0x00, 0x7F, 0x80, 0xFF, 0x55, 0xAA, 0x0F, 0xF0)
 """Bytes whose repetition makes largest and smallest values, infinities, NaNs and lone bits."""

@@ -36,7 +36,7 @@ from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.models.weights.shared import with_numbered_blocks
 from banyan.models.weights.states import with_heads_of_keys, with_plain_states
 from banyan.ops.bind import BoundOps
-from banyan.ops.stored import RawTensor, StoredWeight
+from banyan.ops.stored import E4M3, RawTensor, StoredWeight
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -105,8 +105,10 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, build, seed, watch)
     else:
-        rounds = isinstance(build.ops, BoundOps) and build.ops.rounds_as_asked
-        tensors = tensors_of(card, is_mapped, transforms, rounds=rounds)
+        ops = build.ops if isinstance(build.ops, BoundOps) else None
+        rounds = ops is not None and ops.rounds_as_asked
+        keeps_fp8 = ops is not None and E4M3 in ops.kept_types
+        tensors = tensors_of(card, is_mapped, transforms, rounds=rounds, keeps_fp8=keeps_fp8)
         filling = Filling(model, family.names[card.format], watch)
         filling.run(tensors)
         if build.device.type == "cpu" and build.ops.recorder is not None:
@@ -121,12 +123,14 @@ def tensors_of(
     transforms: Sequence[Transform] = (),
     beginning: str = "",
     rounds: bool = False,
+    keeps_fp8: bool = False,
 ) -> Iterator[tuple[str, Stored]]:
     """The tensors of a checkpoint as models take them: whole weights under their names.
 
     Args:
         beginning: of the names of those that are wanted.
         rounds: the device rounds activations to 8 bits where the checkpoint asks for it.
+        keeps_fp8: it multiplies with floats of 8 bits.
 
     Raises:
         ModelError: unreadable files.
@@ -135,7 +139,7 @@ def tensors_of(
     if beginning:
         tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
     if card.quant is not None:
-        method = open_method(card.quant, card.path, rounds)
+        method = open_method(card.quant, card.path, rounds, keeps_fp8)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
     elif card.format == "gguf":
         tensors = _of_gguf(tensors, card)

@@ -13,7 +13,7 @@ from torch import Tensor
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, is_float, pack
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import StoredWeight
 
 
 class RoundedLinear:
@@ -102,7 +102,7 @@ def supports(spec: OpSpec) -> str | None:
 
 def _supports_rounded(spec: OpSpec) -> str | None:
     reason = supports(spec)
-    if reason is None and STORAGE_TYPES[spec.weight_type].is_float:
+    if reason is None and is_float(spec.weight_type, ""):
         assert isinstance(spec.toolkit, Library)
         return None if spec.toolkit.quantization else "for quantised weights"
     return reason

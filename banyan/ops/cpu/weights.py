@@ -12,10 +12,10 @@ from torch import Tensor
 from banyan.base.errors import ModelError
 from banyan.ops.arena import Arena
 from banyan.ops.cpu.library import Library
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
 
 SOURCES = (
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("F32", "F16", "BF16", E4M3, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "IQ4_XS", "IQ3_XXS", "IQ3_S"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
 )
@@ -27,8 +27,8 @@ _GROUP = 16  # outputs of a tile
 
 
 def is_float(type: str, quantization: str) -> bool:
-    """Whether a weight of this storage type is packed as floats."""
-    return STORAGE_TYPES[type].is_float and not quantization
+    """Whether a weight of this storage type is packed as floats, of 8 bits at least."""
+    return (STORAGE_TYPES[type].is_float or type == E4M3) and not quantization
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def pack(
     outputs, inputs = weight.shape
     source = SOURCES.index(weight.type)
     format = library.function("bn_linear_format")(source)
-    if quantization and STORAGE_TYPES[weight.type].is_float:
+    if quantization and is_float(weight.type, ""):
         format = _EIGHT_BITS if is_head else QUANTIZATIONS[quantization]
     tiles = arena.take(library.function("bn_linear_bytes")(format, outputs, inputs))
     factors = torch.ones(-(-outputs // _GROUP) * _GROUP)

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from banyan.base.table import Table
 from banyan.config.card import QuantFacts
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
+from banyan.models.weights.quant.fp8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ FORMS = {
     "fp8": Form(
         f"{_HERE}.fp8:open_fp8",
         "e4m3 or e5m2, a scale per tensor, per output or per block",
-        "BF16",
+        "E4M3: as it is, with a scale per 32 inputs; BF16 for e5m2, and on other devices than CPUs",
     ),
     "gptq": Form(
         f"{_HERE}.gptq:open_gptq",
@@ -97,16 +98,20 @@ ROUNDING: Table[OpenMethod] = Table(
 )
 
 
-def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMethod:
+def open_method(
+    quant: QuantFacts, where: str, rounds: bool = False, keeps_fp8: bool = False
+) -> QuantMethod:
     """The method of a checkpoint; ConfigError when its name is unknown, ModelError when a setting
     is not served.
 
     Args:
         rounds: the device rounds activations to 8 bits where a checkpoint asks for it.
+        keeps_fp8: it multiplies with floats of 8 bits.
     """
     table = ROUNDING if rounds and quant.method in _ROUNDED else QUANT_METHODS
     opened = table.load(quant.method)
-    return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
+    method = opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
+    return replace(method, keeps=True) if keeps_fp8 and isinstance(method, Fp8) else method
 
 
 def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:

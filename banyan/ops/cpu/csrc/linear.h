@@ -14,7 +14,8 @@
 //
 // A weight is factor * (scale * (q - offset) + minimum), the factor fp32 and per output; where 4 bits
 // number levels, q is the level.
-// Float weights lie as [group][input][16 outputs].
+// Float weights lie as [group][input][16 outputs]; those of 8 bits (E4M3) in tiles of 32 inputs: scales
+// fp32 [16], which are 2^8 times those of the checkpoint, and the numbers [input][16 outputs].
 //
 // Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
 // [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block), and what is
@@ -45,7 +46,8 @@ enum FormatId : int32_t {
   F32 = 9,
   F16 = 10,
   BF16 = 11,
-  NUM_FORMATS = 12,
+  E4M3 = 12,
+  NUM_FORMATS = 13,
 };
 
 struct Format {
@@ -86,8 +88,10 @@ constexpr int64_t apart_of(int64_t blocks) {
 constexpr int64_t activation_bytes(int64_t k) {
   return (blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8 + 63) / 64 * 64;
 }
+constexpr int64_t E4M3_TILE = GROUP * 4 + GROUP * BLOCK;
 constexpr int64_t group_bytes(int32_t format, int64_t k) {
   return format < NUM_QUANTISED ? blocks_of(k) * FORMATS[format].tile_bytes()
+         : format == E4M3       ? blocks_of(k) * E4M3_TILE
                                 : k * GROUP * (format == F32 ? 4 : 2);
 }
 

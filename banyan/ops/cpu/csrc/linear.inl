@@ -126,6 +126,13 @@ struct Brains {
   vf at(int64_t k, int i) const { return load_bf16(w + k * GROUP + i * LANES); }
 };
 
+struct Eighths {  // without their scales
+  const uint8_t* tiles;
+  vf at(int64_t k, int i) const {
+    return load_e4m3(tiles + k / BLOCK * E4M3_TILE + GROUP * 4 + k % BLOCK * GROUP + i * LANES);
+  }
+};
+
 constexpr int WIDE_ROWS = LANES == 4 ? 2 : LANES == 8 ? 6 : 12;
 
 template <class Source, int R>
@@ -149,6 +156,60 @@ inline void wide_rows(const Source& w, int64_t count, const WideRows& rows, int6
   }
   if constexpr (R > 1)
     if (row < end) wide_rows<Source, (R > 6 ? 6 : R > 2 ? 2 : 1)>(w, count, rows, row, end, acc);
+}
+
+// Products with floats of 8 bits: in a block two sums, of every other input each, so that neither waits
+// for the other; then acc = fma(first + second, scale, acc).
+template <class Source, int R>
+inline void eighth_rows(const Source& w, const uint8_t* tiles, int64_t count, const WideRows& rows,
+                        int64_t row, int64_t end, float* acc) {
+  constexpr int SUMS = 2;
+  for (; row + R <= end; row += R) {
+    const float* x[R];
+    vf sum[R][VECTORS];
+    for (int r = 0; r < R; r++) {
+      x[r] = (const float*)(rows.x + (row + r) * rows.bytes) + rows.first;
+      for (int i = 0; i < VECTORS; i++) sum[r][i] = load(acc + (row + r) * GROUP + i * LANES);
+    }
+    for (int64_t k = 0; k < count; k += BLOCK) {
+      const float* scales = (const float*)(tiles + k / BLOCK * E4M3_TILE);
+      if constexpr (R == 1) {
+        vf part[SUMS][VECTORS] = {};
+        for (int64_t m = k; m < k + BLOCK; m += SUMS)
+          for (int j = 0; j < SUMS; j++)
+            for (int i = 0; i < VECTORS; i++)
+              part[j][i] = fma(splat(x[0][m + j]), w.at(m + j, i), part[j][i]);
+        for (int i = 0; i < VECTORS; i++) {
+          vf total = part[0][i];
+          for (int j = 1; j < SUMS; j++) total += part[j][i];
+          sum[0][i] = fma(total, load(scales + i * LANES), sum[0][i]);
+        }
+      } else {
+        vf total[R][VECTORS];
+        for (int j = 0; j < SUMS; j++) {
+          vf part[R][VECTORS] = {};
+          for (int m = j; m < BLOCK; m += SUMS) {
+            vf v[VECTORS];
+            for (int i = 0; i < VECTORS; i++) v[i] = w.at(k + m, i);
+            for (int r = 0; r < R; r++)
+              for (int i = 0; i < VECTORS; i++)
+                part[r][i] = fma(splat(x[r][k + m]), v[i], part[r][i]);
+          }
+          for (int r = 0; r < R; r++)
+            for (int i = 0; i < VECTORS; i++)
+              total[r][i] = j ? total[r][i] + part[r][i] : part[r][i];
+        }
+        for (int r = 0; r < R; r++)
+          for (int i = 0; i < VECTORS; i++)
+            sum[r][i] = fma(total[r][i], load(scales + i * LANES), sum[r][i]);
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < VECTORS; i++) store(acc + (row + r) * GROUP + i * LANES, sum[r][i]);
+  }
+  if constexpr (R > 1)
+    if (row < end)
+      eighth_rows<Source, (R > 6 ? 6 : R > 2 ? 2 : 1)>(w, tiles, count, rows, row, end, acc);
 }
 
 // Weights of `blocks` blocks as fp32: scale * (q - offset) + minimum.
@@ -189,6 +250,8 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
       wide_rows<Halfs, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
     if constexpr (F == BF16)
       wide_rows<Brains, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
+    if constexpr (F == E4M3)
+      eighth_rows<Eighths, WIDE_ROWS>({tiles}, tiles, args.k, rows, 0, count, acc);
   } else {
     for (; rows.first < args.k; rows.first += EXACT_CHUNK) {
       int64_t here = args.k - rows.first < EXACT_CHUNK ? args.k - rows.first : EXACT_CHUNK;
@@ -197,6 +260,13 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
         const uint8_t* from = tiles + rows.first / BLOCK * FORMATS[F].tile_bytes();
         unpack(Tile<F>{from}, blocks_of(here), panel);
         widen<F>(panel, blocks_of(here), wide);
+      } else if constexpr (F == E4M3) {
+        const uint8_t* from = tiles + rows.first / BLOCK * E4M3_TILE;
+        for (int64_t k = 0; k < here; k++)
+          for (int i = 0; i < VECTORS; i++)
+            store(wide + k * GROUP + i * LANES, Eighths{from}.at(k, i));
+        eighth_rows<Floats, WIDE_ROWS>({wide}, from, here, rows, 0, count, acc);
+        continue;
       } else {
         const uint16_t* from = (const uint16_t*)tiles + rows.first * GROUP;
         for (int64_t i = 0; i < here * GROUP; i += LANES)
@@ -217,7 +287,7 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
         {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
          exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,           \
          exact_unit<W4_LEVELS>,                                                               \
-         exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>},                                 \
+         exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>, exact_unit<E4M3>},               \
   }
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace {
 #include "grids.inl"
 
 enum Source : int32_t {
-  S_F32, S_F16, S_BF16, S_Q4_0, S_Q4_1, S_Q5_0, S_Q5_1, S_Q8_0, S_Q2_K, S_Q3_K, S_Q4_K, S_Q5_K,
+  S_F32, S_F16, S_BF16, S_E4M3, S_Q4_0, S_Q4_1, S_Q5_0, S_Q5_1, S_Q8_0, S_Q2_K, S_Q3_K, S_Q4_K, S_Q5_K,
   S_Q6_K, S_IQ4_NL, S_MXFP4, S_IQ4_XS, S_IQ3_XXS, S_IQ3_S, S_IQ2_XXS, S_IQ2_XS, S_IQ2_S, S_IQ1_S,
   S_IQ1_M, S_TQ1_0, S_TQ2_0, NUM_SOURCES
 };
@@ -36,6 +36,7 @@ constexpr Layout LAYOUTS[NUM_SOURCES] = {
     {F32, 1, 4},
     {F16, 1, 2},
     {BF16, 1, 2},
+    {E4M3, 32, 36},
     {W4, 32, 18},
     {W4_MIN, 32, 20},
     {W5, 32, 22},

@@ -16,6 +16,12 @@ float float_at(int32_t source, const uint8_t* row, int64_t k) {
     std::memcpy(&v, row + 4 * k, 4);
     return v;
   }
+  if (source == S_E4M3) {
+    const uint8_t* block = row + k / BLOCK * LAYOUTS[S_E4M3].bytes;
+    float scale;
+    std::memcpy(&scale, block + BLOCK, 4);
+    return from_e4m3(block[k % BLOCK]) * (scale * 256.0f);
+  }
   uint16_t v;
   std::memcpy(&v, row + 2 * k, 2);
   return source == S_F16 ? from_fp16(v) : from_bf16(v);
@@ -118,6 +124,16 @@ void pack_floats(const PackArgs& args, int64_t group, uint8_t* to) {
   int64_t bytes = args.format == F32 ? 4 : 2;
   for (int i = 0; i < args.rows(group); i++) {
     const uint8_t* row = args.row(group, i);
+    for (int64_t b = 0; b < blocks_of(args.k) && args.format == E4M3; b++) {
+      const uint8_t* block = row + b * LAYOUTS[S_E4M3].bytes;
+      uint8_t* tile = to + b * E4M3_TILE;
+      float scale;
+      std::memcpy(&scale, block + BLOCK, 4);
+      scale *= 256.0f;
+      std::memcpy(tile + i * 4, &scale, 4);
+      for (int l = 0; l < BLOCK; l++) tile[GROUP * 4 + l * GROUP + i] = block[l];
+    }
+    if (args.format == E4M3) continue;
     for (int64_t k = 0; k < args.k; k++)
       std::memcpy(to + (k * GROUP + i) * bytes, row + k * bytes, bytes);
   }

@@ -158,6 +158,22 @@ inline vf load_fp16(const uint16_t* p) {
   return v;
 #endif
 }
+// 2^-8 times floats of 8 bits (e4m3), none of which is a NaN: their bits are those of fp16 but for the
+// bias of the exponent.
+inline float from_e4m3(uint8_t x) { return from_fp16((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7)); }
+inline vf load_e4m3(const uint8_t* p) {
+#if defined(__AVX512F__)
+  __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return (vf)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
+#elif defined(__AVX2__)
+  __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+  return (vf)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xbfff)));
+#else
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = from_e4m3(p[i]);
+  return v;
+#endif
+}
 inline void store_fp16(uint16_t* p, vf v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
