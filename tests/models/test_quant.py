@@ -23,7 +23,7 @@ from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.stored import RawTensor, StoredWeight
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny
-from tests.models.quantised import FORMS, Form, modelslim_four_bits, quark_settings
+from tests.models.quantised import FORMS, Form, by_block, modelslim_four_bits, quark_settings
 from tests.models.test_families import PROMPT, load
 
 CPU = torch.device("cpu")
@@ -624,3 +624,42 @@ def test_numbers_in_fp8_stay_where_the_device_multiplies_with_them():
     holed = parts | {"weight": RawTensor("F8_E4M3", (300, 256), bad.flatten())}
     found = Fp8((128, 128), keeps=True).restore("x", holed).weight
     assert found.type == "BF16" and bool(found.dense[7, 7].isnan())
+
+
+@pytest.mark.parametrize("name", ["fp8 by output", "fp8 by tensor", "fp8 in blocks of 32"])
+def test_a_model_in_fp8_keeps_8_bits_and_gives_the_logits_of_these_weights(
+    name, compiled, paged, tmp_path, monkeypatch
+):
+    """Also cut for two and three ranks; a row is the same alone and in a batch, bit for bit."""
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    monkeypatch.setitem(FORMS, "fp8 in blocks of 32", Form(by_block(32), settings, "E4M3"))
+    reference, meant = quantised(name, tmp_path)
+    card = read_card(str(tmp_path))
+    method = open_method(card.quant, "here", keeps_fp8=True)
+    stored = dict(restored(read_tensors(card), tensor_types(card), method, "fp8"))
+    assert {stored[weight].type for weight in meant} == {"E4M3"}
+
+    exact = bind(
+        "cpu", CPU, torch.float32, frozenset(), 16, exact=True, toolkit=open_toolkit("cpu", 1, {})
+    )
+    (logits,) = paged(load(tmp_path, exact)).step([(0, PROMPT)])
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    down = "model.layers.1.mlp.down_proj.weight"
+    whole, values = stored[down], meant[down]
+    inputs = values.shape[1]
+    x = torch.randn(5, inputs, generator=torch.Generator().manual_seed(1))
+    run = compiled.pack_linear(whole)
+    together = run(x).clone()
+    for row in range(5):
+        assert torch.equal(run(x[row : row + 1])[0], together[row])
+    for ranks in (2, 3):
+        wide = inputs // ranks
+        total = torch.zeros_like(together)
+        for first in range(0, inputs, wide):
+            mine = whole.cut(1, first, first + wide)
+            assert mine.type == "E4M3"
+            total += compiled.pack_linear(mine)(x[:, first : first + wide].contiguous())
+        torch.testing.assert_close(total, x @ values.T, atol=1e-4, rtol=1e-4)

@@ -144,7 +144,7 @@ def test_rounded_experts_multiply_as_rounded_projections_do(library, name, down)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("name", ["Q4_1", "BF16"])
+@pytest.mark.parametrize("name", ["Q4_1", "BF16", "E4M3"])
 def test_a_token_has_the_same_bits_alone_and_in_any_batch(library, name, is_exact):
     experts = experts_of(name, 6, 96, 64)
     run = Experts(library, Arena(), experts, is_exact)

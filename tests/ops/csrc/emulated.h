@@ -15,6 +15,7 @@
 #define __AVX512VL__ 1
 #define __AVX512DQ__ 1
 #define __AVX512VNNI__ 1
+#define BN_LOOKUP_TARGET  // what follows is for AVX2
 
 namespace emulated {
 namespace {
@@ -57,13 +58,20 @@ typedef Halves<__m256i> I;
 EMULATE_SPLAT(set1_ps, F, __m512, float, _mm256_set1_ps)
 EMULATE_SPLAT(set1_pd, D, __m512d, double, _mm256_set1_pd)
 EMULATE_SPLAT(set1_epi8, I, __m512i, char, _mm256_set1_epi8)
+EMULATE_SPLAT(set1_epi16, I, __m512i, short, _mm256_set1_epi16)
 EMULATE_SPLAT(set1_epi32, I, __m512i, int, _mm256_set1_epi32)
 EMULATE_SPLAT(set1_epi64, I, __m512i, long long, _mm256_set1_epi64x)
 inline __m512i setzero_si512() { return set1_epi32(0); }
+inline __m512 setzero_ps() { return set1_ps(0); }
+inline __m512i setr_epi64(long long a, long long b, long long c, long long d, long long e,
+                          long long f, long long g, long long h) {
+  return as<__m512i>(I{_mm256_setr_epi64x(a, b, c, d), _mm256_setr_epi64x(e, f, g, h)});
+}
 
 EMULATE_TWO(max_ps, F, __m512, _mm256_max_ps)
 EMULATE_TWO(min_ps, F, __m512, _mm256_min_ps)
 EMULATE_TWO(mul_ps, F, __m512, _mm256_mul_ps)
+EMULATE_TWO(add_ps, F, __m512, _mm256_add_ps)
 EMULATE_TWO(add_pd, D, __m512d, _mm256_add_pd)
 EMULATE_TWO(add_epi32, I, __m512i, _mm256_add_epi32)
 EMULATE_TWO(add_epi64, I, __m512i, _mm256_add_epi64)
@@ -71,9 +79,12 @@ EMULATE_TWO(sub_epi64, I, __m512i, _mm256_sub_epi64)
 EMULATE_TWO(and_si512, I, __m512i, _mm256_and_si256)
 EMULATE_TWO(or_si512, I, __m512i, _mm256_or_si256)
 EMULATE_TWO(madd_epi16, I, __m512i, _mm256_madd_epi16)
+EMULATE_TWO(unpacklo_epi8, I, __m512i, _mm256_unpacklo_epi8)
+EMULATE_TWO(unpackhi_epi8, I, __m512i, _mm256_unpackhi_epi8)
 EMULATE_TWO(shuffle_epi8, I, __m512i, _mm256_shuffle_epi8)
 EMULATE_SPLAT(broadcast_i32x4, I, __m512i, __m128i, _mm256_broadcastsi128_si256)
 EMULATE_SHIFT(slli_epi16, _mm256_slli_epi16)
+EMULATE_SHIFT(srai_epi16, _mm256_srai_epi16)
 EMULATE_SHIFT(srli_epi16, _mm256_srli_epi16)
 EMULATE_SHIFT(slli_epi32, _mm256_slli_epi32)
 EMULATE_ONE(cvtps_epi32, __m512i, F, __m512, _mm256_cvtps_epi32)
@@ -85,7 +96,30 @@ inline __m512 fmadd_ps(__m512 x, __m512 y, __m512 z) {
       F{_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)});
 }
 
+struct Octets {
+  uint8_t at[64];
+};
+struct Longs {
+  int64_t at[8];
+};
+inline __m512i permutex2var_epi8(__m512i x, __m512i places, __m512i y) {
+  Octets a = as<Octets>(x), b = as<Octets>(y), p = as<Octets>(places), found;
+  for (int i = 0; i < 64; i++) found.at[i] = (p.at[i] & 64 ? b : a).at[p.at[i] & 63];
+  return as<__m512i>(found);
+}
+inline __m512i permutexvar_epi64(__m512i places, __m512i x) {
+  Longs a = as<Longs>(x), p = as<Longs>(places), found;
+  for (int i = 0; i < 8; i++) found.at[i] = a.at[p.at[i] & 7];
+  return as<__m512i>(found);
+}
+inline __m512i ternarylogic_epi32(__m512i x, __m512i y, __m512i z, int what) {
+  if (what != 0xf8) std::abort();  // the one that is used
+  return or_si512(x, and_si512(y, z));
+}
+
 // Between widths.
+inline __m256i castsi512_si256(__m512i x) { return as<I>(x).low; }
+inline __m256i extracti64x4_epi64(__m512i x, int part) { return part ? as<I>(x).high : as<I>(x).low; }
 inline __m256 castps512_ps256(__m512 x) { return as<F>(x).low; }
 inline __m256 extractf32x8_ps(__m512 x, int part) { return part ? as<F>(x).high : as<F>(x).low; }
 inline __m512i castpd_si512(__m512d x) { return as<__m512i>(x); }
@@ -218,7 +252,10 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 
 // Some of these names are macros of the compiler's header.
 #undef _mm512_slli_epi16
+#undef _mm512_srai_epi16
 #undef _mm512_srli_epi16
+#undef _mm512_ternarylogic_epi32
+#undef _mm512_extracti64x4_epi64
 #undef _mm512_slli_epi32
 #undef _mm512_extractf32x8_ps
 #undef _mm512_cvtps_ph
@@ -228,6 +265,18 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #undef _tile_dpbsud
 
 #define _mm512_set1_ps emulated::set1_ps
+#define _mm512_set1_epi16 emulated::set1_epi16
+#define _mm512_setr_epi64 emulated::setr_epi64
+#define _mm512_setzero_ps emulated::setzero_ps
+#define _mm512_add_ps emulated::add_ps
+#define _mm512_unpacklo_epi8 emulated::unpacklo_epi8
+#define _mm512_unpackhi_epi8 emulated::unpackhi_epi8
+#define _mm512_srai_epi16 emulated::srai_epi16
+#define _mm512_permutex2var_epi8 emulated::permutex2var_epi8
+#define _mm512_permutexvar_epi64 emulated::permutexvar_epi64
+#define _mm512_ternarylogic_epi32 emulated::ternarylogic_epi32
+#define _mm512_castsi512_si256 emulated::castsi512_si256
+#define _mm512_extracti64x4_epi64 emulated::extracti64x4_epi64
 #define _mm512_set1_pd emulated::set1_pd
 #define _mm512_set1_epi8 emulated::set1_epi8
 #define _mm512_set1_epi32 emulated::set1_epi32

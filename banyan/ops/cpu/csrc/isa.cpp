@@ -51,7 +51,7 @@ Isa highest() {
   return found < BN_BUILT_FOR ? found : (Isa)BN_BUILT_FOR;
 }
 
-std::atomic<int32_t> chosen{-1};
+std::atomic<int32_t> chosen{-1}, byte_lookup{-1};
 
 }  // namespace
 
@@ -61,6 +61,18 @@ Isa isa() {
   now = highest();
   chosen.store(now, std::memory_order_relaxed);
   return (Isa)now;
+}
+
+bool has_byte_lookup() {
+  int32_t found = byte_lookup.load(std::memory_order_relaxed);
+  if (found >= 0) return found;
+  found = 0;
+#if defined(__x86_64__)
+  uint32_t a, b, c, d;
+  if (detect() >= VNNI && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found = c >> 1 & 1;
+#endif
+  byte_lookup.store(found, std::memory_order_relaxed);
+  return found;
 }
 
 }  // namespace banyan

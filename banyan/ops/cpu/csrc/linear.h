@@ -15,7 +15,8 @@
 // A weight is factor * (scale * (q - offset) + minimum), the factor fp32 and per output; where 4 bits
 // number levels, q is the level.
 // Float weights lie as [group][input][16 outputs]; those of 8 bits (E4M3) in tiles of 32 inputs: scales
-// fp32 [16], which are 2^8 times those of the checkpoint, and the numbers [input][16 outputs].
+// fp32 [16], which are 2^8 times those of the checkpoint, and the numbers as `load_e4m3` takes them,
+// [four inputs][four outputs][two inputs][output][input].
 //
 // Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
 // [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block), and what is
@@ -89,6 +90,9 @@ constexpr int64_t activation_bytes(int64_t k) {
   return (blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8 + 63) / 64 * 64;
 }
 constexpr int64_t E4M3_TILE = GROUP * 4 + GROUP * BLOCK;
+constexpr int e4m3_at(int input, int output) {  // of a tile
+  return GROUP * (4 + input / 4 * 4) + output / 4 * 16 + input % 4 / 2 * 8 + output % 4 * 2 + input % 2;
+}
 constexpr int64_t group_bytes(int32_t format, int64_t k) {
   return format < NUM_QUANTISED ? blocks_of(k) * FORMATS[format].tile_bytes()
          : format == E4M3       ? blocks_of(k) * E4M3_TILE

@@ -126,13 +126,6 @@ struct Brains {
   vf at(int64_t k, int i) const { return load_bf16(w + k * GROUP + i * LANES); }
 };
 
-struct Eighths {  // without their scales
-  const uint8_t* tiles;
-  vf at(int64_t k, int i) const {
-    return load_e4m3(tiles + k / BLOCK * E4M3_TILE + GROUP * 4 + k % BLOCK * GROUP + i * LANES);
-  }
-};
-
 constexpr int WIDE_ROWS = LANES == 4 ? 2 : LANES == 8 ? 6 : 12;
 
 template <class Source, int R>
@@ -160,10 +153,9 @@ inline void wide_rows(const Source& w, int64_t count, const WideRows& rows, int6
 
 // Products with floats of 8 bits: in a block two sums, of every other input each, so that neither waits
 // for the other; then acc = fma(first + second, scale, acc).
-template <class Source, int R>
-inline void eighth_rows(const Source& w, const uint8_t* tiles, int64_t count, const WideRows& rows,
+template <int R>
+inline void eighth_rows(const float* wide, const uint8_t* tiles, int64_t count, const WideRows& rows,
                         int64_t row, int64_t end, float* acc) {
-  constexpr int SUMS = 2;
   for (; row + R <= end; row += R) {
     const float* x[R];
     vf sum[R][VECTORS];
@@ -173,43 +165,59 @@ inline void eighth_rows(const Source& w, const uint8_t* tiles, int64_t count, co
     }
     for (int64_t k = 0; k < count; k += BLOCK) {
       const float* scales = (const float*)(tiles + k / BLOCK * E4M3_TILE);
-      if constexpr (R == 1) {
-        vf part[SUMS][VECTORS] = {};
-        for (int64_t m = k; m < k + BLOCK; m += SUMS)
-          for (int j = 0; j < SUMS; j++)
-            for (int i = 0; i < VECTORS; i++)
-              part[j][i] = fma(splat(x[0][m + j]), w.at(m + j, i), part[j][i]);
-        for (int i = 0; i < VECTORS; i++) {
-          vf total = part[0][i];
-          for (int j = 1; j < SUMS; j++) total += part[j][i];
-          sum[0][i] = fma(total, load(scales + i * LANES), sum[0][i]);
-        }
-      } else {
-        vf total[R][VECTORS];
-        for (int j = 0; j < SUMS; j++) {
-          vf part[R][VECTORS] = {};
-          for (int m = j; m < BLOCK; m += SUMS) {
-            vf v[VECTORS];
-            for (int i = 0; i < VECTORS; i++) v[i] = w.at(k + m, i);
-            for (int r = 0; r < R; r++)
-              for (int i = 0; i < VECTORS; i++)
-                part[r][i] = fma(splat(x[r][k + m]), v[i], part[r][i]);
-          }
+      vf total[R][VECTORS];
+      for (int j = 0; j < 2; j++) {
+        vf part[R][VECTORS] = {};
+        for (int64_t m = k + j; m < k + BLOCK; m += 2) {
+          vf v[VECTORS];
+          for (int i = 0; i < VECTORS; i++) v[i] = load(wide + m * GROUP + i * LANES);
           for (int r = 0; r < R; r++)
-            for (int i = 0; i < VECTORS; i++)
-              total[r][i] = j ? total[r][i] + part[r][i] : part[r][i];
+            for (int i = 0; i < VECTORS; i++) part[r][i] = fma(splat(x[r][m]), v[i], part[r][i]);
         }
         for (int r = 0; r < R; r++)
           for (int i = 0; i < VECTORS; i++)
-            sum[r][i] = fma(total[r][i], load(scales + i * LANES), sum[r][i]);
+            total[r][i] = j ? total[r][i] + part[r][i] : part[r][i];
       }
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < VECTORS; i++)
+          sum[r][i] = fma(total[r][i], load(scales + i * LANES), sum[r][i]);
     }
     for (int r = 0; r < R; r++)
       for (int i = 0; i < VECTORS; i++) store(acc + (row + r) * GROUP + i * LANES, sum[r][i]);
   }
   if constexpr (R > 1)
     if (row < end)
-      eighth_rows<Source, (R > 6 ? 6 : R > 2 ? 2 : 1)>(w, tiles, count, rows, row, end, acc);
+      eighth_rows<(R > 6 ? 6 : R > 2 ? 2 : 1)>(wide, tiles, count, rows, row, end, acc);
+}
+
+// The same sums of a lone row, straight from the tiles.
+inline void eighth_row(const uint8_t* tiles, int64_t count, const float* x, float* acc) {
+#ifdef BN_LOOKUP_ROW
+  if (has_byte_lookup()) return BN_LOOKUP_ROW(tiles, count, x, acc);
+#endif
+  vf sum[VECTORS] = {};
+  for (int64_t k = 0; k < count; k += BLOCK, tiles += E4M3_TILE, x += BLOCK) {
+    vf part[2][VECTORS] = {};
+    for (int m = 0; m < BLOCK; m += 4)
+      for (int i = 0; i < VECTORS; i++) {
+        vf v[4];
+        load_e4m3(tiles + GROUP * (4 + m) + i * LANES * 4, v);
+        for (int j = 0; j < 4; j++) part[j % 2][i] = fma(splat(x[m + j]), v[j], part[j % 2][i]);
+      }
+    for (int i = 0; i < VECTORS; i++)
+      sum[i] = fma(part[0][i] + part[1][i], load((const float*)tiles + i * LANES), sum[i]);
+  }
+  for (int i = 0; i < VECTORS; i++) store(acc + i * LANES, sum[i]);
+}
+
+// Blocks of floats of 8 bits as fp32, without their scales.
+inline void widen_eighths(const uint8_t* tiles, int64_t count, float* wide) {
+  for (int64_t k = 0; k < count; k += 4)
+    for (int i = 0; i < VECTORS; i++) {
+      vf v[4];
+      load_e4m3(tiles + k / BLOCK * E4M3_TILE + GROUP * (4 + k % BLOCK) + i * LANES * 4, v);
+      for (int j = 0; j < 4; j++) store(wide + (k + j) * GROUP + i * LANES, v[j]);
+    }
 }
 
 // Weights of `blocks` blocks as fp32: scale * (q - offset) + minimum.
@@ -243,15 +251,15 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
   std::memset(acc, 0, sizeof(float) * GROUP * count);
   float* wide = acc + GROUP * PANEL_ROWS;
   WideRows rows{args.x + begin * args.x_bytes, args.x_bytes, 0};
-  if (F >= NUM_QUANTISED && (F == F32 || count <= WIDE_ROWS)) {
+  if (F == E4M3 && count == 1) {
+    eighth_row(tiles, args.k, (const float*)rows.x, acc);
+  } else if (F >= NUM_QUANTISED && F != E4M3 && (F == F32 || count <= WIDE_ROWS)) {
     if constexpr (F == F32)
       wide_rows<Floats, WIDE_ROWS>({(const float*)tiles}, args.k, rows, 0, count, acc);
     if constexpr (F == F16)
       wide_rows<Halfs, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
     if constexpr (F == BF16)
       wide_rows<Brains, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
-    if constexpr (F == E4M3)
-      eighth_rows<Eighths, WIDE_ROWS>({tiles}, tiles, args.k, rows, 0, count, acc);
   } else {
     for (; rows.first < args.k; rows.first += EXACT_CHUNK) {
       int64_t here = args.k - rows.first < EXACT_CHUNK ? args.k - rows.first : EXACT_CHUNK;
@@ -262,10 +270,8 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
         widen<F>(panel, blocks_of(here), wide);
       } else if constexpr (F == E4M3) {
         const uint8_t* from = tiles + rows.first / BLOCK * E4M3_TILE;
-        for (int64_t k = 0; k < here; k++)
-          for (int i = 0; i < VECTORS; i++)
-            store(wide + k * GROUP + i * LANES, Eighths{from}.at(k, i));
-        eighth_rows<Floats, WIDE_ROWS>({wide}, from, here, rows, 0, count, acc);
+        widen_eighths(from, here, wide);
+        eighth_rows<WIDE_ROWS>(wide, from, here, rows, 0, count, acc);
         continue;
       } else {
         const uint16_t* from = (const uint16_t*)tiles + rows.first * GROUP;

@@ -131,7 +131,7 @@ void pack_floats(const PackArgs& args, int64_t group, uint8_t* to) {
       std::memcpy(&scale, block + BLOCK, 4);
       scale *= 256.0f;
       std::memcpy(tile + i * 4, &scale, 4);
-      for (int l = 0; l < BLOCK; l++) tile[GROUP * 4 + l * GROUP + i] = block[l];
+      for (int l = 0; l < BLOCK; l++) tile[e4m3_at(l, i)] = block[l];
     }
     if (args.format == E4M3) continue;
     for (int64_t k = 0; k < args.k; k++)

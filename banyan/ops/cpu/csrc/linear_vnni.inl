@@ -154,5 +154,57 @@ inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows
   UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(acc + r * GROUP, total[r]);
 }
 
+#if defined(__AVX512F__)
+// The two bytes of 2^-8 times a float of 8 bits as bf16, by its bits without the sign.
+struct EighthBytes {
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+  constexpr EighthBytes() {
+    for (int code = 0; code < 128; code++) {
+      int exponent = code >> 3, part = code & 7;
+      if (!exponent && part)  // subnormal: the highest bit is the one that floats leave out
+        for (exponent = 1; part < 8; part *= 2) exponent--;
+      int bits = code ? (exponent + 112) << 7 | (part & 7) << 4 : 0;
+      low[code] = (uint8_t)bits;
+      high[code] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+constexpr EighthBytes EIGHTH_BYTES;
+
+#ifndef BN_LOOKUP_TARGET
+#define BN_LOOKUP_TARGET __attribute__((target("avx512vbmi")))
+#endif
+// What eighth_row of linear.inl does, with a table look-up in place of conversions.
+BN_LOOKUP_TARGET inline void lookup_row(const uint8_t* tiles, int64_t count, const float* x,
+                                        float* acc) {
+  const __m512i low0 = _mm512_load_si512(EIGHTH_BYTES.low);
+  const __m512i low1 = _mm512_load_si512(EIGHTH_BYTES.low + 64);
+  const __m512i high0 = _mm512_load_si512(EIGHTH_BYTES.high);
+  const __m512i high1 = _mm512_load_si512(EIGHTH_BYTES.high + 64);
+  const __m512i sign = _mm512_set1_epi8((char)0x80), top = _mm512_set1_epi32((int)0xffff0000);
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t k = 0; k < count; k += BLOCK, tiles += E4M3_TILE, x += BLOCK) {
+    UNROLL for (int i = 0; i < E4M3_TILE; i += 64)
+        _mm_prefetch((const char*)tiles + PREFETCH + i, _MM_HINT_T0);
+    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+    UNROLL for (int m = 0; m < BLOCK; m += 4) {
+      const __m512i v = _mm512_loadu_si512(tiles + GROUP * (4 + m));
+      const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
+      const __m512i high = _mm512_ternarylogic_epi32(  // or its sign
+          _mm512_permutex2var_epi8(high0, v, high1), v, sign, 0xf8);
+      const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+      even = _mm512_fmadd_ps(_mm512_set1_ps(x[m]), (__m512)_mm512_slli_epi32(first, 16), even);
+      odd = _mm512_fmadd_ps(_mm512_set1_ps(x[m + 1]), (__m512)_mm512_and_si512(first, top), odd);
+      even = _mm512_fmadd_ps(_mm512_set1_ps(x[m + 2]), (__m512)_mm512_slli_epi32(second, 16), even);
+      odd = _mm512_fmadd_ps(_mm512_set1_ps(x[m + 3]), (__m512)_mm512_and_si512(second, top), odd);
+    }
+    sum = _mm512_fmadd_ps(_mm512_add_ps(even, odd), _mm512_loadu_ps(tiles), sum);
+  }
+  _mm512_storeu_ps(acc, sum);
+}
+#define BN_LOOKUP_ROW lookup_row
+#endif
+
 }  // namespace
 }  // namespace banyan

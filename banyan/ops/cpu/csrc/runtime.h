@@ -72,6 +72,8 @@ void append(Program* program, const Kernel& kernel, const void* args, size_t arg
 
 // The instruction set the process runs with (bn_set_isa, at most what the machine has).
 Isa isa();
+// The machine looks bytes up in tables of 128 (AVX-512 VBMI), which most that have VNNI do.
+bool has_byte_lookup();
 
 }  // namespace banyan
 

@@ -161,17 +161,30 @@ inline vf load_fp16(const uint16_t* p) {
 // 2^-8 times floats of 8 bits (e4m3), none of which is a NaN: their bits are those of fp16 but for the
 // bias of the exponent.
 inline float from_e4m3(uint8_t x) { return from_fp16((uint16_t)((x & 0x80) << 8 | (x & 0x7f) << 7)); }
-inline vf load_e4m3(const uint8_t* p) {
+// Of LANES outputs, four to 16 bytes, the same four inputs: bytes are [two inputs][output][input].
+inline void load_e4m3(const uint8_t* p, vf v[4]) {
 #if defined(__AVX512F__)
-  __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
-  return (vf)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  const __m512i bits = _mm512_set1_epi16((short)0xbf80);
+  __m512i both = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(p));
+  __m512i odd = _mm512_and_si512(_mm512_srai_epi16(both, 1), bits);
+  __m512i even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(both, 8), 1), bits);
+  v[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(even));
+  v[1] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(odd));
+  v[2] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
+  v[3] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
 #elif defined(__AVX2__)
-  __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
-  return (vf)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xbfff)));
+  const __m256i bits = _mm256_set1_epi16((short)0xbf80);
+  __m256i both = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i*)p), 0xd8);
+  __m256i odd = _mm256_and_si256(_mm256_srai_epi16(both, 1), bits);
+  __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(both, 8), 1), bits);
+  v[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(even));
+  v[1] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(odd));
+  v[2] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1));
+  v[3] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1));
 #else
-  vf v;
-  for (int i = 0; i < LANES; i++) v[i] = from_e4m3(p[i]);
-  return v;
+  for (int j = 0; j < 4; j++)
+    for (int i = 0; i < LANES; i++) v[j][i] = from_e4m3(p[i / 4 * 16 + j / 2 * 8 + i % 4 * 2 + j % 2]);
 #endif
 }
 inline void store_fp16(uint16_t* p, vf v) {
