@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
@@ -289,6 +290,9 @@ def test_kernels_that_are_forced_are_those_that_run(tiny_model: Path) -> None:
 def test_the_device_is_the_one_that_is_named(tiny_model: Path) -> None:
     with engine(tiny_model, device="cpu") as it:
         assert it.get_server_info()["device"] == "cpu"
+    absent = "npu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(BanyanError, match=f"--device {absent}: "), engine(tiny_model, device=absent):
+        pass
 
 
 def test_an_engine_has_as_many_threads_as_it_is_told(tiny_model: Path) -> None:

@@ -13,7 +13,7 @@ PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(9 + 13 * shift)] for
 SAMPLING = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
 
 
-def answers(path, **flags) -> list[list[int]]:
+def answers(path, ranks=0, **flags) -> list[list[int]]:
     with banyan.Engine(
         model_path=str(path),
         skip_tokenizer_init=True,
@@ -24,6 +24,7 @@ def answers(path, **flags) -> list[list[int]]:
         max_running_requests=4,
         **flags,
     ) as engine:
+        assert not ranks or len(engine.get_all_child_pids()) == ranks
         found = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
     return [answer["output_ids"] for answer in found]
 
@@ -32,7 +33,7 @@ def test_stages_hold_layers_that_one_rank_could_not_share(tmp_path):
     """Seven layers in windows and without, in three stages: two stages hold no full layer."""
     reference = tiny("gemma3", tmp_path)
 
-    found = answers(tmp_path, pp_size=3)
+    found = answers(tmp_path, 3, pp_size=3)
 
     for prompt, output in zip(PROMPTS, found, strict=True):
         ids = list(prompt)

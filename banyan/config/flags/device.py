@@ -162,7 +162,7 @@ FLAGS = (
         "memory of weights and cache may be given back while the server runs, by "
         "POST /release_memory_occupation; on a CPU",
         kind=SWITCH,
-        proof="tests/system/test_memory.py::test_without_the_flag_memory_is_kept",
+        proof="tests/system/test_memory.py::test_the_pages_of_the_cache_go_and_come_back_empty",
     ),
     Flag(
         "threads",
