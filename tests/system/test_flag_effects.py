@@ -291,7 +291,10 @@ def test_the_device_is_the_one_that_is_named(tiny_model: Path) -> None:
     with engine(tiny_model, device="cpu") as it:
         assert it.get_server_info()["device"] == "cpu"
     absent = "npu" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(BanyanError, match=f"--device {absent}: "), engine(tiny_model, device=absent):
+    with (
+        pytest.raises(BanyanError, match=f"--device {absent}: "),
+        engine(tiny_model, device=absent),
+    ):
         pass
 
 
