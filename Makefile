@@ -55,9 +55,12 @@ test-lora: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@LORA_REQUESTS=10000 $(BIN)/python -m pytest -s tests/system/test_lora_soak.py $(ARGS)
 
-# Drafts of layers that read hidden states, and trees of drafts, however the engine runs.
+# Drafts of layers that read hidden states, and trees of drafts, however the engine runs. 200 greedy
+# requests of a real model with and without drafts, too: make test-drafts REAL=BIG.gguf [DRAFT=SMALL.gguf]
 test-drafts: $(VENV)/.test
 	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_hidden.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
+	@$(if $(REAL),$(BIN)/python -m benchmarks.speculation --model $(REAL) $(if $(DRAFT),--draft $(DRAFT)) \
+	  --rounds 50 --new 24 --flags '{"disable_adaptive_drafts": true}')
 
 # The tests that docs/security.md names; some minutes.
 test-security: $(VENV)/.test

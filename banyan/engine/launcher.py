@@ -8,6 +8,7 @@ only as a protocol.
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -81,10 +82,18 @@ class Threaded:
         is_async: the runner's `launch` returns while the device still works: another thread waits
             for results, so that the next plan is launched while this one runs. A launch may wait
             for a mask that depends on the plan before it, so neither can be the loop's thread.
+        inside: what the thread that launches works in, from its first plan to its last.
     """
 
-    def __init__(self, runner: Runner, wake: Callable[[], None], is_async: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        wake: Callable[[], None],
+        is_async: bool = False,
+        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._runner = runner
+        self._inside = inside
         self._wake = wake
         self._queue: SimpleQueue[Handle | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[Handle, PendingStep | Exception] | None] | None = None
@@ -111,6 +120,12 @@ class Threaded:
             thread.join(timeout=5.0)
 
     def _run(self) -> None:
+        with self._inside():
+            self._launch_all()
+        if self._launched is not None:
+            self._launched.put(None)
+
+    def _launch_all(self) -> None:
         while (item := self._queue.get()) is not None:
             began = time.perf_counter()
             try:
@@ -122,8 +137,6 @@ class Threaded:
             else:
                 item.launch_s = time.perf_counter() - began
                 self._launched.put((item, pending))
-        if self._launched is not None:
-            self._launched.put(None)
 
     def _read(self) -> None:
         assert self._launched is not None

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from banyan.platform.base import Graph, Interconnect, Lane
 
+_NO_STREAM: AbstractContextManager[object] = nullcontext()
+
 
 class Host:
     """Calls run in order and at once: nothing is waited for, nothing has to be copied."""
 
     def stream(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return _NO_STREAM
 
     def lane(self) -> Lane:
         raise NotImplementedError("the host does one thing after another")

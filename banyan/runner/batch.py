@@ -31,9 +31,10 @@ class Everywhere:
     most_rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
-    """The rows of a plan that run, as host arrays of one entry per row.
+    """The rows of a plan that run, as host arrays of one entry per row. Nobody writes to it; frozen
+    classes of so many fields are made in twice the time, which each step would wait for.
 
     Attributes:
         wanted: what any row wants, or-ed.

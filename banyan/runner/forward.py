@@ -252,6 +252,8 @@ class RecordedForward:
         self._is_sampled = False
         # What outlives its use in the recording is kept, so that its memory is not used again.
         self._hidden = self._sampled = self._best = torch.empty(0)
+        self._sampled_of: dict[int, Sampled] = {}
+        """What the program has sampled, by the number of rows; its memory stays the same."""
 
         def whole() -> Tensor:
             self._hidden = model.forward(inputs)
@@ -348,7 +350,12 @@ class RecordedForward:
     def next_tokens(self) -> Sampled | None:
         if self._is_eager or not self._is_sampled:
             return None
-        return Sampled(self._sampled[: self._num_ready], self._best[: self._num_ready])
+        count = self._num_ready
+        if count not in self._sampled_of:
+            tokens, best = self._sampled[:count], self._best[:count]
+            here = tokens.numpy(), best.numpy()
+            self._sampled_of[count] = Sampled(tokens, best, here=here)
+        return self._sampled_of[count]
 
     def next_logits(self, batch: Batch) -> Tensor:
         if self._is_eager or not self._is_ready:

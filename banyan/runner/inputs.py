@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.step import Embedded, StepInputs, Taps
+from banyan.messages.plan import SAMPLE
 from banyan.ops.adapters import AdapterTokens
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
@@ -16,6 +17,10 @@ from banyan.runner.batch import Batch, Everywhere
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 from banyan.runner.states import BoundStates
+
+_FEW = 4
+"""Rows up to which plain numbers are entered in less time than arrays are: a step's weights sweep
+the code of numpy out of the caches, so that each kind of operation costs some ten microseconds."""
 
 
 class StepTensors:
@@ -81,7 +86,9 @@ class StepTensors:
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
+            self._few = _FewViews(self._host)
             self._fill = self._fill_on_host
+        self._is_plain = self._adapters is None and self.paths is None and self.trails is None
 
     def holds(self, batch: Batch) -> bool:
         """The same on all ranks."""
@@ -176,6 +183,9 @@ class StepTensors:
     def _fill_on_host(self, batch: Batch) -> None:
         host = self._host
         num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
+        if num_tokens == num_rows <= _FEW and self._is_plain and batch.everywhere is None:
+            self._fill_few(batch)
+            return
         # A step has ended before the next one is prepared: what its plan says of the start is true.
         if num_tokens == num_rows:
             slot_of, positions = batch.slots, batch.starts
@@ -206,6 +216,25 @@ class StepTensors:
         self.choose(batch.last)
         host.to_slots[:count] = batch.to_slots
         host.to_positions[:count] = batch.to_positions
+
+    def _fill_few(self, batch: Batch) -> None:
+        """The same for a few rows of one token each."""
+        few = self._few
+        longest, output = max((row.start for row in batch.rows), default=-1) + 1, 0
+        for line, row in enumerate(batch.rows):
+            slot, position = row.slot, row.start
+            few.tokens[line] = few.known_tokens[slot, position]
+            few.positions[line] = few.context_lengths[line] = position
+            few.row_starts[line + 1] = line + 1
+            for group, layout in enumerate(self._groups):
+                known, width = few.known_pages[group][slot], layout.columns(longest)
+                few.page_tables[group][line][:width] = known[:width]
+                page = known[layout.column(position)]
+                few.locations[group][line] = layout.locate(page, position)
+            if row.want & SAMPLE:
+                few.chosen[output], few.to_slots[output] = line, slot
+                few.to_positions[output] = position + 1
+                output += 1
 
     def foresee(self, batch: Batch, steps: int) -> np.ndarray:
         """Enter the pages that decode steps behind this one need, on the host; where the tokens of
@@ -319,6 +348,21 @@ class _HostViews:
         self.to_slots, self.to_positions = step.to_slots.numpy(), step.to_positions.numpy()
         self.known_tokens = table.tokens.numpy()
         self.known_pages = [pages.numpy() for pages in table.pages]
+
+
+class _FewViews:
+    """The same memory as Python sees it; tables of pages by slot, and by a few lines."""
+
+    def __init__(self, host: _HostViews) -> None:
+        self.tokens, self.positions = host.tokens.data, host.positions.data
+        self.row_starts = host.row_starts.data
+        self.context_lengths = host.context_lengths.data
+        self.page_tables = [[t.data for t in pages[:_FEW]] for pages in host.page_tables]
+        self.locations = [locations.data for locations in host.locations]
+        self.chosen = host.chosen.data
+        self.to_slots, self.to_positions = host.to_slots.data, host.to_positions.data
+        self.known_tokens = host.known_tokens.data
+        self.known_pages = [[slot.data for slot in pages] for pages in host.known_pages]
 
 
 def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:

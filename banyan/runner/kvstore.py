@@ -21,7 +21,7 @@ from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
 
-Positions = TypeVar("Positions", np.ndarray, Tensor)
+Positions = TypeVar("Positions", int, np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)

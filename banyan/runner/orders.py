@@ -114,10 +114,11 @@ class OrderTaker:
             self.has_run(plan)
             return pending
         replies: list[OrderReply] = []
-        for order in plan.orders:
-            replies.append(self._carry_out(order))
-            if not replies[-1].ok:
-                break
+        with torch.inference_mode(mode=False):  # what they make, others may write to
+            for order in plan.orders:
+                replies.append(self._carry_out(order))
+                if not replies[-1].ok:
+                    break
         return _Answered(self._runner.launch(plan, mask_of), replies)
 
     def has_run(self, plan: StepPlan) -> None:

@@ -52,6 +52,7 @@ from banyan.runner.branches import Compaction, branches_of
 from banyan.runner.burst import Burst
 from banyan.runner.expert_told import told_experts
 from banyan.runner.forward import Forward
+from banyan.runner.home import Home
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers
@@ -122,6 +123,7 @@ class ModelRunner:
         self._card = card
         taps = () if draft is None or draft.reads is None else draft.reads.taps
         self._sizes = replace(sizes, taps=taps)
+        self.home = Home()
         self.bell: int | None = None
         """An eventfd for plans that tell of their steps; None = nobody listens."""
         self.marks = Marks("runner")
@@ -172,20 +174,18 @@ class ModelRunner:
         del self._forward, self._pooler
         self.model = None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
-        with self.platform.stream():
+        with self.home.mode(), self.platform.stream():
             copies = self.begin_copies(plan.copies)
-        try:
-            with self.platform.stream():
+            try:
                 finish = self._execute(plan, mask_of)
-        except Exception as error:
-            log.exception("step=%d failed", plan.step)
-            result = failed(plan, error)
-            launch_s = time.perf_counter() - began
-            return PendingStep(plan, copies, lambda: result, launch_s, is_broken=True)
+            except Exception as error:
+                log.exception("step=%d failed", plan.step)
+                result = failed(plan, error)
+                launch_s = time.perf_counter() - began
+                return PendingStep(plan, copies, lambda: result, launch_s, is_broken=True)
         return PendingStep(plan, copies, finish, time.perf_counter() - began)
 
     @property
@@ -268,13 +268,12 @@ class ModelRunner:
         if self._peers is not None and (plan.rows or plan.peers):
             self._peers.begin(plan.peers)
         marks.end("enter", step=plan.step)
-        begun = Begun(plan, batch, failed)
-        if not begun.has_run:
-            return begun
+        if not batch.rows and not plan.peers:
+            return Begun(plan, batch, failed)
         if carry is not None:
             batch = replace(batch, carried=carry(batch))
         burst, watch = self._run(batch, plan), self._build.watch
-        return replace(begun, burst=burst, chosen=None if watch is None else watch.chosen)
+        return Begun(plan, batch, failed, burst, None if watch is None else watch.chosen)
 
     def left(self, begun: Begun) -> Tensor:
         """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
@@ -475,9 +474,10 @@ class Outcome:
     burst: Burst | None = None
 
     def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
-        """Begin to bring its tensors to the host: tokens, best, scores, vectors, hidden."""
+        """Begin to bring its tensors to the host: tokens and best, unless they are there, then
+        scores, vectors, hidden."""
         tensors: list[Tensor] = []
-        if self.sampled is not None:
+        if self.sampled is not None and self.sampled.here is None:
             tensors.append(self.sampled.tokens)
             if self.sampled.best is not None:
                 tensors.append(self.sampled.best)
@@ -522,10 +522,14 @@ def _result(
         if outcome.burst is not None:
             for index, earlier in zip(indices, outcome.burst.earlier, strict=True):
                 tokens[index] = earlier.tobytes()
-        for index, token, is_good in zip(indices, next(here).tolist(), stands, strict=True):
+        if sampled.here is not None:
+            ids, best = sampled.here
+        else:
+            ids = next(here)
+            best = None if sampled.best is None else next(here)
+        for index, token, is_good in zip(indices, ids.tolist(), stands, strict=True):
             if is_good:
                 tokens[index] += struct.pack("=i", token)
-        best = None if sampled.best is None else next(here)
         for i, text in sampled.faults(best).items():
             if stands[i]:
                 failed[indices[i]] = text

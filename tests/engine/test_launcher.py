@@ -1,4 +1,5 @@
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -77,6 +78,29 @@ def test_plans_run_in_the_order_of_their_launch(is_async):
         bell.wait()
     launcher.close()
     assert seen == [1, 2, 3, 4, 5]
+
+
+@LAUNCHERS
+def test_all_plans_are_launched_inside_of_what_is_given(is_async):
+    seen, bell = [], Bell()
+
+    @contextmanager
+    def inside():
+        seen.append(threading.current_thread().name)
+        yield
+        seen.append("left")
+
+    class Runner:
+        def launch(self, plan, mask_of=None):
+            seen.append(threading.current_thread().name)
+            return Pending(StepResult(step=plan.step))
+
+    launcher = Threaded(Runner(), bell.ring, is_async, inside)
+    for step in (1, 2):
+        launcher.launch(StepPlan(step=StepId(step)))
+        bell.wait()
+    launcher.close()
+    assert seen == ["runner"] * 3 + ["left"]
 
 
 def test_other_ranks_get_every_plan_before_this_one_runs_it():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from banyan.base.errors import ConfigError
 from banyan.messages.orders import Order, OrderReply, ReleaseMemory, StopProfile, TakeWeights
@@ -55,6 +56,19 @@ def test_orders_come_one_after_another_before_the_rows() -> None:
         *("ready for TakeWeights", "TakeWeights"),
         *("ready for ReleaseMemory", "ReleaseMemory", "step 1"),
     ]
+
+
+def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
+    made: list[torch.Tensor] = []
+
+    def prepare(order: Order):
+        return lambda: made.append(torch.zeros(1)) or Said("made")
+
+    taker = OrderTaker(Inner(), {TakeWeights: prepare})
+    with torch.inference_mode():  # as the thread that launches works in
+        taker.launch(StepPlan(step=1, orders=[TAKE]))
+    made[0] += 1
+    assert made[0].item() == 1
 
 
 def test_what_cannot_be_done_is_told_and_what_follows_is_left_out() -> None:

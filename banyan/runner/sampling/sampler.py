@@ -32,23 +32,30 @@ class Sampled:
         tokens: [rows] int64, on the device; those of failed rows mean nothing.
         best: [rows] fp32, the largest logit of each row; None on ranks that do not sample.
         failed: index among the sampled rows -> text.
+        here: `tokens` and `best` as numpy sees them, where they lie in memory of the host and stay
+            until the result is read.
     """
 
     tokens: Tensor
     best: Tensor | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    here: tuple[np.ndarray, np.ndarray] | None = None
 
     def fetched(self, platform: Platform) -> "Sampled":
         """The same on the host; waits for the device."""
+        if self.here is not None:
+            return self
         here = [self.tokens] if self.best is None else [self.tokens, self.best]
         found = platform.fetch(here)()
         return Sampled(found[0], None if self.best is None else found[1], self.failed)
 
-    def faults(self, best: Tensor | None) -> dict[int, str]:
+    def faults(self, best: Tensor | np.ndarray | None) -> dict[int, str]:
         """Rows that could not be chosen, with the reason. best: `self.best`, on the host."""
         if best is None:
             return self.failed
         values = best.tolist()
+        if all(map(math.isfinite, values)):
+            return self.failed
         bad = {i: _why(value) for i, value in enumerate(values) if not math.isfinite(value)}
         return bad | self.failed
 
