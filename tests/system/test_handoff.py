@@ -289,7 +289,8 @@ def test_a_room_that_nobody_takes_is_given_back(
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "0.5")
     room, body = fresh_room(), {"input_ids": PROMPT, "sampling_params": GREEDY}
     with engines(tiny_model) as hasty:
-        hasty.prefill.generate(**body, **hasty.meeting(room))  # ends with the lease
+        given = hasty.pool.submit(hasty.prefill.generate, **body, **hasty.meeting(room))
+        given.result(WAIT_S / 4)  # ends with the lease
         with pytest.raises(BanyanError, match="nobody took it in time"):
             hasty.decode.generate(**body, **hasty.meeting(room))
         assert hasty.ask(**body), "the prefill server goes on"
