@@ -191,8 +191,8 @@ def cut_out(adapter: Path, part: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
-    """A head of other classes, one that lacks its bias, a head where there is none, and an adapter
-    that lacks what it says it has."""
+    """A head of other classes, one that lacks its bias or a half, a head where there is none, and
+    an adapter that lacks what it says it has."""
     classes = CASES["classes"]
     base = save_base(classes, tmp_path / "base")
     two = replace(classes, config={**classes.config, "num_labels": 2})
@@ -201,6 +201,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     pair = save_base(scored, tmp_path / "pair")
     save_adapter(scored, pair, tmp_path / "b", 0)
     cut_out(tmp_path / "b", "classifier.out_proj.bias")
+    save_adapter(scored, pair, tmp_path / "e", 0)
+    cut_out(tmp_path / "e", "classifier.dense")
     states = save_base(replace(scored, model="RobertaModel"), tmp_path / "states")
     text = CASES["a model for text, whole"]
     body = save_base(text, tmp_path / "text")
@@ -215,6 +217,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         (body, "a", {}, "head of classes .score., and the base scores none"),
         (body, "a", {"is_embedding": True}, "the base scores none. Save the base as a model for"),
         (pair, "b", {}, "lacks classifier.out_proj.bias, which the base has"),
+        (pair, "e", {}, "brings .*classifier.out_proj alone of a head of two projections"),
         (states, "b", {}, "head of classes .classifier., and the base scores none"),
         (encoder, "d", {}, "lacks the matrices of 1 projections.*layer.1.attention.self.query"),
         (body, "c", {"is_embedding": True}, "lm_head as a whole: only embed_tokens may be"),

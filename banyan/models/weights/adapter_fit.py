@@ -307,13 +307,21 @@ class Fit:
             )
 
     def check_claims(self) -> None:
-        """ConfigError when a layer lacks a projection that the adapter says it changes."""
+        """ConfigError when a layer lacks a projection that the adapter says it changes, or a head
+        one of the two that it brings."""
         there = {module_place(name, self._names) for name in self._card.modules}
         claimed: dict[Place | None, str] = {}  # a body may have two names
         for name in self._claimed():
             claimed.setdefault(module_place(name, self._names), name)
         lacking = [name for place, name in claimed.items() if place not in there]
         lacking += lacking_experts(self._card, self._names, self._base.experts)
+        inside = [name for name in self._card.saved if ENCODER_CLASSES in name.split(".")[:-1]]
+        if len(inside) == 1:
+            raise ConfigError(
+                f"adapter {self._folder!r} brings {printable(inside[0], 100)} alone of a head of "
+                "two projections",
+                hint="save or download it again",
+            )
         if lacking:
             raise ConfigError(
                 f"adapter {self._folder!r} lacks the matrices of {len(lacking)} projections that "
