@@ -15,6 +15,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
 from urllib.parse import urlsplit
@@ -260,11 +261,12 @@ class RankPages:
         assert at == len(payload)
 
     def _move(self, is_put: bool, group: int, page: PageId) -> None:
-        """Between windows and their devices, all ranks at once."""
-        for desk in reversed(self._desks):  # rank 0 does its own part while the others do theirs
-            desk.ask(is_put, group, page)
-        for desk in self._desks:
-            desk.wait()
+        """Between windows and their devices, all ranks at once. Every answer is heard, whatever
+        fails: an unheard one would be taken for that about the next page."""
+        with ExitStack() as answers:
+            for desk in reversed(self._desks):  # rank 0 does its part while the others do theirs
+                desk.ask(is_put, group, page)
+                answers.callback(desk.wait)
 
     def _rows(self, rank: Shelves) -> list[np.ndarray]:
         if not rank.shelves:

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -62,7 +63,7 @@ class Window:
     def _serve(self, listener: socket.socket) -> None:
         with listener:
             rank_0, _ = listener.accept()
-        with rank_0:
+        with rank_0, suppress(ConnectionError):  # rank 0 waits no more, and tells why
             while asked := rank_0.recv(_ASKED.size):
                 what, group, page = _ASKED.unpack(asked)
                 try:
@@ -82,7 +83,11 @@ class Desk(Protocol):
 
 
 class FarWindow:
-    """Another rank's, at `door`. OSError when the rank has gone, or cannot."""
+    """Another rank's, at `door`. OSError when the rank has gone, or cannot.
+
+    One whose answer does not come in time is not asked again: what it then does is about a page
+    that nobody means any more.
+    """
 
     def __init__(self, door: str, timeout_s: float) -> None:
         self._rank = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,7 +98,11 @@ class FarWindow:
         self._rank.send(_ASKED.pack(_PUT if is_put else _BRING, group, page))
 
     def wait(self) -> None:
-        answer = self._rank.recv(1)
+        try:
+            answer = self._rank.recv(1)
+        except TimeoutError:
+            self._rank.close()
+            raise
         if answer != _DONE:
             what = "cannot move a page of its device" if answer else "has gone"
             raise OSError(f"another rank of this server {what}")

@@ -1,6 +1,7 @@
 """Pages of several ranks as one: cut by heads and by layers, whatever the number of ranks."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,12 +38,14 @@ def layer(number: int, here: int, latent: bool = False, first: int = 0) -> Layer
     return LayerCache(number, {"k": kept, "v": kept})
 
 
-def opened(folder: Path, stores: list[KVStore], is_by_head: bool) -> RankPages:
+def opened(
+    folder: Path, stores: list[KVStore], is_by_head: bool, timeout_s: float = 5.0
+) -> RankPages:
     """As rank 0 of these ranks sees them, each of which tells of itself."""
     links = links_at(f"file://{folder}/meeting", len(stores))
     for store, link in zip(stores[1:], links, strict=True):
         tell_rank_0(store, link)
-    return RankPages(stores[0], links, is_by_head, timeout_s=5.0)
+    return RankPages(stores[0], links, is_by_head, timeout_s)
 
 
 def shared(*caches: LayerCache) -> KVStore:
@@ -147,6 +150,45 @@ def test_stages_hold_layers_one_after_another(tmp_path: Path) -> None:
             mine, right = store.tensors(number)[name], alone.tensors(number)[name]
             assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
     assert layout_facts(pages.shelves, GROUPS) == layout_facts(shelves_of(alone), GROUPS)
+
+
+def slowed(store: KVStore, stop_s: dict[int, float], failing: int = -1) -> KVStore:
+    """`store`, which moves some pages late, and one not at all."""
+    take = store.take
+
+    def taken(group: int, page: PageId) -> np.ndarray:
+        time.sleep(stop_s.get(page, 0.0))
+        assert page != failing, "this page is lost"
+        return take(group, page)
+
+    store.take = taken
+    return store
+
+
+@pytest.mark.parametrize("lame", [0, 1])
+def test_a_page_that_fails_on_one_rank_spoils_no_other_page(lame: int, tmp_path: Path) -> None:
+    """What a rank answers late is not taken for its answer about the next page."""
+    stores = [of_a_device(layer(0, 1, first=rank)) for rank in range(HEADS)]
+    for rank, store in enumerate(stores):
+        slowed(store, {2: 0.1, 3: 0.1} if rank > lame else {}, 2 if rank == lame else -1)
+    pages = opened(tmp_path, stores, is_by_head=True)
+    draw = np.random.default_rng(5)
+    payloads = [draw.integers(0, 255, pages.page_bytes(0), np.uint8) for _ in range(4)]
+    for page, payload in enumerate(payloads):
+        pages.put(0, page, payload)
+    with pytest.raises((AssertionError, OSError)):
+        pages.take(0, 2)
+    assert (pages.take(0, 3) == payloads[3]).all()
+
+
+def test_a_rank_that_answered_too_late_is_not_asked_again(tmp_path: Path) -> None:
+    stores = [of_a_device(layer(0, 2)), slowed(of_a_device(layer(0, 2, first=2)), {2: 0.6})]
+    pages = opened(tmp_path, stores, is_by_head=True, timeout_s=0.2)
+    with pytest.raises(TimeoutError):
+        pages.take(0, 2)
+    time.sleep(0.6)
+    with pytest.raises(OSError, match="descriptor"):
+        pages.take(0, 3)
 
 
 def test_other_tensors_are_another_layout() -> None:
