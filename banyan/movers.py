@@ -238,8 +238,8 @@ def _pages_of_all(served: Served, store: KVStore, meeting: str) -> KVStore | Ran
     if parallel.world == 1:
         return store
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
-    links, waits_s = links_at(meeting, parallel.world), parallel.meet_timeout_s
-    return RankPages(store, links, layouts == {BY_HEAD}, waits_s)
+    links = links_at(meeting, parallel.replica, parallel.world)
+    return RankPages(store, links, layouts == {BY_HEAD}, parallel.meet_timeout_s)
 
 
 def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> HostTier:

@@ -340,8 +340,10 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     rack = open_rack(opened.config.lora, opened.model, opened.build)
+    replica = config.parallel.replica
+    telling = _telling(sizes, lambda: links_at(mesh_address, replica, rank + 1)[-1])
     runner = ModelRunner(
-        *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, mesh_address)),
+        *(opened.model, opened.build, sizes, opened.platform, telling),
         *(_open_drafter(opened.config), opened.draft, rack),
     )
     switching = store_carriers(_served(opened.config, card, opened, ()), None)
@@ -360,11 +362,11 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         serve_rank(obeying, lambda: next(iter(receive() or ()), None))
 
 
-def _telling(sizes: RunnerSizes, rank: int, meeting: str) -> Callable[[KVStore], None] | None:
+def _telling(sizes: RunnerSizes, link: Callable[[], str]) -> Callable[[KVStore], None] | None:
     """What tells rank 0 of this rank's pages, where it moves them; nothing is moved from here."""
     if not sizes.shares_pages:
         return None
-    return lambda store: tell_rank_0(store, links_at(meeting, rank + 1)[-1])
+    return lambda store: tell_rank_0(store, link())
 
 
 class OtherRanks:

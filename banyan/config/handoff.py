@@ -41,12 +41,6 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             "put into, memory that the ranks of one machine share",
             hint="let the ranks of a server be on one machine",
         )
-    if parallel.is_joined:
-        raise ConfigError(
-            f"{flag} is not available with --enable-dp-attention: replicas that compute together "
-            "hand over nothing",
-            hint="leave it out, or start several servers and let the router choose",
-        )
     if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "

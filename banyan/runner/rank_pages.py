@@ -321,14 +321,14 @@ def _runs(shelf: Shelf) -> list[tuple[int, int, int]]:
     return runs
 
 
-def links_at(meeting: str, world: int) -> list[str]:
+def links_at(meeting: str, replica: int, world: int) -> list[str]:
     """Where ranks 1, 2 … of a replica of one machine leave word of their pages.
 
     Args:
-        meeting: the file that they meet at, as an address.
+        meeting: the file that they meet at, as an address; joined replicas have it in common.
     """
     assert meeting.startswith("file://"), f"ranks of one machine meet at {meeting}"
-    return [f"{urlsplit(meeting).path}.pages{rank}" for rank in range(1, world)]
+    return [f"{urlsplit(meeting).path}.pages{replica}.{rank}" for rank in range(1, world)]
 
 
 def _hear(link: str, timeout_s: float) -> Shelves:

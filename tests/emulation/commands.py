@@ -29,7 +29,6 @@ _STORE = {
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
 _DISPATCH = "rows go to the ranks of their experts by exact counts (--deepep-mode normal) only"
-_HANDOFF = "joined replicas (--enable-dp-attention) hand over nothing"
 _DRAFTS = (
     "the layer of DeepSeek V3.2 that drafts runs on CPUs only, and joined replicas verify none"
 )
@@ -46,13 +45,6 @@ NOT_YET = {
     "SGLANG_USE_AG_AFTER_QLORA": "latents are not divided among ranks",
 }
 """Flags and variables of these lines that this build refuses on an NPU, or that belong to such."""
-JOINED = "--enable-dp-attention"
-NOT_JOINED = {
-    "--disaggregation-mode": _HANDOFF,
-    "--disaggregation-transfer-backend": _HANDOFF,
-    "ASCEND_MF_STORE_URL": _HANDOFF,
-}
-"""The same, of joined replicas."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +70,9 @@ class Line:
     @property
     def left_out(self) -> dict[str, str]:
         """What of this line is not there yet, and why."""
-        not_yet = NOT_YET | (NOT_JOINED if JOINED in self.words else {})
         asked = (name for name, value in self.variables.items() if value != "0")
         names = (*(flag for flag, *_ in self.flags()), *asked)
-        return {name: not_yet[name] for name in names if name in not_yet}
+        return {name: NOT_YET[name] for name in names if name in NOT_YET}
 
     @property
     def role(self) -> str:

@@ -68,12 +68,14 @@ def test_a_pair_of_npus_answers_like_one(
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"
 
 
+JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal"}
 LAYOUTS = {
     "tp 2 to tp 2": ({"tp_size": 2}, {"tp_size": 2}),
     "tp 1 to tp 2": ({}, {"tp_size": 2}),
     "tp 2 to tp 1": ({"tp_size": 2}, {}),
     "pp 2 to tp 2": ({"pp_size": 2}, {"tp_size": 2}),
     "cp 2 to tp 1": ({"tp_size": 2, "attn_cp_size": 2}, {}),
+    "joined 2 to joined 2 x tp 2": (JOINED, {**JOINED, "tp_size": 4}),
 }
 """Of prefill, and of decode."""
 IN_TEST = "tp 2 to tp 2"

@@ -16,6 +16,9 @@ ALL = bool(os.environ.get("PARALLEL"))
 TP2, PP2 = {"tp_size": 2}, {"pp_size": 2}
 CP2 = {"tp_size": 2, "attn_cp_size": 2}
 TP2_CP2 = {"tp_size": 4, "attn_cp_size": 2}
+DP2 = {"dp_size": 2}
+JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal"}
+JOINED_TP2 = {**JOINED, "tp_size": 4}
 LAYOUTS = {
     "tp 1 to 2": ({}, TP2),
     "tp 2 to 1": (TP2, {}),
@@ -26,6 +29,8 @@ LAYOUTS = {
     "cp 2 to 1": (CP2, {}),
     "tp 2 x cp 2 to 2": (TP2_CP2, TP2),
     "tp 2 to tp 2 x cp 2": (TP2, TP2_CP2),
+    "joined 2 to 1": (JOINED, {}),
+    "tp 2 to joined 2 x tp 2": (TP2, JOINED_TP2),
 }
 """Of prefill, and of decode."""
 
@@ -100,27 +105,36 @@ def test_pages_of_all_kinds_are_cut_anew(
         assert stats["computed_tokens"] < 64, "the prompt came, and was not computed"
 
 
-@pytest.mark.skipif(not ALL, reason="make test-parallel")
-def test_replicas_of_a_decode_server_take_from_one_prefill_server(
-    tiny_model: Path, single: Engine
-) -> None:
-    prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 30 * i]] for i in range(4)]
-    with engines(tiny_model, {}, {"dp_size": 2}) as both:
-        begun = [both.start(input_ids=p, sampling_params=GREEDY) for p in prompts]
-        found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
-    right = [single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts]
-    assert found == right
+REPLICAS = {
+    "joined 2 to joined 2": (JOINED, JOINED),
+    "dp 2 to 1": (DP2, {}),
+    "1 to dp 2": ({}, DP2),
+    "dp 2 to joined 2": (DP2, JOINED),
+    "joined 2 x tp 2 to dp 2": (JOINED_TP2, DP2),
+}
+"""Of prefill, and of decode."""
 
 
-def test_replicas_of_a_prefill_server_have_rooms_of_their_own(
-    tiny_model: Path, single: Engine
-) -> None:
+def finished(engine: Engine) -> list[int]:
+    """By each replica."""
+    return [part.stats.finished for part in engine._live().client.replicas()]
+
+
+@pytest.mark.parametrize("layout", REPLICAS if ALL else ["joined 2 to joined 2"])
+def test_replicas_have_rooms_of_their_own(layout: str, tiny_model: Path, single: Engine) -> None:
+    """Who gives follows from the room; who takes is free to choose, and finds them all."""
     prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 30 * i]] for i in range(6)]
-    with engines(tiny_model, {"dp_size": 2}, {}) as both:
-        begun = [both.start(input_ids=p, sampling_params=GREEDY) for p in prompts]
-        found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
-        states = both.prefill.get_server_info()["internal_states"]
-        assert all(state["stats"]["finished"] >= 2 for state in states), "both have computed"
-        again = both.ask([10**6, 10**6 + 1], input_ids=prompts[:2], sampling_params=GREEDY)
     right = [single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts]
-    assert found == right and [each["output_ids"] for each in again] == right[:2]
+    prefill, decode = REPLICAS[layout]
+    with engines(tiny_model, {**prefill, "chunked_prefill_size": 64}, decode) as both:
+        begun = [both.start(input_ids=p, sampling_params=GREEDY) for p in prompts]
+        assert [second.result(WAIT_S)["output_ids"] for _, second in begun] == right
+        for engine, flags in ((both.prefill, prefill), (both.decode, decode)):
+            each = 6 // flags.get("dp_size", 1)
+            wait_until(lambda e=engine, n=each: set(finished(e)) == {n}, WAIT_S, "all replicas")
+            wait_until(lambda e=engine: is_whole(e), WAIT_S, "all pages back")
+        assert both.decode.stats().computed_tokens < 6 * (16 + 8), "pages came"
+        again = both.ask([10**6, 10**6 + 2], input_ids=prompts[:2], sampling_params=GREEDY)
+        assert [each["output_ids"] for each in again] == right[:2]
+        evenly = [5, 3] if "dp_size" in prefill else [8]
+        wait_until(lambda: finished(both.prefill) == evenly, WAIT_S, "even rooms in the first")

@@ -115,7 +115,10 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "session_params": (_NONE, _SESSIONS),
     "watermark": (_NONE, _RESEARCH),
     "beam_width": ((None, 1), "beam search is not available in this build"),
-    "disagg_prefill_dp_rank": (_NONE, "a server that computes prompts has one replica"),
+    "disagg_prefill_dp_rank": (
+        _NONE,
+        "which replica computes a prompt follows from bootstrap_room",
+    ),
     "chat_template": (_NONE, "a request may not bring its own chat template"),
     "bad_words": (_NONE, "bad_words is not available; use logit_bias"),
     "allowed_token_ids": (_NONE, "allowed_token_ids is not available; use logit_bias"),
