@@ -127,13 +127,14 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield found
 
 
+@pytest.mark.parametrize("gateway", ["sglang-router", "smg"])
 def test_prompts_and_answers_have_servers_of_their_own(
-    sharing: Servers, pair: tuple[Server, Server], tmp_path: Path
+    gateway: str, sharing: Servers, pair: tuple[Server, Server], tmp_path: Path
 ) -> None:
     words = ["--pd-disaggregation", "--prefill", sharing.prefill.url, str(sharing.port)]
     words += ["--decode", sharing.decode.url]
     long = {"text": "one two " * 40, "sampling_params": GREEDY}
-    with started("sglang-router", words, tmp_path) as http:
+    with started(gateway, words, tmp_path) as http:
         before = settled(sharing.decode.stats, 0)["finished"]
         for path, body, answer_of in (
             ("/generate", long, lambda a: a["text"]),

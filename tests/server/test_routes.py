@@ -83,6 +83,7 @@ def test_the_model_is_listed_and_found_by_name(http: httpx.Client) -> None:
     listed = http.get("/v1/models").json()
     assert listed["object"] == "list"
     assert listed["data"][0]["id"] == "tiny" and listed["data"][0]["max_model_len"] == 4096
+    assert listed["data"][0]["owned_by"] == "sglang", "by which smg knows what a pair understands"
     assert http.get("/v1/models/tiny").json() == listed["data"][0]
 
 

@@ -40,7 +40,7 @@ def _card(state: ServerState) -> dict[str, object]:
         "id": name,
         "object": "model",
         "created": state.created,
-        "owned_by": "banyan",
+        "owned_by": "sglang",  # whose fields these are: gateways (smg) give pairs of these rooms
         "root": name,
         "parent": None,
         "max_model_len": length,
