@@ -15,6 +15,7 @@ from banyan.layers.norm import LayerNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.slot import ShardRule, Turning
 from banyan.layers.step import Indexed
+from banyan.ops.index_api import IndexShape
 from banyan.ops.pages import stored_width
 from banyan.parallel.groups import Group
 
@@ -49,8 +50,15 @@ class Indexer(nn.Module):
         return Indexed(plain, turned, self.weigh(x), key, key_turned.squeeze(1))
 
 
+def index_shape(facts: LatentFacts) -> IndexShape:
+    widths = (facts.index_dim, facts.index_top, facts.rank, facts.rope_dim)
+    return IndexShape(facts.index_heads, *widths)
+
+
 def index_cache(facts: LatentFacts, build: Build) -> dict[str, CacheTensor]:
-    """What the pages keep for it beside the latents: one key per token, in two parts."""
+    """What the pages keep for it beside the latents: one key per token, in two parts or whole."""
     dtype = build.ops.cache_dtype
+    if build.ops.joins_index(index_shape(facts)):
+        return {"index": CacheTensor((facts.index_dim,), dtype)}
     widths = {"index": facts.index_dim - facts.rope_dim, "index_turned": facts.rope_dim}
     return {name: CacheTensor((stored_width(n, dtype),), dtype) for name, n in widths.items()}

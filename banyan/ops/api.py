@@ -16,6 +16,7 @@ from torch import Tensor
 from banyan.ops.adapter_rows import AdapterRowOps
 from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
+from banyan.ops.index_api import IndexOps
 from banyan.ops.logits_api import LogitOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows
@@ -126,7 +127,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
+class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property

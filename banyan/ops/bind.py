@@ -16,6 +16,7 @@ from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Recorder
+from banyan.ops.index_api import IndexShape
 from banyan.ops.rounded_inputs import STATIC
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
@@ -51,6 +52,10 @@ class Toolkit(Protocol):
         """Of K/V pages where nobody says otherwise; dtype: of activations."""
         ...
 
+    def joins_index(self, shape: IndexShape) -> bool:
+        """Whether pages keep both parts of such an indexer's keys side by side."""
+        ...
+
 
 @dataclass(frozen=True)
 class NoToolkit:
@@ -61,6 +66,9 @@ class NoToolkit:
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        return False
 
 
 NO_TOOLKIT = NoToolkit()
@@ -209,8 +217,10 @@ class BoundOps:
         "choices",
         "recorder",
         "cache_dtype",
+        "_toolkit",
     )
     choices: tuple[Choice, ...]
+    _toolkit: Toolkit
 
     def __init__(
         self, functions: Mapping[str, object], choices: tuple[Choice, ...], spec: OpSpec
@@ -220,6 +230,10 @@ class BoundOps:
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "cache_dtype", spec.cache_dtype)
         object.__setattr__(self, "recorder", spec.toolkit.recorder)
+        object.__setattr__(self, "_toolkit", spec.toolkit)
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        return self._toolkit.joins_index(shape) and not self.is_reference("choose_positions")
 
     def is_reference(self, op: str) -> bool:
         """The plain reference serves this op."""

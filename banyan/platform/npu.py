@@ -72,6 +72,9 @@ class _LengthGraph:
         self._graph, self._work = graph, work
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
+        if not lengths:  # it finds them on the device
+            self._graph.replay()
+            return
         # What both versions of attention call it; it changes only where it was given by keyword.
         told = dict.fromkeys(("actual_seq_lengths_kv", "actual_seq_kvlen"), list(lengths))
         self._graph.update(cpu_update_input=[told])

@@ -79,7 +79,9 @@ class CapturedForward:
         self._step = step
         self._shapes = shapes
         self._is_unpadded = is_unpadded
-        self._on_host = platform.traits.lengths_on_host
+        # What an indexer chooses for is told its lengths on the device.
+        is_sparse = model.card.latent is not None and bool(model.card.latent.index_heads)
+        self._on_host = platform.traits.lengths_on_host and not is_sparse
         self._joint, self._divided, self._stages = groups.joint, groups.divided, groups.stages
         divided = groups.divided
         self._shares, self._share = (1, 0) if divided is None else (divided.replicas, divided.share)
@@ -102,6 +104,9 @@ class CapturedForward:
         """Of the rows of all shares."""
         if divided is not None:
             self._slots = torch.zeros(room, dtype=torch.int64, device=where)
+        self._contexts = step.context_lengths
+        if platform.traits.lengths_on_host:  # where the step has them
+            self._contexts = torch.zeros(shapes[-1], dtype=torch.int32, device=where)
         self._brought = torch.zeros(2, room, dtype=torch.int64, device=where)
         """Where rows start and how many tokens they run, of a step that verifies drafts or is
         divided."""
@@ -150,9 +155,9 @@ class CapturedForward:
             for pages, locations in zip(step.page_tables, step.locations, strict=True)
         )
         on_host = self._on_host
-        where = step.row_starts.device
+        where = torch.device("cpu") if on_host else slots.device
         starts = torch.arange(0, size + 1, count, dtype=torch.int32, device=where)
-        contexts = torch.zeros(rows, dtype=torch.int32) if on_host else step.context_lengths[:rows]
+        contexts = torch.zeros(rows, dtype=torch.int32) if on_host else self._contexts[:rows]
         geometry = StepGeometry(starts, contexts, views)
         inputs = StepInputs(
             *(step.tokens[:size], step.positions[:size], self._attention.bind(geometry)),
@@ -179,7 +184,7 @@ class CapturedForward:
                 table.lengths[slots] = firsts + counts
                 step.place(slot_of, positions, slots, table.max_length)
             if not on_host:
-                step.context_lengths[:rows] = firsts_now
+                self._contexts[:rows] = firsts_now[mine] if self._shares > 1 else firsts_now
             table.lengths[:1].zero_()  # padding stays at its beginning
             hidden = self._model.forward(inputs)
             if not len(self._hidden):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from banyan.base.log import logger
 from banyan.layers.build import Build
+from banyan.layers.indexer import index_shape
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps
@@ -144,8 +145,8 @@ def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
     if latent is not None:
         attends = ["latent_attention", *(["choose_positions"] if latent.index_heads else [])]
     if traits.lengths_on_host:
-        if latent is not None and latent.index_heads:
-            return "an indexer is given the lengths of rows anew at every step"
+        if latent is not None and latent.index_heads and not ops.joins_index(index_shape(latent)):
+            return "the reference chooses what tokens read, and it waits for the device"
         if latent is not None and (latent.rank, latent.rope_dim) not in traits.latents:
             return "attention over this model's cache waits for the device"
         if card.attention_cap:

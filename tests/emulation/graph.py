@@ -28,6 +28,8 @@ UPDATABLE = {
 Call = tuple[Any, tuple, dict[str, Any], list[Tensor]]
 """An operator, what it was given by place and by name, and its results."""
 _SCATTER = "npu::npu_scatter_nd_update_"
+_SPARSE = "npu::npu_sparse_flash_attention"
+"""Attention that finds its lengths on the device; they may be wrong all the same."""
 
 
 class Graph:
@@ -92,11 +94,16 @@ class Graph:
         if name == _SCATTER:
             places = self.core.host_alias(args[1]).flatten().tolist()
             self._written[args[0].data_ptr()] = set(places)
-        written = self._written.get(args[1].data_ptr()) if name in UPDATABLE else None
+        attends = name in UPDATABLE or name == _SPARSE
+        written = self._written.get(args[1].data_ptr()) if attends else None
         if written is None:
             return
-        size, table = named["block_size"], self.core.host_alias(named["block_table"])
-        for row, length in enumerate(named[UPDATABLE[name][1]]):
+        table, size, lengths = self.core.host_alias(named["block_table"]), args[1].shape[1], []
+        if name == _SPARSE:
+            lengths = self.core.host_alias(named["actual_seq_lengths_kv"]).tolist()
+        else:
+            size, lengths = named["block_size"], named[UPDATABLE[name][1]]
+        for row, length in enumerate(lengths):
             last, after = (_place(table[row], at, size) for at in (length - 1, length))
             if last not in written or (after >= size and after in written):  # page 0 is padding
                 raise ContractError(

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 import banyan
+from banyan.base.errors import BanyanError
+from banyan.ops.npu.contracts import ContractError
+from banyan.ops.npu.operators import Operators
 from tests.emulation.device import EmulatedNpu
+from tests.emulation.graph import Graph
 from tests.models.families import tiny
 
 NEAR = 0.02
@@ -25,11 +29,13 @@ CAPTURED = {
     "gpt-oss": {"head_dim": 64},
     "qwen3 moe": {"head_dim": 16},
     "deepseek v2": LATENT,
+    "deepseek v3.2": LATENT | {"index_head_dim": 128},
 }
 """Variants whose decode steps are captured, with what makes them fit the operators."""
-EAGER = {"gemma2": {"head_dim": 16}, "deepseek v3.2": LATENT | {"index_head_dim": 128}}
+EAGER = {"gemma2": {"head_dim": 16}}
 """Those whose steps are not captured."""
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"
+IN_ALL = pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
 LAYERS = 3
 ROOM = {"max_position_embeddings": 256}
 LENGTHS = (150, 40, 21, 9, 5)
@@ -85,8 +91,25 @@ def read_back(engine: banyan.Engine, npu: EmulatedNpu) -> dict[str, float]:
     return {name: (long[name] - short[name]) / 20 for name in ("to_host", "to_host_late", "waits")}
 
 
+@pytest.fixture
+def replayed(monkeypatch) -> list[str]:
+    """Of each replay of a graph: why it was refused, "" if it was not."""
+    found, replay = list[str](), Graph.replay
+
+    def watched(graph: Graph) -> None:
+        try:
+            replay(graph)
+        except ContractError as error:
+            found.append(str(error))
+            raise
+        found.append("")
+
+    monkeypatch.setattr(Graph, "replay", watched)
+    return found
+
+
 @pytest.mark.parametrize("variant", CAPTURED)
-def test_a_family_says_what_it_says_on_the_cpu(npu: EmulatedNpu, tmp_path, variant: str) -> None:
+def test_a_family_says_what_it_says_on_the_cpu(npu, tmp_path, replayed, variant: str) -> None:
     """Of a decode step tokens and their logits go out, late, and the host waits for these alone."""
     tiny(variant, tmp_path, num_hidden_layers=LAYERS, **ROOM, **CAPTURED[variant])
     with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
@@ -94,19 +117,34 @@ def test_a_family_says_what_it_says_on_the_cpu(npu: EmulatedNpu, tmp_path, varia
     with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[1, 2]) as engine:
         assert compare(answers(engine), wanted) > sum(TOKENS) / 3
         assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
+    assert len(replayed) > 25 and not any(replayed)
 
 
-def test_an_indexer_and_what_it_chooses_for_read_nothing_back(npu: EmulatedNpu, tmp_path) -> None:
-    """Both by the device's operators, which also wait for nothing."""
-    tiny("deepseek v3.2", tmp_path, num_hidden_layers=LAYERS, **ROOM, **EAGER["deepseek v3.2"])
-    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
-        wanted = answers(engine)
-    with start(tmp_path, "npu", dtype="float16") as engine:
-        assert compare(answers(engine), wanted) > sum(TOKENS) / 3
-        assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
+@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=IN_ALL) for n in (1, 4))])
+def test_wrong_lengths_on_the_device_are_caught_where_an_indexer_chooses(
+    npu, tmp_path, monkeypatch, replayed, rows: int
+) -> None:
+    ends_of = Operators.ends_of
+
+    def late(operators: Operators, device, starts, contexts) -> tuple:
+        ends, lengths = ends_of(operators, device, starts, contexts)
+        return ends, lengths if contexts.is_cpu else lengths - (lengths > 12).int()
+
+    sizes = ROOM | CAPTURED["deepseek v3.2"]
+    tiny("deepseek v3.2", tmp_path, num_hidden_layers=2, **sizes)
+    monkeypatch.setattr(Operators, "ends_of", late)
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 20}
+    with (
+        start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[rows]) as engine,
+        contextlib.suppress(BanyanError),
+    ):
+        engine.generate(input_ids=[[3, 5, 7 + n] for n in range(rows)], sampling_params=params)
+    refused = [why for why in replayed if why]
+    assert refused and len(replayed) > len(refused) + 5
+    assert all("its lengths are those of another step" in why for why in refused)
 
 
-@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+@IN_ALL
 @pytest.mark.parametrize("variant", CAPTURED | EAGER)
 @pytest.mark.parametrize(
     "flags",

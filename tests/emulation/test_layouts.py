@@ -18,7 +18,9 @@ from banyan.messages.plan import Join, Load, PageGrant, StepPlan
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, open_groups
-from banyan.platform.npu import NpuPlatform, _LengthGraph
+from banyan.platform.npu import NpuPlatform
+from banyan.runner.batch import Batch
+from banyan.runner.captured import CapturedForward
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.line import Line
 from banyan.runner.orders import OrderTaker
@@ -54,6 +56,7 @@ class Layout:
         return int(self.groups.get("shares", 1))  # type: ignore[call-overload]
 
 
+SPARSE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_head_dim": 128}
 LAYOUTS = {
     "dp": Layout(
         *("qwen3 moe", ((5, 30, 12), (7,))),
@@ -66,6 +69,14 @@ LAYOUTS = {
         {"head_dim": 128},
     ),
     "cp": Layout(*("qwen3", ((5, 30, 12),)), {"shares": 2, "split": "zigzag"}, {"head_dim": 128}),
+    "cp of an indexer": Layout(
+        "deepseek v3.2", ((5, 30, 12),), {"shares": 2, "split": "zigzag"}, SPARSE
+    ),
+    "dp of an indexer": Layout(
+        *("deepseek v3.2", ((5, 30, 12), (7,))),
+        {"replicas": 2, "are_experts_apart": True},
+        SPARSE,
+    ),
     "pp": Layout(*("qwen3", ((5, 30, 12),)), {"stages": 2}, {"head_dim": 128}),
     "tp": Layout(*("qwen3", ((5, 30, 12),)), {}, {"head_dim": 128}),
 }
@@ -157,13 +168,13 @@ def answer(rank: int, size: int, address: str, folder: Path, name: str) -> list[
     """What a rank finds, captured and then eager."""
     os.environ |= {"BANYAN_NPU": "emulated", "BANYAN_NPU_CHECKS": "1"}
     npu, layout = install(os.environ.get("BANYAN_NPU_SOC", "A3")), LAYOUTS[name]
-    replayed, replay = list[int](), _LengthGraph.replay
+    replayed, bring = list[int](), CapturedForward._bring
 
-    def counted(graph: _LengthGraph, lengths: list[int]) -> None:
-        replayed.append(len(lengths))
-        replay(graph, lengths)
+    def counted(forward: CapturedForward, batch: Batch, shape: int, count: int) -> None:
+        replayed.append(shape)
+        bring(forward, batch, shape, count)
 
-    _LengthGraph.replay = counted
+    CapturedForward._bring = counted
     found = list[dict]()
     for at, shapes in enumerate((SHAPES, ())):
         runner, driver = open_rank(layout, folder, rank, f"{address}-{at}", shapes)

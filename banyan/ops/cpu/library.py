@@ -26,6 +26,7 @@ from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.ops.api import BurstInputs, NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
+from banyan.ops.index_api import IndexShape
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
@@ -117,6 +118,9 @@ class Library:
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         """Half precision beside kernels that may round activations anyway."""
         return dtype if exact or dtype != torch.float32 else torch.float16
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        return False
 
     @property
     def isa(self) -> str:

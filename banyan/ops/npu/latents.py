@@ -41,7 +41,10 @@ def _write_latent(toolkit: NpuToolkit) -> Callable[..., None]:
         latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
     ) -> None:
         places = flat_locations.unsqueeze(1)  # [tokens, 1]
-        for part, pages in ((latent, latent_pages), (key, key_pages)):
+        pairs = ((latent, latent_pages), (key, key_pages))
+        if key_pages is latent_pages:  # of an indexer: both lie side by side
+            pairs = ((torch.cat([latent, key], -1), latent_pages),)
+        for part, pages in pairs:
             toolkit.operators.scatter(pages.flatten(0, 1), places, part.contiguous())
 
     return run
@@ -60,12 +63,17 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         chosen: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
-        assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         if not len(q):
             return torch.empty_like(q)
         heads = q.shape[1]
         widths = (q.shape[2], q_turned.shape[2])
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
+        if chosen is not None and chosen.dim() == 3:  # positions, as the indexer's operator gives
+            assert is_served and not first
+            rows = toolkit.operators.ends_of(q.device, row_starts, context_lengths)
+            given = (latent_pages, key_pages, chosen, page_tables.contiguous(), *rows, scale)
+            return _of_chosen(toolkit.operators, q, q_turned, *given)
+        assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         starts = row_starts.tolist()
         lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
         if first:
@@ -73,13 +81,6 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             values, turned = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
             rows = (tables, starts, lengths, scale)
             return attend_plainly(whole, (values, turned), values, *rows, -first)
-        if chosen is not None and chosen.dim() == 3 and not is_served:
-            chosen = _bits(chosen, page_tables.shape[1] * latent_pages.shape[1])
-        if chosen is not None and chosen.dim() == 3:  # positions, as the indexer's operator gives
-            return _of_chosen(
-                *(toolkit.operators, q, q_turned, latent_pages, key_pages),
-                *(chosen, tables, starts, lengths, scale),
-            )
         if chosen is not None or not is_served:
             return reference.latent_attention(
                 *(q, q_turned, latent_pages, key_pages),
@@ -108,28 +109,16 @@ def _of_chosen(
     key_pages: Tensor,
     chosen: Tensor,
     tables: Tensor,
-    starts: list[int],
-    lengths: list[int],
+    ends: Tensor,
+    lengths: Tensor,
     scale: float,
 ) -> Tensor:
     heads = q.shape[1]
     room = (1 << (heads - 1).bit_length()) - heads
     q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
     latents, keys = (pages.unsqueeze(2) for pages in (latent_pages, key_pages))
-    rows = operators.on_device(q.device, starts, lengths)
-    return operators.attend_chosen(q, q_turned, latents, keys, chosen, tables, *rows, scale)[
-        :, :heads
-    ]
-
-
-def _bits(chosen: Tensor, most: int) -> Tensor:
-    """Positions [tokens, 1, top] as bits of words, below `most`."""
-    words = -(-most // 32)
-    seen = torch.zeros(len(chosen), words * 32 + 1, dtype=torch.bool, device=chosen.device)
-    places = torch.where(chosen < 0, words * 32, chosen)[:, 0].long()
-    seen.scatter_(1, places, True)
-    worth = 1 << torch.arange(32, device=chosen.device)
-    return (seen[:, :-1].unflatten(1, (words, 32)) * worth).sum(-1).to(torch.int32)
+    rows = (chosen, tables, ends, lengths)
+    return operators.attend_chosen(q, q_turned, latents, keys, *rows, scale)[:, :heads]
 
 
 def _pieces(starts: list[int], lengths: list[int]) -> tuple[list[int], list[int], list[int]]:

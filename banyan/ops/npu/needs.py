@@ -6,8 +6,16 @@ import torch
 
 from banyan.ops.api import Recorder
 from banyan.ops.bind import OpSpec
-from banyan.ops.npu.contracts import HALVES, LARGEST_PAGE, PAGE_STEP
+from banyan.ops.index_api import IndexShape
+from banyan.ops.npu.contracts import (
+    HALVES,
+    LARGEST_PAGE,
+    LATENT_DIM,
+    LATENT_ROPE_DIM,
+    PAGE_STEP,
+)
 from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_count
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,11 @@ class NpuToolkit:
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        widths = (shape.rank, shape.rope_dim, shape.dim)
+        is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM, INDEX_DIM)
+        return is_served and shape.heads <= MOST_INDEX_HEADS and is_count(shape.top)
 
 
 def declines(spec: OpSpec) -> str | None:

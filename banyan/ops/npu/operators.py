@@ -207,16 +207,21 @@ class Operators:
             attention_mode=2,
         )[0]
 
-    def on_device(
-        self, device: torch.device, starts: list[int], lengths: list[int]
+    def ends_of(
+        self, device: torch.device, row_starts: Tensor, context_lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The ends and the lengths of a step's rows, as the operators of sparse attention take
-        them: brought once for all layers."""
-        if self._rows is None or self._rows[:3] != (device, starts, lengths):
-            packed = torch.empty(2, len(lengths), dtype=torch.int32, pin_memory=True)
-            packed.copy_(torch.tensor([starts[1:], lengths]))
+        them: brought once for all layers, or made of what is on the device already."""
+        if not row_starts.is_cpu:  # a graph reads there what holds for its step
+            ends = row_starts[1:]
+            return ends, context_lengths + ends - row_starts[:-1]
+        starts, contexts = row_starts.tolist(), context_lengths.tolist()
+        if self._rows is None or self._rows[:3] != (device, starts, contexts):
+            ends = row_starts[1:]
+            packed = torch.empty(2, len(contexts), dtype=torch.int32, pin_memory=True)
+            packed.copy_(torch.stack([ends, context_lengths + ends - row_starts[:-1]]))
             there = packed.to(device, non_blocking=True)
-            self._rows = (device, starts, lengths, there)
+            self._rows = (device, starts, contexts, there)
         return self._rows[3][0], self._rows[3][1]
 
     def init_routing(

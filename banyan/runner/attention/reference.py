@@ -103,7 +103,7 @@ class _Bound:
             more["first"] = self.first
         if indexed is None:
             return self.ops.latent_attention(*latents, *where, spec.scale, **more)
-        kept = (pages["index"], pages["index_turned"])
+        kept = (pages["index"], pages.get("index_turned", pages["index"]))
         self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
         queries = (indexed.q, indexed.q_turned, indexed.weights)
         chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top, **more)
