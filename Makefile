@@ -12,6 +12,8 @@ ARGS =
 TESTS = tests
 # Two files at a time, the long ones first (tests/conftest.py); in one process: make test PAIRED=
 PAIRED = -n 2 --dist loadfile --no-loadscope-reorder
+# Modules are compiled once and not in each of the hundreds of servers that tests start.
+export PYTHONDONTWRITEBYTECODE =
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \

@@ -1,6 +1,7 @@
 """Builds the compiled library with AVX-512, VNNI and AMX in halves of AVX2 (csrc/emulated.h), so
 that the code for wider machines runs where the tests run. Slow code, quickly compiled."""
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -29,9 +30,11 @@ def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
     for source in (*sorted(SOURCES.iterdir()), *sorted(HERE.iterdir()), Path(__file__)):
         digest.update(source.read_bytes())
     library = folder / f"{digest.hexdigest()[:16]}.so"
-    if not library.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            os.replace(_build(compiler, Path(work)), library)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two test processes one builds it
+        if not library.is_file():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                os.replace(_build(compiler, Path(work)), library)
     return library
 
 
