@@ -27,6 +27,8 @@ _ELSEWHERE = {
     "MiMoForCausalLM": "test_mimo.py",
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
+    "Step3TextForCausalLM": "test_step.py",
+    "Step3VLForConditionalGeneration": "test_step.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
     "gguf/bailingmoe": "test_bailing.py",

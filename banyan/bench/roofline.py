@@ -153,7 +153,8 @@ def whole_step(
         any(kind != STATE for kind in card.kept_by(layer)) for layer in range(card.num_layers)
     )
     kv_numbers = attending * card.kept_per_token
-    attention = 4 * attending * card.num_heads * card.head_dim * context * tokens
+    heads = sum(map(card.heads_of, range(card.num_layers))) / card.num_layers
+    attention = 4 * attending * heads * card.head_dim * context * tokens
     return OpCost(
         "whole step",
         seconds,

@@ -43,6 +43,8 @@ class RopeFacts:
     """longrope: what each frequency is divided by within the original length …"""
     long_factor: tuple[float, ...] = ()
     """… and when requests may be longer."""
+    dim: int = 0
+    """Leading dimensions of a head that rotate; 0 = the card's."""
     short_mscale: float = 0.0
     """longrope: factor on cos and sin with either set, where both are given."""
     long_mscale: float = 0.0
@@ -182,6 +184,7 @@ class ExpertFacts:
         latent: width that experts read and give, between two projections that all share; 0 = the
             stream's.
         limit, alpha: the gated unit is clamped (`ops/experts_api.py`, Clamp); 0 = it is not.
+        limits: by layer, in the place of `limit`; () = that holds for all.
     """
 
     count: int
@@ -199,10 +202,14 @@ class ExpertFacts:
     has_correction: bool = False
     has_bias: bool = False
     limit: float = 0.0
+    limits: tuple[float, ...] = ()
     alpha: float = 0.0
     jitter: float = 0.0
     is_gated: bool = True
     latent: int = 0
+
+    def limit_of(self, layer: int) -> float:
+        return self.limits[layer] if self.limits else self.limit
 
 
 @dataclass(frozen=True)
@@ -294,6 +301,8 @@ class ModelCard:
     """Bias on the attention output projection."""
     mlp_bias: bool = False
     layer_kinds: tuple[str, ...] = ()
+    window_heads: int = 0
+    """Heads of "window" layers; 0 = as many as the others have."""
     window: int = 0
     """Tokens that a "window" layer sees, its own position included."""
     qk_norm: str = ""
@@ -307,8 +316,16 @@ class ModelCard:
     gate_factor: float = 1.0
     up_factor: float = 1.0
     """Factors on the two projections of a feed-forward block."""
+    has_head_gates: bool = False
+    """What a head gives is scaled by the sigmoid of one number that the block's input makes."""
+    query_rank: int = 0
+    """Width that queries are squeezed through, and normed, before a matrix makes those of all heads
+    of it; 0 = one plain projection. Latent attention has its own."""
     attention_sinks: bool = False
     """Each head has a learned logit in the softmax that has no value."""
+    mlp_limits: tuple[float, ...] = ()
+    """By layer: most that the gate of a plain feed-forward block is, or of the one beside experts,
+    and its up to either side (`ops/api.py`, silu_and_mul); 0 = no bound."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what each block adds to the residual stream."""
@@ -390,6 +407,17 @@ class ModelCard:
     @property
     def has_states(self) -> bool:
         return STATE in self.layer_kinds or BOTH in self.layer_kinds
+
+    def heads_of(self, layer: int) -> int:
+        is_window = self.kind_of(layer) == WINDOW
+        return self.window_heads if is_window and self.window_heads else self.num_heads
+
+    def mlp_limit_of(self, layer: int) -> float:
+        """math.inf where there is none."""
+        return (self.mlp_limits[layer] if self.mlp_limits else 0.0) or math.inf
+
+    def rotary_dim_of(self, layer: int) -> int:
+        return self.rope_of(layer).dim or self.rotary_dim
 
     def rope_of(self, layer: int) -> RopeFacts:
         is_window = self.kind_of(layer) == WINDOW

@@ -56,6 +56,7 @@ def read_hub_folder(
     if family.is_nested and is_object(text):
         values = {**raw, **text, **overrides}
         facts = Facts(values, os.path.join(path, "config.json"), asked=asked)
+    facts = facts.with_values(family.respelled(facts))
     card = family.more(facts, _card(facts, path, architecture, family))
     card = replace(card, quant=_quant(facts, path))
     if is_classifier(architecture):
@@ -148,6 +149,10 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
     biases = family.biases(facts)
     kinds, window = family.kinds(facts, num_layers)
     rope, window_rope = _ropes(facts, family, context_length)
+    rotary_dim = _rotary_dim(facts, family, head_dim, "full_attention")
+    window_dim = _rotary_dim(facts, family, head_dim, "sliding_attention")
+    if window_rope is not None and window_dim != rotary_dim:
+        window_rope = replace(window_rope, dim=window_dim or head_dim)
     return ModelCard(
         path=path,
         format="safetensors",
@@ -165,7 +170,7 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
         hidden_act=_activation(facts, family),
         rope=rope,
         window_rope=window_rope if kinds else None,
-        rotary_dim=_rotary_dim(facts, family, head_dim),
+        rotary_dim=rotary_dim,
         tie_embeddings=facts.flag("tie_word_embeddings", default=family.tied),
         attention_bias=biases.qkv,
         output_bias=biases.output,
@@ -202,8 +207,10 @@ def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _rotary_dim(facts: Facts, family: HubForm, head_dim: int) -> int:
+def _rotary_dim(facts: Facts, family: HubForm, head_dim: int, kind: str) -> int:
+    """Leading dimensions that rotate in layers of a kind; 0 = all."""
     own = facts.part("rope_parameters")
+    own = own.part(kind) if own is not None and own.has(kind) else own
     where = own if own is not None and own.has("partial_rotary_factor") else facts
     share = where.number("partial_rotary_factor", 0.0, 1.0, default=family.rotary)
     rotary_dim = int(head_dim * share)

@@ -186,8 +186,8 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
 def weights_per_token(card: ModelCard) -> int:
     """About how many weights are read for one token."""
     total = card.vocab_size * card.hidden_size
-    heads = 2 * card.num_heads + 2 * card.num_kv_heads
     for layer in range(card.num_layers):
+        heads = 2 * card.heads_of(layer) + 2 * card.num_kv_heads
         total += card.hidden_size * (heads * card.head_dim + 3 * card.inner_of(layer))
     return total
 
@@ -204,4 +204,5 @@ def fits(card: ModelCard, tp: int, ep: int, replicas: int, is_cut: bool) -> bool
     shares_kv = kv_heads % ranks == 0 or ranks % kv_heads == 0
     is_even = not any(size % tp for size in columns)
     states = card.state.units(card.hidden_size) if card.state else 0
-    return shares_kv and is_even and not card.num_heads % ranks and not states % ranks
+    shares_heads = not any(heads % ranks for heads in (card.num_heads, card.window_heads))
+    return shares_kv and is_even and shares_heads and not states % ranks

@@ -36,6 +36,10 @@ class Facts:
         self._prefix = prefix
         self._asked = set[str]() if asked is None else asked
 
+    def with_values(self, more: Mapping[str, object]) -> "Facts":
+        """The same, with some of the values replaced."""
+        return Facts({**self._values, **more}, self._where, self._prefix, self._asked)
+
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None
 

@@ -103,6 +103,10 @@ def kinds_by_heads(facts: Facts, num_layers: int) -> Kinds:
     return tuple(FULL if count else STATE for count in listed), 0
 
 
+def as_it_is(facts: Facts) -> Mapping[str, object]:
+    return {}
+
+
 def not_told(facts: Facts) -> int | None:
     return None
 
@@ -131,6 +135,8 @@ class HubForm:
         rotary: default share of a head that rotates.
         window_theta: default base of window layers when they have a RoPE of their own; 0 = no.
         rope_kinds: other names of RoPE kinds.
+        respelled: keys in the usual words for what the configuration says in words of its own; they
+            take the place of what it has under these keys.
         more: fills in what only this family has.
     """
 
@@ -148,6 +154,7 @@ class HubForm:
     rotary: float = 1.0
     window_theta: float = 0.0
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
     biases: Callable[[Facts], Biases] = llama_biases
     kinds: Callable[[Facts, int], Kinds] = window_everywhere
     is_nested: bool = False

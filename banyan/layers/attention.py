@@ -28,6 +28,9 @@ class AttentionShape:
             before or after it rotates, or all heads together.
         has_sinks: each head has a learned logit beside those of the keys.
         is_gated: what a head gives is scaled by the sigmoid of a gate that comes with its query.
+        has_head_gates: it is scaled by the sigmoid of one number, which a projection makes.
+        query_rank: width that queries are squeezed through and normed; 0 = they are not. Every rank
+            holds all of that projection (multi-matrix factorisation, Step-3, arXiv 2507.19427).
         factor: on what the block gives.
         reads: width of what it reads; 0 = that of what it gives, `dim`.
     """
@@ -47,6 +50,8 @@ class AttentionShape:
     rotary_dim: int = 0
     has_sinks: bool = False
     is_gated: bool = False
+    has_head_gates: bool = False
+    query_rank: int = 0
     factor: float = 1.0
     reads: int = 0
 
@@ -76,15 +81,18 @@ class Attention(Caching):
         gates = 2 if shape.is_gated else 1  # a head of q, and its gate behind it
         outputs = {"q": gates * width, "k": kv_width, "v": kv_width}
         of_query = ShardRule(0, gates * shape.head_dim)
+        if shape.query_rank:
+            outputs["q"], of_query = shape.query_rank, ShardRule()
         rules = {"q": of_query, "k": shared, "v": shared}
         first, last = whole.span(width, group)
         first_kv, last_kv = shared.span(kv_width, group)
         self.ops = build.ops
-        self.sizes = (last - first, last_kv - first_kv, last_kv - first_kv)
+        mine, mine_kv = last - first, last_kv - first_kv
+        self.sizes = (shape.query_rank or mine, mine_kv, mine_kv)
         self.spec = AttentionSpec(
             layer=shape.layer,
-            heads=self.sizes[0] // shape.head_dim,
-            kv_heads=self.sizes[1] // shape.head_dim,
+            heads=mine // shape.head_dim,
+            kv_heads=mine_kv // shape.head_dim,
             head_dim=shape.head_dim,
             scale=shape.scale,
             window=shape.window,
@@ -103,10 +111,19 @@ class Attention(Caching):
         turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
         self.qkv: nn.Module = ColumnLinear(
             *(shape.reads or shape.dim, outputs, rules, shape.has_bias, group, build),
-            turning={"q": turning, "k": turning},
+            turning={"k": turning} if shape.query_rank else {"q": turning, "k": turning},
             pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,
         )
+        self.query: nn.Module | None = None
+        if shape.query_rank:
+            self.query_norm = RMSNorm(shape.query_rank, shape.norm_eps, build)
+            heads = (shape.query_rank, {"": width}, {"": whole}, False, group, build)
+            self.query = ColumnLinear(*heads, turning={"": turning})
         self.is_gated = shape.is_gated
+        self.head_gates: nn.Module | None = None
+        if shape.has_head_gates:
+            of_heads = (shape.dim, {"": shape.heads}, {"": ShardRule(0)}, False, group, build)
+            self.head_gates = ColumnLinear(*of_heads)
         self.sinks = Sinks(shape.heads, build) if shape.has_sinks else None
         self.factor = Factors([(shape.dim, shape.factor)], build)
         out_rule = ShardRule(1, shape.head_dim)
@@ -120,6 +137,8 @@ class Attention(Caching):
         attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
         for each in gate:
             attended = self.ops.apply_gate(attended, each, "sigmoid")
+        if self.head_gates is not None:
+            attended = self.ops.sigmoid_scale(attended, self.head_gates(x))
         return self.factor(self.out(attended))
 
     def keep(self, x: Tensor, angles: Angles | None, step: StepInputs) -> None:
@@ -134,6 +153,8 @@ class Attention(Caching):
         """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim], and the gate of what the
         heads give, if there is one."""
         q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
+        if self.query is not None:
+            q = self.query(self.query_norm(q))
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # [tokens, heads, head_dim]

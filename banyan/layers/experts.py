@@ -4,6 +4,7 @@ A token adds up its experts in the order of their numbers: its value depends on 
 No token is dropped.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -165,7 +166,8 @@ class Experts(nn.Module):
         self.activation, self.is_gated = activation, facts.is_gated
         self.ops = build.ops
         inner, filled = facts.inner, self._pack
-        self.clamp = Clamp(facts.limit, facts.alpha) if facts.limit else None
+        limit = facts.limit_of(layer)
+        self.clamp = Clamp(limit, facts.alpha) if limit else None
         parts = ("gate", "up") if facts.is_gated else ("up",)
         count, has_bias = facts.count, facts.has_bias
         mine: Sequence[int] = range(*ShardRule(0).span(count, build.groups.experts))
@@ -252,10 +254,17 @@ class ExpertBlock(nn.Module):
 
     Args:
         layer: its number in the model.
+        limit: of the block beside them, as for `GatedMLP`.
     """
 
     def __init__(
-        self, dim: int, facts: ExpertFacts, activation: str, build: Build, layer: int = 0
+        self,
+        dim: int,
+        facts: ExpertFacts,
+        activation: str,
+        build: Build,
+        layer: int = 0,
+        limit: float = math.inf,
     ) -> None:
         super().__init__()
         self.ops = build.ops
@@ -273,8 +282,9 @@ class ExpertBlock(nn.Module):
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
             inner = facts.shared_inner
-            block = GatedMLP if facts.is_gated else PlainMLP
-            self.shared = block(dim, inner, activation, False, self.group, build)
+            sizes = (dim, inner, activation, False, self.group, build)
+            gated = facts.is_gated
+            self.shared = GatedMLP(*sizes, limit=limit) if gated else PlainMLP(*sizes)
         if facts.has_shared_gate:
             self.shared_gate = ColumnLinear(dim, {"": 1}, {"": ShardRule()}, False, Group(), build)
 

@@ -1,6 +1,8 @@
 """The feed-forward block: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,18 @@ from banyan.ops.api import Ops
 from banyan.parallel.groups import Group
 
 
-def gate_of(activation: str, ops: Ops) -> Callable[[Tensor], Tensor]:
+def gate_of(activation: str, ops: Ops, limit: float = math.inf) -> Callable[[Tensor], Tensor]:
     """act(gate) · up of [tokens, gate and up] for an activation by its Hugging Face name.
+
+    Args:
+        limit: of "silu" (`ops.api.Ops.silu_and_mul`).
 
     Raises:
         ModelError: an activation that is not known.
     """
+    limited = ops.silu_and_mul if limit == math.inf else partial(ops.silu_and_mul, limit=limit)
     gates = {
-        "silu": ops.silu_and_mul,
+        "silu": limited,
         "gelu": ops.gelu_and_mul,
         "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
     }
@@ -35,6 +41,7 @@ class GatedMLP(nn.Module):
     Args:
         activation: Hugging Face name of the gate's function ("silu", "gelu", "gelu_pytorch_tanh").
         factors: on what the projections to gate and up make.
+        limit: as for `gate_of`.
 
     Raises:
         ModelError: an activation that is not known.
@@ -49,9 +56,10 @@ class GatedMLP(nn.Module):
         group: Group,
         build: Build,
         factors: tuple[float, float] = (1.0, 1.0),
+        limit: float = math.inf,
     ) -> None:
         super().__init__()
-        self.gate = gate_of(activation, build.ops)
+        self.gate = gate_of(activation, build.ops, limit)
         parts = {"gate": inner, "up": inner}
         rules = {part: ShardRule(0) for part in parts}
         self.group = group

@@ -148,7 +148,7 @@ class DecoderLM(nn.Module):
         self.caches: list[LayerCache] = caches_of(self)
         self.rotaries = {
             rope: Rotary(
-                card.rotary_dim or card.head_dim,
+                rope.dim or card.rotary_dim or card.head_dim,
                 rope,
                 card.context_length,
                 served_length or card.context_length,
@@ -233,12 +233,14 @@ def _feed_forward(
     if not card.intermediate_size or mixes_only:
         return None
     if card.experts is not None and layer not in card.experts.dense_layers:
-        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build, layer)
+        sizes = (card.hidden_size, card.experts, card.hidden_act, build, layer)
+        return ExpertBlock(*sizes, card.mlp_limit_of(layer))
     group = build.groups.ffn if card.experts is None else build.groups.dense_ffn
     sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
     if not family.gated:
         return PlainMLP(*sizes, group, build)
-    return GatedMLP(*sizes, group, build, (card.gate_factor, card.up_factor))
+    factors = (card.gate_factor, card.up_factor)
+    return GatedMLP(*sizes, group, build, factors, card.mlp_limit_of(layer))
 
 
 def _attention(
@@ -266,7 +268,7 @@ def attention_shape(card: ModelCard, family: Family, layer: int) -> AttentionSha
     return AttentionShape(
         layer=layer,
         dim=card.hidden_size,
-        heads=card.num_heads,
+        heads=card.heads_of(layer),
         kv_heads=card.num_kv_heads,
         head_dim=card.head_dim,
         scale=card.attention_scale or card.head_dim**-0.5,
@@ -276,9 +278,11 @@ def attention_shape(card: ModelCard, family: Family, layer: int) -> AttentionSha
         has_output_bias=card.output_bias,
         qk_norm=card.qk_norm or family.qk_norm,
         norm_eps=card.norm_eps,
-        rotary_dim=card.rotary_dim,
+        rotary_dim=card.rotary_dim_of(layer),
         has_sinks=card.attention_sinks,
         is_gated=family.has_attention_gate,
+        has_head_gates=card.has_head_gates,
+        query_rank=card.query_rank,
         factor=card.attention_factor,
     )
 

@@ -5,6 +5,7 @@
 Every result of a token depends on its own sequence only, whatever else is in the batch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -192,10 +193,10 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, Pr
         """
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor, limit: float = math.inf) -> Tensor:
         """silu(gate) · up, gate and up lying side by side.
 
-        gate_up: [tokens, 2·dim] T.
+        gate_up: [tokens, 2·dim] T; limit: most that silu(gate) is, and the up to either side.
         returns: [tokens, dim] T.
         """
         ...

@@ -64,7 +64,8 @@ class ExpertPlaces:
 @dataclass(frozen=True)
 class Clamp:
     """A gated unit that is clamped (gpt-oss): gate · sigmoid(alpha · gate) · (up + 1), where the
-    gate is at most the limit and the up at most the limit to either side."""
+    gate is at most the limit and the up at most the limit to either side. With an alpha of 0 it is
+    silu(gate) that is at most the limit, and the up has no 1 (Step-3.5)."""
 
     limit: float
     alpha: float
@@ -165,9 +166,9 @@ class ExpertOps(Protocol):
         ...
 
     def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x · sigmoid(gate), a gate for each row.
+        """x · sigmoid(gate), a gate for each of the equal pieces of a row.
 
-        x: [tokens, dim] T; gate: [tokens, 1] T.
+        x: [tokens, dim] T; gate: [tokens, pieces] T.
         returns: [tokens, dim] T.
         """
         ...

@@ -1,5 +1,6 @@
 """Every op in plain torch: the definition of correct. Simple and in fp32, not quick."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -70,9 +71,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([part.to(x.dtype) for part in turned] + [rest], dim=-1)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor, limit: float = math.inf) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    if limit == math.inf:
+        return functional.silu(gate) * up
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
-    return x * gate.sigmoid()
+    return (x.unflatten(-1, (gate.shape[-1], -1)) * gate.sigmoid().unsqueeze(-1)).flatten(1)
 
 
 def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
@@ -210,6 +213,8 @@ def pack_head_linear(
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp) -> Tensor:
+    if not clamp.alpha:
+        return functional.silu(gate).clamp(max=clamp.limit) * up.clamp(-clamp.limit, clamp.limit)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return gate * torch.sigmoid(gate * clamp.alpha) * (up + 1)
 

@@ -110,6 +110,10 @@ def _activations(config: Config, card: ModelCard) -> int:
     """Of one step with a full chunk: what a layer keeps at a time, and the logits of every row."""
     chunk = max(config.schedule.chunk_tokens, 1)
     inner = max(card.inner_of(layer) for layer in range(card.num_layers))
-    width = 4 * card.hidden_size + 3 * inner + 2 * card.num_heads * card.head_dim
+    width = (
+        4 * card.hidden_size
+        + 3 * inner
+        + 2 * max(card.num_heads, card.window_heads) * card.head_dim
+    )
     logits = config.schedule.running_cap * card.vocab_size * 4
     return chunk * width * _NUMBER_BYTES[config.model.activation_dtype] + logits

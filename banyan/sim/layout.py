@@ -114,7 +114,9 @@ class Weights:
     def of(card: ModelCard) -> "Weights":
         experts, latent, hidden = card.experts, card.latent, card.hidden_size
         if latent is None:
-            attention = hidden * card.head_dim * 2 * (card.num_heads + card.num_kv_heads)
+            rank, width = card.query_rank, card.num_heads * card.head_dim
+            queries = rank * (hidden + width) if rank else hidden * width
+            attention = queries + hidden * (width + 2 * card.num_kv_heads * card.head_dim)
         else:
             key = latent.plain_dim + latent.rope_dim
             queries = card.num_heads * key
@@ -136,7 +138,11 @@ class Weights:
                 routed += 3 * hidden * experts.inner * experts.count
         head = hidden * card.vocab_size
         embedding = 0 if card.tie_embeddings else head
-        return Weights(card.num_layers * attention, dense, routed, head, embedding)
+        more = sum(card.heads_of(layer) - card.num_heads for layer in range(card.num_layers))
+        attention = card.num_layers * attention + 2 * hidden * card.head_dim * more
+        if card.has_head_gates:
+            attention += hidden * (card.num_layers * card.num_heads + more)
+        return Weights(attention, dense, routed, head, embedding)
 
     @property
     def total(self) -> int:

@@ -49,7 +49,8 @@ class Roofline:
         self._stream_bytes = stream_bytes
         ranks = layout.attention_ranks
         self._position_bytes = card.kept_per_token * cache_bytes * kept_share(card, ranks)
-        self._position_flops = 4 * card.num_heads * card.head_dim / ranks
+        heads = sum(map(card.heads_of, range(card.num_layers))) / card.num_layers
+        self._position_flops = 4 * heads * card.head_dim / ranks
         if card.latent is not None:
             width = 2 * card.latent.rank + card.latent.rope_dim
             self._position_flops = 2 * card.num_heads * width / ranks

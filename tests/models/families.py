@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.models.family_experts import EXPERTS
-from tests.models.family_sizes import LINEAR, LONGROPE, SIZES, WINDOW, YARN
+from tests.models.family_sizes import LINEAR, LONGROPE, SEES, SIZES, WINDOW, YARN
 from tests.models.family_states import STATES
 
 VARIANTS: dict[str, tuple[str, dict]] = {
@@ -103,10 +103,12 @@ def tiny(variant: str, folder: Path, **more):
     family, changes = (VARIANTS | EXPERTS | STATES)[variant]
     changes = changes | more
     torch.manual_seed(11)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config = _config(family, {**SIZES, **changes})
     config._attn_implementation = "eager"  # the one that knows soft caps
     config._experts_implementation = "eager"  # the one that takes any width
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    sees = config.get_text_config() is not config
+    of = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = of.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.5
@@ -116,6 +118,14 @@ def tiny(variant: str, folder: Path, **more):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model
+
+
+def _config(family: str, values: dict):
+    """Of models that see, the part for text has the values."""
+    made = getattr(transformers, f"{family}Config")
+    if "text_config" not in made.sub_configs_defaults:
+        return made(**values)
+    return made(text_config=values, vision_config=SEES)
 
 
 def rewrite_config(folder: Path, **changes) -> None:

@@ -20,6 +20,7 @@ _YARN = {
 }
 # Heads enough that no two positions score alike: where all heads are below zero, the score is zero.
 _INDEX = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 11}
+_STEP_KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 EXPERTS: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 3}),
     "mixtral, window, one of seven": (
@@ -257,6 +258,49 @@ EXPERTS: dict[str, tuple[str, dict]] = {
             "attention_bias": False,
             "layer_types": ["full_attention"] * 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "step 3.7": (
+        "Step3p7",
+        {
+            **MOE,
+            **WINDOW,
+            "num_attention_heads": 4,
+            "num_sliding_attention_heads": 6,
+            "pad_token_id": 0,
+            "head_dim": 10,
+            "layer_types": _STEP_KINDS,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "n_routed_experts": 5,
+            "share_expert_dim": 12,
+            "moe_router_scaling_factor": 1.7,
+            "swiglu_limits": [0.0, 0.4, 0.0, 0.3],
+            "swiglu_limits_shared": [0.5, 0.0, 0.3, 0.4],
+            "rope_parameters": {
+                _STEP_KINDS[0]: {
+                    "rope_type": "llama3",
+                    "rope_theta": 5e4,
+                    "partial_rotary_factor": 0.6,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 32,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 32.0,
+                },
+                _STEP_KINDS[1]: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "step 3.7, all full, no limits": (
+        "Step3p7",
+        {
+            **MOE,
+            **WINDOW,
+            "head_dim": 8,
+            "mlp_layer_types": ["sparse", "dense", "dense", "sparse"],
+            "n_routed_experts": 4,
+            "share_expert_dim": 20,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 24,
         },
     ),
     "hunyuan moe": ("HunYuanMoEV1", {"head_dim": 10, "num_experts": 5, "moe_topk": 3}),

@@ -21,4 +21,13 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+SEES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "mlp_ratio": 1.0,
+}
+"""Of what is not read of a model that sees."""
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}

@@ -45,6 +45,7 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
             "qwen2 moe",
             "ernie 4.5 moe",
             "granite moe",
+            "step 3.7",
         ]
     for variant in variants:
         tiny(variant, tmp_path / variant)

@@ -117,6 +117,27 @@ def test_gates_equal_the_reference_in_fp64(rows, op, dim):
     assert_equal_alone(getattr(rows, op), x)
 
 
+def test_a_gated_unit_has_a_limit(rows):
+    x = strided(random(7, 2 * 67, scale=4.0))
+
+    out = rows.silu_and_mul(x, limit=0.75)
+
+    expected = reference.silu_and_mul(x.double(), 0.75).float()
+    torch.testing.assert_close(out, expected, rtol=2e-6, atol=1e-6)
+    assert (out - reference.silu_and_mul(x)).abs().max() > 1
+    assert rows.silu_and_mul(torch.full((1, 18), math.nan), limit=0.75).isnan().all()
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_each_piece_of_a_row_has_a_gate(rows, pieces):
+    x, gate = strided(random(7, 39)), strided(random(7, pieces, scale=3.0))
+
+    out = rows.sigmoid_scale(x, gate)
+
+    by_piece = x.double().view(7, pieces, -1) * gate.double().sigmoid()[..., None]
+    torch.testing.assert_close(out, by_piece.flatten(1).float(), rtol=2e-6, atol=1e-6)
+
+
 def test_gates_saturate_and_pass_what_is_not_a_number_on(rows):
     gate = torch.tensor([-math.inf, -1e30, -200.0, -50.0, -20.0, 0.0, 20.0, 1e30, math.inf])
     x = torch.cat([gate, torch.ones(9)]).unsqueeze(0)

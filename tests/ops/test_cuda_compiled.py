@@ -78,7 +78,9 @@ def test_rows():
     turned = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": FLOAT, "sin": FLOAT}
     for rest in (0, 64):
         compiled(kernels.rotate, turned, {"BLOCK": 64, "REST": rest}, num_warps=1)
-    compiled(kernels.silu_gate, {"gate_up": HALF, "out": HALF}, {"BLOCK": 1024})
+    for is_limited in (False, True):
+        sizes = {"LIMITED": is_limited, "BLOCK": 1024}
+        compiled(kernels.silu_gate, {"gate_up": HALF, "out": HALF, "limit": "fp32"}, sizes)
 
 
 def test_drawing():

@@ -15,7 +15,8 @@ if ABSENCE:
     pytest.skip(ABSENCE, allow_module_level=True)
 
 WHERE = torch.device(DEVICE)
-GATES = ["silu", "gelu", "gelu_pytorch_tanh", "clamp", "relu2"]
+GATES = ["silu", "gelu", "gelu_pytorch_tanh", "clamp", "limit", "relu2"]
+CLAMPS = {"clamp": Clamp(0.7, 1.702), "limit": Clamp(0.7, 0.0)}
 
 
 def experts_of(count, dim, inner, dtype, gate="silu", first=0, has_biases=False) -> StoredExperts:
@@ -28,9 +29,9 @@ def experts_of(count, dim, inner, dtype, gate="silu", first=0, has_biases=False)
     biases = tuple(random(count, size, seed=20 + i).cpu() for i, size in enumerate(sizes))
     return StoredExperts(
         *(first, gates, weights(inner, dim, 12), weights(dim, inner, 13)),
-        activation="silu" if gate == "clamp" else gate,
+        activation="silu" if gate in CLAMPS else gate,
         biases=biases if has_biases else None,
-        clamp=Clamp(0.7, 1.702) if gate == "clamp" else None,
+        clamp=CLAMPS.get(gate),
     )
 
 

@@ -27,6 +27,7 @@ VARIANTS = {
     "qwen3 moe": {"head_dim": 16},
     "phi moe": {},
     "gpt-oss": {"layer_types": ["full_attention"] * 4},
+    "step 3.7": {"head_dim": 40},
     "deepseek v2": {},
     "deepseek v2, groups, yarn": {},
     "deepseek v3": {},

@@ -4,6 +4,7 @@ A step's pairs of a token and an expert are sorted by expert; then the experts' 
 those of projections do (`linear.py`), columns of all experts at a time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -175,9 +176,10 @@ class Experts:
         self._library = library
         self._first, self._count = stored.first, len(stored.down)
         clamp = stored.clamp
-        self._curve = _CURVES.get(stored.activation, _PLAIN) if clamp is None else _CLAMPED
+        is_bent = clamp is not None and clamp.alpha > 0
+        self._curve = _CLAMPED if is_bent else _CURVES.get(stored.activation, _PLAIN)
         assert (self._curve == _PLAIN) == (not stored.gate), f"gates of {stored.activation}"
-        self._clamp = (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
+        self._clamp = (math.inf, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
         of_gate, of_up, of_down = stored.biases or (None, None, None)
 
         def projection(

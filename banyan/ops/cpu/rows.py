@@ -4,6 +4,7 @@ Each method has the signature and the meaning that `ops/api.py` gives its op. It
 the result and appends the op, nothing else: called inside a recording, it is recorded.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -105,8 +106,8 @@ class Rows:
         )
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate(_SILU, gate_up)
+    def silu_and_mul(self, gate_up: Tensor, limit: float = math.inf) -> Tensor:
+        return self._gate(_SILU, gate_up, limit)
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate(_GELU, gate_up)
@@ -114,11 +115,12 @@ class Rows:
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate(_GELU_TANH, gate_up)
 
-    def _gate(self, curve: int, gate_up: Tensor) -> Tensor:
+    def _gate(self, curve: int, gate_up: Tensor, limit: float = math.inf) -> Tensor:
         tokens, width = gate_up.shape
         out = self._library.empty((tokens, width // 2))
         self._library.call(
-            "bn_gate_and_mul", tokens, curve, *_rows(gate_up), out.data_ptr(), width // 2
+            "bn_gate_and_mul",
+            *(tokens, curve, *_rows(gate_up), out.data_ptr(), width // 2, limit),
         )
         return out
 
@@ -135,7 +137,8 @@ class Rows:
     def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
         out = self._library.empty(x.shape)
         self._library.call(
-            "bn_sigmoid_scale", x.shape[0], *_rows(x), *_rows(gate), out.data_ptr(), x.shape[-1]
+            "bn_sigmoid_scale",
+            *(x.shape[0], *_rows(x), *_rows(gate), out.data_ptr(), *(x.shape[1], gate.shape[1])),
         )
         return out
 

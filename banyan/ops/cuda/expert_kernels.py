@@ -85,6 +85,8 @@ def _opened(gate, up, limit, alpha, GATE: tl.constexpr):
     """What the gate lets through; GATE as in `triton_experts`."""
     if GATE == "silu":
         return gate * _sigmoid(gate) * up
+    elif GATE == "limited":
+        return tl.minimum(gate * _sigmoid(gate), limit) * tl.maximum(tl.minimum(up, limit), -limit)
     elif GATE == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     elif GATE == "gelu_tanh":

@@ -119,11 +119,14 @@ def rotate(
 
 
 @triton.jit
-def silu_gate(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
+def silu_gate(gate_up, out, row_stride, width, limit, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
     """A block of one row: silu(gate) · up, rounded as two ops of torch round."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + width + at, mask=inside, other=0.0)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out + row * width + at, opened * up, mask=inside)
+    opened = gate / (1.0 + tl.exp(-gate))
+    if LIMITED:
+        opened = tl.minimum(opened, limit)
+        up = tl.maximum(tl.minimum(up.to(tl.float32), limit), -limit).to(gate_up.dtype.element_ty)
+    tl.store(out + row * width + at, opened.to(up.dtype) * up, mask=inside)

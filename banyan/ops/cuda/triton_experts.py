@@ -72,7 +72,9 @@ class GroupedExperts:
     def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
         self.first, self.count = experts.first, len(experts.down)
         self.is_whole = experts.first == 0 and self.count == (experts.total or self.count)
-        self.gate = "clamped" if experts.clamp else _GATES.get(experts.activation, "relu2")
+        self.gate = _GATES.get(experts.activation, "relu2")
+        if experts.clamp is not None:
+            self.gate = "clamped" if experts.clamp.alpha else "limited"
         self.clamp = experts.clamp
         pairs = zip(experts.gate, experts.up, strict=True) if experts.gate else zip(experts.up)
         self.gate_up = _laid([stack(pair) for pair in pairs], dtype, device)

@@ -1,5 +1,7 @@
 """Norms, rotation and gates in Triton, with the signatures of `ops/api.py`."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -78,13 +80,15 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return q_out, k_out
 
 
-def _silu_and_mul(gate_up: Tensor) -> Tensor:
+def _silu_and_mul(gate_up: Tensor, limit: float = math.inf) -> Tensor:
     from banyan.ops.cuda.kernels import silu_gate
 
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     grid = (tokens, -(-width // _GATE_BLOCK))
-    silu_gate[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_GATE_BLOCK)
+    is_limited = limit < math.inf
+    sizes = (gate_up.stride(0), width, limit if is_limited else 0.0)
+    silu_gate[grid](gate_up, out, *sizes, LIMITED=is_limited, BLOCK=_GATE_BLOCK)
     return out
 
 

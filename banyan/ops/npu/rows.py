@@ -1,10 +1,12 @@
 """Norms, rotation and gates by the NPU's operators, with the signatures of `ops/api.py`."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from banyan.ops import reference
 from banyan.ops.bind import Kernel
 from banyan.ops.npu.needs import NpuToolkit, declines
 
@@ -24,7 +26,9 @@ def _add_rms_norm(toolkit: NpuToolkit) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _silu_and_mul(toolkit: NpuToolkit) -> Callable[..., Tensor]:
-    def run(gate_up: Tensor) -> Tensor:
+    def run(gate_up: Tensor, limit: float = math.inf) -> Tensor:
+        if limit < math.inf:
+            return reference.silu_and_mul(gate_up, limit)
         return toolkit.operators.swiglu(gate_up.contiguous())
 
     return run

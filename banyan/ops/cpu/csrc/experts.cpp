@@ -270,8 +270,8 @@ BN_EXPORT void bn_round_experts(Program* program, int32_t size, const float* x, 
   append(program, ROUND, &args, sizeof args, NOT_ROW_WISE);
 }
 
-// curve(x · gate) · (x · up) of every pair. gate, up: [count] of ExpertWeight; curve: a Curve; limit,
-// alpha: of CLAMPED; x: [pairs] rows, fp32 if `is_exact`; out: [pairs, inner].
+// curve(x · gate) · (x · up) of every pair. gate, up: [count] of ExpertWeight; curve: a Curve; limit:
+// of SILU and CLAMPED; alpha: of CLAMPED; x: [pairs] rows, fp32 if `is_exact`; out: [pairs, inner].
 BN_EXPORT void bn_experts_in(Program* program, int32_t size, const void* gate, const void* up,
                              const void* load, const int32_t* experts, const int32_t* starts,
                              const void* x, int64_t x_bytes, float* out, int64_t dim,

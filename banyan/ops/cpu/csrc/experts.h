@@ -76,6 +76,7 @@ struct ExpertRowsArgs {  // rows of pairs to 8 bits
   int32_t size, per_token;
 };
 
+// SILU: of at most `limit`, times an up of at most `limit` to either side.
 // CLAMPED: a gate of at most `limit` times its sigmoid at `alpha`, times one more than an up of at
 // most `limit` to either side. PLAIN: there is no gate, and what is above zero is squared.
 enum Curve : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED = 3, PLAIN = 4 };

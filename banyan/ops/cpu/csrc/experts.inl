@@ -252,7 +252,7 @@ inline double expected_experts(const A& a, const Sizes& sizes) {
 }
 
 inline vf joined(const ExpertsInArgs& a, vf gate, vf up) {
-  if (a.curve == SILU) return silu(gate) * up;
+  if (a.curve == SILU) return limited_silu(gate, up, a.limit);
   if (a.curve == GELU) return gelu(gate) * up;
   if (a.curve == GELU_TANH) return gelu_tanh(gate) * up;
   if (a.curve == PLAIN) return up * max(splat(0.0f), up);

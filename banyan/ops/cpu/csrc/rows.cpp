@@ -137,13 +137,15 @@ BN_EXPORT void bn_add(Program* program, int32_t size, const float* x, int64_t x_
            MapArgs{x, y, out, x_stride, y_stride, dim, dim, 1.0f, 0.0f, size});
 }
 
-// curve(gate) · up of [n, 2·dim]. curve: 0 silu, 1 gelu, 2 gelu by tanh.
+// curve(gate) · up of [n, 2·dim]. curve: 0 silu, 1 gelu, 2 gelu by tanh; limit: of silu, most that
+// silu(gate) is, and the up to either side.
 BN_EXPORT void bn_gate_and_mul(Program* program, int32_t size, int32_t curve, const float* gate_up,
-                               int64_t stride, float* out, int64_t dim) {
+                               int64_t stride, float* out, int64_t dim, float limit) {
   const Kernel* kernels[] = {&table().silu_and_mul, &table().gelu_and_mul,
                              &table().gelu_tanh_and_mul};
   add_rows(program, size, *kernels[curve],
-           MapArgs{gate_up, gate_up + dim, out, stride, stride, dim, dim, 1.0f, 0.0f, size});
+           MapArgs{gate_up, gate_up + dim, out, stride, stride, dim, dim, 1.0f, 0.0f, size, 1,
+                   limit});
 }
 
 BN_EXPORT void bn_gelu_tanh(Program* program, int32_t size, const float* x, int64_t x_stride,
@@ -152,11 +154,13 @@ BN_EXPORT void bn_gelu_tanh(Program* program, int32_t size, const float* x, int6
            MapArgs{x, nullptr, out, x_stride, 0, dim, dim, 1.0f, 0.0f, size});
 }
 
-// Rows of x [n, dim], each times the sigmoid of its number in gate [n, 1].
+// Rows of x [n, dim]: each of their equal pieces times the sigmoid of its number in gate
+// [n, pieces].
 BN_EXPORT void bn_sigmoid_scale(Program* program, int32_t size, const float* x, int64_t x_stride,
-                                const float* gate, int64_t gate_stride, float* out, int64_t dim) {
+                                const float* gate, int64_t gate_stride, float* out, int64_t dim,
+                                int32_t pieces) {
   add_rows(program, size, table().sigmoid_scale,
-           MapArgs{x, gate, out, x_stride, gate_stride, dim, dim, 1.0f, 0.0f, size});
+           MapArgs{x, gate, out, x_stride, gate_stride, dim, dim, 1.0f, 0.0f, size, pieces});
 }
 
 // x · scale, then cap·tanh(x/cap) unless the cap is 0.

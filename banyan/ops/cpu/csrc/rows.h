@@ -1,5 +1,7 @@
 // Row-wise ops on fp32 activations: what their kernels are told, and the tables of kernels.
 #pragma once
+#include <cmath>
+
 #include "runtime.h"
 
 namespace banyan {
@@ -24,6 +26,8 @@ struct MapArgs {
   int64_t x_stride, y_stride, out_stride, dim;
   float scale, soft_cap;
   int32_t size;
+  int32_t pieces = 1;       // equal parts of a row, each with a number of y
+  float limit = INFINITY;  // of a gated unit: the gate is at most that, the up to either side
 };
 
 struct RotaryArgs {

@@ -207,21 +207,34 @@ void map_two(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&
   }
 }
 
-// Rows of x, each times the sigmoid of one number: y is [n, 1].
+// Pieces of rows of x, each times the sigmoid of one number: y is [n, pieces].
 void sigmoid_scale(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
   const MapArgs& a = *(const MapArgs*)args;
   for (int64_t row = begin; row < end; row++) {
     const float* x = a.x + row * a.x_stride;
     float* out = a.out + row * a.out_stride;
-    vf factor = gate_by(splat(1.0f), splat(a.y[row * a.y_stride]));
-    each(a.dim, [&](int64_t i, int lanes) { put(out + i, get(x + i, lanes) * factor, lanes); });
+    int64_t width = a.dim / a.pieces;
+    for (int32_t piece = 0; piece < a.pieces; piece++, x += width, out += width) {
+      vf factor = gate_by(splat(1.0f), splat(a.y[row * a.y_stride + piece]));
+      each(width, [&](int64_t i, int lanes) { put(out + i, get(x + i, lanes) * factor, lanes); });
+    }
   }
 }
 
 inline vf sum_two(vf x, vf y) { return x + y; }
-inline vf silu_times(vf x, vf y) { return silu(x) * y; }
 inline vf gelu_times(vf x, vf y) { return gelu(x) * y; }
 inline vf gelu_tanh_times(vf x, vf y) { return gelu_tanh(x) * y; }
+
+void silu_and_mul(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const MapArgs& a = *(const MapArgs*)args;
+  for (int64_t row = begin; row < end; row++) {
+    const float *x = a.x + row * a.x_stride, *y = a.y + row * a.y_stride;
+    float* out = a.out + row * a.out_stride;
+    each(a.dim, [&](int64_t i, int lanes) {
+      put(out + i, limited_silu(get(x + i, lanes), get(y + i, lanes), a.limit), lanes);
+    });
+  }
+}
 
 int64_t map_grain(const void* args, const Sizes&) {
   return rows_worth(((const MapArgs*)args)->dim * 2);
@@ -312,7 +325,7 @@ extern const RowKernels ROWS_TABLE = {
                          cost<SpreadArgs, OUTPUTS, 0>),
     row_wise<MapArgs>("copy", map_grain, copy, map_cost<0>),
     row_wise<MapArgs>("add", map_grain, map_two<sum_two>, map_cost<1>),
-    row_wise<MapArgs>("silu_and_mul", map_grain, map_two<silu_times>, map_cost<8>),
+    row_wise<MapArgs>("silu_and_mul", map_grain, silu_and_mul, map_cost<8>),
     row_wise<MapArgs>("gelu_and_mul", map_grain, map_two<gelu_times>, map_cost<14>),
     row_wise<MapArgs>("gelu_tanh_and_mul", map_grain, map_two<gelu_tanh_times>, map_cost<10>),
     row_wise<MapArgs>("gelu_tanh", map_grain, map<gelu_tanh>, map_cost<14>),

@@ -11,6 +11,12 @@ inline vf gate_by(vf x, vf s) { return x / (splat(1.0f) + exp(-s)); }
 
 inline vf silu(vf x) { return gate_by(x, x); }
 
+// silu(gate) of at most `limit`, times an up of at most `limit` to either side. What is no number
+// stays.
+inline vf limited_silu(vf gate, vf up, float limit) {
+  return min(splat(limit), silu(gate)) * max(splat(-limit), min(splat(limit), up));
+}
+
 // 0.5 · x · (1 + tanh u) = x · sigmoid(2u), which loses nothing where tanh u is close to -1.
 inline vf gelu_tanh(vf x) {
   vf cube = x * x * x;

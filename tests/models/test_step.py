@@ -1,0 +1,301 @@
+"""Step-3 and Step-3.5, 3.7: their makers' configurations, and the first one's arithmetic, which
+transformers does not have, written out from its report (arXiv 2507.19427)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear, silu
+
+from banyan.base.errors import ModelError
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind
+from banyan.parallel.groups import open_groups
+from tests.models.conftest import PagedModel
+from tests.models.families import rewrite_config, tiny
+from tests.models.test_families import PROMPT, load
+from tests.parallel.ranks import rank_processes
+
+CPU = torch.device("cpu")
+FIRST = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_attention_groups": 1,
+    "head_dim": 10,
+    "share_q_dim": 22,
+    "vocab_size": 97,
+    "max_position_embedding": 128,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5,
+    "moe_layers_enum": "1,2",
+    "moe_num_experts": 5,
+    "moe_top_k": 3,
+    "moe_intermediate_size": 20,
+    "share_expert_dim": 12,
+    "norm_expert_weight": True,
+    "torch_dtype": "float32",
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    dim, heads, rank, inner, count, shared = 48, 60, 22, 20, 5, 12
+    found = {"model.embed_tokens": (97, dim), "model.norm": (dim,), "lm_head": (97, dim)}
+    for layer in range(3):
+        block = {"input_layernorm": (dim,), "post_attention_layernorm": (dim,)}
+        block |= {f"self_attn.{name}_proj": (10, dim) for name in "kv"}
+        block |= {"self_attn.q_proj": (rank, dim), "self_attn.inter_norm": (rank,)}
+        block |= {"self_attn.wq": (heads, rank), "self_attn.o_proj": (dim, heads)}
+        if layer:
+            block |= {"moe.gate": (count, dim), "moe.down_proj": (count, dim, inner)}
+            block |= {f"moe.{name}_proj": (count, inner, dim) for name in ("gate", "up")}
+            block |= {f"share_expert.{name}_proj": (shared, dim) for name in ("gate", "up")}
+            block |= {"share_expert.down_proj": (dim, shared)}
+        else:
+            block |= {f"mlp.{name}_proj": (40, dim) for name in ("gate", "up")}
+            block |= {"mlp.down_proj": (dim, 40)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    return {f"{name}.weight": shape for name, shape in found.items()}
+
+
+def first(folder, sees: bool = False, **changes) -> dict[str, torch.Tensor]:
+    """A random checkpoint as published, of the model for text or of the one that sees."""
+    torch.manual_seed(3)
+    draws = {
+        n: torch.randn(shape) * (0.2 if len(shape) > 1 else 0.5) for n, shape in shapes().items()
+    }
+    folder.mkdir(exist_ok=True)
+    text, name = FIRST | changes, "Step3TextForCausalLM"
+    config = text | {"model_type": "step3_text", "architectures": [name]}
+    stored = dict(draws)
+    if sees:
+        name = "Step3VLForConditionalGeneration"
+        config = {"model_type": "step3_vl", "architectures": [name], "text_config": text}
+        stored["vision_model.conv1.weight"] = torch.zeros(3, 3)
+        stored["vit_downsampler2.weight"] = torch.zeros(3, 3)
+        stored["vit_large_projector.weight"] = torch.zeros(3, 3)
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return draws
+
+
+def normed(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def turned(x, theta=1e4):
+    """x: [heads, tokens, dim]"""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)
+    left, right = x.split(half, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def attended(x, w, block):
+    squeezed = normed(linear(x, w(f"{block}.q_proj")), w(f"{block}.inter_norm"))
+    q = turned(linear(squeezed, w(f"{block}.wq")).unflatten(-1, (6, 10)).transpose(0, 1))
+    k = turned(linear(x, w(f"{block}.k_proj"))[None])
+    v = linear(x, w(f"{block}.v_proj"))[None]
+    hidden = torch.ones(len(x), len(x)).triu(1).bool()
+    weights = (q @ k.mT * 10**-0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+    return linear((weights @ v).transpose(0, 1).flatten(1), w(f"{block}.o_proj"))
+
+
+def fed(x, gate, up, down):
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+
+def first_logits(draws, prompt=PROMPT, is_normalised=True):
+    def w(name):
+        return draws[f"{name}.weight"]
+
+    x = w("model.embed_tokens")[prompt]
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        x = x + attended(normed(x, w(f"{at}.input_layernorm")), w, f"{at}.self_attn")
+        given = normed(x, w(f"{at}.post_attention_layernorm"))
+        names = ("gate_proj", "up_proj", "down_proj")
+        plain = "share_expert" if layer else "mlp"
+        x = x + fed(given, *(w(f"{at}.{plain}.{name}") for name in names))
+        if layer:
+            shares, chosen = linear(given, w(f"{at}.moe.gate")).softmax(-1).topk(3)
+            shares = shares / shares.sum(-1, keepdim=True) if is_normalised else shares
+            stacks = [w(f"{at}.moe.{name}") for name in names]
+            x = x + torch.stack(
+                [
+                    sum(
+                        s * fed(row, *(stack[e] for stack in stacks))
+                        for s, e in zip(*pair, strict=True)
+                    )
+                    for row, *pair in zip(given, shares, chosen, strict=True)
+                ]
+            )
+    return linear(normed(x, w("model.norm")), w("lm_head"))
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_the_first_one_gives_the_logits_of_its_report(sees, ops, paged, tmp_path):
+    draws = first(tmp_path, sees, norm_expert_weight=not sees)
+    model = load(tmp_path, ops)
+
+    (logits,) = paged(model).step([(0, PROMPT)])
+
+    expected = first_logits(draws, is_normalised=not sees)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    pages = paged(model, num_requests=2)
+    chunks = [
+        pages.step([(1, PROMPT[at + 3 : at + 3 + n]), (0, PROMPT[at : at + n])])[1]
+        for at, n in ((0, 13), (13, 1), (14, 30))
+    ]
+    torch.testing.assert_close(torch.cat(chunks), logits[:44], atol=1e-4, rtol=0)
+
+
+def test_the_first_one_keeps_one_head_of_keys_and_values(ops, tmp_path):
+    first(tmp_path)
+
+    caches = load(tmp_path, ops).caches
+
+    assert [cache.tensors["k"].shape for cache in caches] == [(1, 10)] * 3
+
+
+def test_layers_of_more_heads_lie_beside_those_of_fewer(ops, tmp_path):
+    tiny("step 3.7", tmp_path)
+    card = read_card(str(tmp_path))
+
+    model = load_model(card, Build(ops))
+
+    heads = [layer.attention.spec.heads for layer in model.layers]
+    assert heads == [4, 6, 6, 4] == [card.heads_of(layer) for layer in range(4)]
+    assert [rotary.dim for rotary in model.rotaries.values()] == [6, 10]
+    assert {cache.tensors["k"].shape for cache in model.caches} == {(2, 10)}
+
+
+def _rank(rank, card, address, results):
+    torch.set_num_threads(1)
+    groups = open_groups(rank, 2, address, timeout_s=60)
+    ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
+    model = load_model(card, Build(ops, groups))
+    results.put(PagedModel(model).step([(0, PROMPT)])[0].tolist())
+
+
+def test_two_ranks_squeeze_queries_alike_and_share_their_heads(ops, paged, tmp_path):
+    draws = first(tmp_path)
+    card, context = read_card(str(tmp_path)), rank_processes()
+    results = context.Queue()
+    address = f"file://{tmp_path}/meet"
+    ranks = [context.Process(target=_rank, args=(r, card, address, results)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+
+    answers = [results.get(timeout=120) for _ in ranks]
+
+    for rank in ranks:
+        rank.join(60)
+    for answer in answers:
+        torch.testing.assert_close(torch.tensor(answer), first_logits(draws), atol=1e-4, rtol=0)
+
+
+def in_makers_words(folder) -> None:
+    """Flat, with lists by layer that speak of a layer for drafting too."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    ropes = text.pop("rope_parameters")
+    full, window = ropes["full_attention"], ropes["sliding_attention"]
+    scaling = {k: v for k, v in full.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    kinds = text["layer_types"] + ["sliding_attention"]
+    is_full = [kind == "full_attention" for kind in kinds]
+    sparse = [at for at, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    heads = text.pop("num_sliding_attention_heads")
+    text.pop("per_layer_config")
+    theirs = {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "num_nextn_predict_layers": 1,
+        "layer_types": kinds,
+        "rope_theta": [full["rope_theta"] if one else window["rope_theta"] for one in is_full],
+        "partial_rotary_factors": [
+            full["partial_rotary_factor"] if one else 1.0 for one in is_full
+        ],
+        "rope_scaling": scaling,
+        "yarn_only_types": ["full_attention"],
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "num_attention_groups": text.pop("num_key_value_heads"),
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": heads,
+            "num_attention_groups": 2,
+            "head_dim": 10,
+        },
+        "moe_num_experts": text.pop("n_routed_experts"),
+        "moe_top_k": text.pop("num_experts_per_tok"),
+        "swiglu_limits": text["swiglu_limits"] + [0.0],
+        "swiglu_limits_shared": text["swiglu_limits_shared"] + [0.0],
+        "use_head_wise_attn_gate": True,
+        "moe_router_activation": "sigmoid",
+        "norm_expert_weight": True,
+        "use_moe_router_bias": True,
+    }
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32", **text, **theirs}))
+
+
+def test_its_makers_words_give_the_same_card(tmp_path):
+    from dataclasses import replace
+
+    tiny("step 3.7", tmp_path)
+    card = read_card(str(tmp_path))
+
+    in_makers_words(tmp_path)
+
+    found = read_card(str(tmp_path))
+    assert found.num_ahead == 1
+    same = {"architecture": card.architecture, "model_type": card.model_type, "num_ahead": 0}
+    assert replace(found, **same) == card
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rope_theta": [1e4] * 3}, "rope_theta must be a list of 4 values"),
+        ({"rope_theta": [1e4, 1e4, 2e4, 1e4, 1e4]}, "rope_theta.*all layers of sliding_attention"),
+        ({"partial_rotary_factors": [0.5] * 5}, "partial_rotary_factor must be an even part of 10"),
+        ({"sliding_window": None}, "sliding_window must be a number of tokens"),
+        ({"swiglu_limits": [0.0, -1.0, 0.0, 0.0]}, "swiglu_limits must be null or in"),
+        ({"swiglu_limits_shared": [0.0, True, 0.0, 0.0]}, "swiglu_limits_shared must be null"),
+        ({"moe_layers_enum": "1,x"}, "moe_layers_enum must be numbers of layers"),
+        ({"moe_router_activation": "softmax"}, "moe_router_activation must be 'sigmoid'"),
+        ({"yarn_only_types": ["sliding_attention"]}, "yarn_only_types must be full_attention"),
+        ({"use_rope_layers": [1]}, "use_rope_layers"),
+        ({"moe_top_k": 6}, "moe_top_k must be in"),
+        ({"share_expert_dim": None}, "share_expert_dim must be .*missing"),
+        ({"attention_other_setting": {"num_attention_heads": 5}}, "multiple of 2 key"),
+        ({"attention_other_setting": {"num_attention_groups": 1}}, "2, as in all layers"),
+    ],
+)
+def test_what_it_cannot_be_is_refused_by_name(changes, match, tmp_path):
+    tiny("step 3.7", tmp_path)
+    in_makers_words(tmp_path)
+    rewrite_config(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=match):
+        read_card(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_attention_groups": 2}, "num_attention_groups must be 1 head"),
+        ({"share_q_dim": 0}, "share_q_dim must be in"),
+        ({"moe_num_experts": 2**31}, "moe_num_experts must be in"),
+    ],
+)
+def test_what_the_first_one_cannot_be_is_refused_by_name(changes, match, tmp_path):
+    first(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=match):
+        read_card(str(tmp_path))
