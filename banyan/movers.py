@@ -29,7 +29,9 @@ from banyan.platform.base import Platform, Traits
 from banyan.runner.device_memory import DeviceMemory
 from banyan.runner.kvstore import KVStore
 from banyan.runner.orders import Carrier
-from banyan.runner.rank_pages import Ahead, RankPages, layout_facts, links_at, shelves_of
+from banyan.runner.rank_doors import Door
+from banyan.runner.rank_pages import Ahead, RankPages
+from banyan.runner.shelves import layout_facts, shelves_of
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.store_switch import StoreSwitch, prepare_beside
 from banyan.transfer.base import STORES, Store, StoreOptions
@@ -132,22 +134,22 @@ class Served:
 
 
 def mover_of(
-    served: Served, wake: Callable[[], None], secret: str, meeting: str
+    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
 ) -> OpenMover | None:
     """What opens the mover of a replica; None where pages stay on the device.
 
     Args:
         wake: rung whenever something has ended.
         secret: what servers that hand over to each other have in common.
-        meeting: where the ranks of the replica meet.
+        doors: to the pages of the other ranks.
     """
     config = served.config
     _check_the_device(config, served.traits)
     if config.handoff.role:
-        return _rooms_of(served, wake, secret, meeting)
+        return _rooms_of(served, wake, secret, doors)
     if not can_have_store(config, served.card):
         return None
-    return _store_of(served, wake, meeting)
+    return _store_of(served, wake, doors)
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
@@ -166,11 +168,11 @@ def _check_the_device(config: Config, traits: Traits) -> None:
         )
 
 
-def _store_of(served: Served, wake: Callable[[], None], meeting: str) -> OpenMover:
+def _store_of(served: Served, wake: Callable[[], None], doors: Sequence[Door]) -> OpenMover:
     cache, world = served.config.cache, served.config.parallel.world
 
     def open_mover(pages: KVStore) -> PageMover:
-        mover = Mover(_pages_of_all(served, pages, meeting), None, wake)
+        mover = Mover(_pages_of_all(served, pages, doors), None, wake)
         store = None
         if cache.store not in ("", HOST):
             store = open_store(served, mover, cache.store, store_wishes(cache).rest)
@@ -232,14 +234,13 @@ def store_carriers(served: Served, mover: PageMover | None) -> dict[type[Order],
     return {AttachStore: switch.prepare_attach, DetachStore: switch.prepare_detach}
 
 
-def _pages_of_all(served: Served, store: KVStore, meeting: str) -> KVStore | RankPages:
+def _pages_of_all(served: Served, store: KVStore, doors: Sequence[Door]) -> KVStore | RankPages:
     """The pages of all ranks of a replica."""
     parallel = served.config.parallel
     if parallel.world == 1:
         return store
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
-    links = links_at(meeting, parallel.replica, parallel.world)
-    return RankPages(store, links, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+    return RankPages(store, doors, layouts == {BY_HEAD}, parallel.meet_timeout_s)
 
 
 def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> HostTier:
@@ -284,7 +285,9 @@ def _fabric_of(served: Served) -> "Fabric | None":
     )
 
 
-def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: str) -> OpenMover:
+def _rooms_of(
+    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
+) -> OpenMover:
     from banyan.transfer.rooms.base import TRANSFERS, RoomOptions  # nobody else needs sockets
 
     handoff, host = served.config.handoff, served.config.server.host
@@ -311,7 +314,7 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
     open_rooms = TRANSFERS.load(handoff.transfer)
 
     def open_mover(store: KVStore) -> PageMover:
-        pages = _pages_of_all(served, store, meeting)
+        pages = _pages_of_all(served, store, doors)
         shelves = pages.shelves if isinstance(pages, RankPages) else shelves_of(store)
         layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
         facts = {**options.facts, "layout of the cache": layout}

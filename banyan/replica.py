@@ -5,9 +5,10 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
@@ -79,7 +80,16 @@ from banyan.runner.line import Line
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
-from banyan.runner.rank_pages import Ahead, links_at, tell_rank_0
+from banyan.runner.rank_doors import (
+    Door,
+    Far,
+    Linked,
+    link_of,
+    places_of,
+    tell_rank_0,
+    tell_rank_0_afar,
+)
+from banyan.runner.rank_pages import Ahead
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
@@ -122,11 +132,11 @@ def run_engine(
         config, settings = opened.config, opened.settings
         memory = plan_the_memory(card, opened)
         sizes = runner_sizes(card, opened, memory)
-        ranks.send_sizes(sizes)
+        doors = ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
         served = _served(config, card, opened, memory.groups)
-        open_mover = mover_of(served, wake.ring, secret, ranks.meeting)
+        open_mover = mover_of(served, wake.ring, secret, doors)
         rack = open_rack(config.lora, opened.model, opened.build)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
@@ -340,10 +350,8 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     rack = open_rack(opened.config.lora, opened.model, opened.build)
-    replica = config.parallel.replica
-    telling = _telling(sizes, lambda: links_at(mesh_address, replica, rank + 1)[-1])
     runner = ModelRunner(
-        *(opened.model, opened.build, sizes, opened.platform, telling),
+        *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, address)),
         *(_open_drafter(opened.config), opened.draft, rack),
     )
     switching = store_carriers(_served(opened.config, card, opened, ()), None)
@@ -362,11 +370,13 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         serve_rank(obeying, lambda: next(iter(receive() or ()), None))
 
 
-def _telling(sizes: RunnerSizes, link: Callable[[], str]) -> Callable[[KVStore], None] | None:
+def _telling(sizes: RunnerSizes, rank: int, address: str) -> Callable[[KVStore], None] | None:
     """What tells rank 0 of this rank's pages, where it moves them; nothing is moved from here."""
     if not sizes.shares_pages:
         return None
-    return lambda store: tell_rank_0(store, link())
+    if rank in sizes.places:
+        return lambda store: tell_rank_0_afar(store, sizes.places[rank])
+    return lambda store: tell_rank_0(store, link_of(address))
 
 
 class OtherRanks:
@@ -422,8 +432,20 @@ class OtherRanks:
         some = [part for part in (self._local, self._nodes) if part is not None]
         return [found for part in some for found in part.stacks()]
 
-    def send_sizes(self, sizes: RunnerSizes) -> None:
-        self._send(msgspec.json.encode(sizes))
+    def send_sizes(self, sizes: RunnerSizes) -> list[Door]:
+        """returns: the ways to their pages, in their order, where rank 0 moves these."""
+        doors = self._doors() if sizes.shares_pages else []
+        self._send(msgspec.json.encode(replace(sizes, places=places_of(doors))))
+        return doors
+
+    def _doors(self) -> list[Door]:
+        doors = list[Door]()
+        if self._local is not None:
+            doors += [Linked(link_of(address)) for address in self._local.addresses]
+        if self._nodes is not None:
+            nodes, host = self._nodes, urlsplit(self.meeting).hostname or ""
+            doors += [Far(host, lambda: nodes.is_lost) for _ in self._remote]
+        return doors
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(self._codec.encode([plan]))

@@ -35,12 +35,6 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             f"installed: {package}",
             hint=f"run: {install}; or use tcp, which needs none",
         )
-    if parallel.nodes > 1:
-        raise ConfigError(
-            f"{flag} is not available with {parallel.nodes_flag}: pages are taken from, and "
-            "put into, memory that the ranks of one machine share",
-            hint="let the ranks of a server be on one machine",
-        )
     if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "

@@ -253,6 +253,11 @@ class Nodes:
         if self._lost:
             on_death(self._lost)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of them is, or its ranks. From any thread."""
+        return bool(self._lost)
+
     def silence(self) -> tuple[int, float]:
         """As `LocalRanks.silence`, over all nodes."""
         now = time.monotonic()

@@ -99,6 +99,11 @@ class LocalRanks:
     def numbers(self) -> list[int]:
         return list(self._children)
 
+    @property
+    def addresses(self) -> list[str]:
+        """Where each of them gets its frames."""
+        return [self._folder.address(f"rank{rank}") for rank in self._children]
+
     def close(self) -> None:
         for child in self._children.values():
             child.stop()

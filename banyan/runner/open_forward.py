@@ -2,7 +2,8 @@
 of the sizes that it holds.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from banyan.base.log import logger
 from banyan.layers.build import Build
@@ -20,6 +21,7 @@ from banyan.runner.division import room_for
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
 from banyan.runner.inputs import StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.rank_doors import Place
 from banyan.runner.slots import SlotTable
 
 log = logger(__name__)
@@ -40,6 +42,7 @@ class RunnerSizes:
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
         verified: tokens of a row with all the drafts that it may have; 0 = rows have none.
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
+        places: where ranks of other machines bring theirs, by rank.
         burst: decode steps that one plan may hold.
         carried: width of what comes with each token beside its id, 0 = nothing.
         taps: layers whose inputs are kept of each step.
@@ -56,6 +59,7 @@ class RunnerSizes:
     draft_room: int = 0
     verified: int = 0
     shares_pages: bool = False
+    places: Mapping[int, Place] = field(default_factory=dict[int, Place])
     burst: int = 1
     carried: int = 0
     taps: tuple[int, ...] = ()

@@ -1,7 +1,8 @@
 """RankPages: the pages of all ranks of a replica as those of one, for what carries them elsewhere.
 
 Every rank keeps the heads and layers that are its own, in memory that rank 0 maps; a rank of a
-device has a window there, with one page at a time (`rank_windows.py`). A page as it
+device, or of another machine, has a window there, with one page at a time (`rank_windows.py`); how
+rank 0 comes to all of it is in `rank_doors.py`. A page as it
 travels has all layers in order and all heads of each in order, whatever the number of ranks: so it
 is cut anew for as many as there are on the other side. So are the states of a page, by heads or by
 channels. What every rank keeps whole (a latent) is taken from one of them and given to all.
@@ -11,143 +12,24 @@ any rank is told of a plan that may write to them (`Ahead`).
 """
 
 import math
-import mmap
-import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
-from urllib.parse import urlsplit
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
-from banyan.config.card import STATE
-from banyan.layers.cache import LayerCache, Shared
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.parallel.groups import Group
-from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.rank_windows import Desk, FarWindow, Window
+from banyan.runner.kvstore import KVStore
+from banyan.runner.rank_doors import Door, Pages, own_pages
+from banyan.runner.shelves import Shelf
 from banyan.transfer.mover import PageMover
-
-_LOOK_S = 0.005
-
-
-class Shelf(msgspec.Struct, frozen=True):
-    """The pages of one tensor of one layer on one rank.
-
-    Attributes:
-        at: where it begins in the rank's file.
-        page_bytes: of one page.
-        dtype, shape: of what is kept of one token, or of one state.
-        shared: what ranks share of it, () where each of them has it whole: shape[axis] then counts
-            what all of them have.
-        is_state: it is kept once in a page, and not for each token.
-    """
-
-    group: int
-    layer: int
-    name: str
-    at: int
-    page_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    shared: tuple[Shared, ...]
-    axis: int
-    is_state: bool
-
-    @property
-    def fact(self) -> tuple[object, ...]:
-        """What it is on any number of ranks."""
-        sizes = tuple(part.size for part in self.shared)
-        return self.group, self.layer, self.name, self.dtype, self.shape, sizes, self.axis
-
-
-class Shelves(msgspec.Struct, frozen=True):
-    """What rank 0 is told of another rank's pages.
-
-    Attributes:
-        door: where pages are brought to the file, one at a time; "" = all of them lie in it.
-    """
-
-    pid: int
-    file: int
-    shelves: list[Shelf]
-    door: str = ""
-
-
-def shelves_of(store: KVStore) -> list[Shelf]:
-    """Of one rank, by layer."""
-    return [
-        _shelf(store.groups, store.group_of(cache.layer), cache, name, store.places)
-        for cache in store.caches
-        for name in cache.tensors
-    ]
-
-
-def _in_window(shelves: Sequence[Shelf]) -> list[Shelf]:
-    """Where they lie in one page of a window."""
-    ends: dict[int, int] = {}
-    moved: list[Shelf] = []
-    for shelf in shelves:
-        at = ends.get(shelf.group, 0)
-        moved.append(msgspec.structs.replace(shelf, at=at))
-        ends[shelf.group] = at + shelf.page_bytes
-    return moved
-
-
-def _shelf(
-    groups: Sequence[GroupLayout],
-    group: int,
-    cache: LayerCache,
-    name: str,
-    places: dict[int, dict[str, int]],
-) -> Shelf:
-    tensor, is_state = cache.tensors[name], groups[group].kind == STATE
-    shape = list(tensor.shape)
-    if tensor.shared:
-        shape[tensor.axis] = sum(part.size for part in tensor.shared)
-    return Shelf(
-        group=group,
-        layer=cache.layer,
-        name=name,
-        at=places[cache.layer].get(name, 0),
-        page_bytes=tensor.size_bytes * (1 if is_state else groups[group].page_size),
-        dtype=str(tensor.dtype),
-        shape=tuple(shape),
-        shared=tensor.shared,
-        axis=tensor.axis,
-        is_state=is_state,
-    )
-
-
-def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tuple[object, ...]:
-    """What two servers have in common whose pages are cut for different numbers of ranks; their
-    page size is another fact, how far states are apart is one of these."""
-    kinds = [
-        (group.kind, group.window, group.page_size if group.kind == STATE else 0)
-        for group in groups
-    ]
-    return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
-
-
-def tell_rank_0(store: KVStore, link: str) -> None:
-    """On another rank: leave word of its pages at `link`."""
-    told = Shelves(os.getpid(), store.file, shelves_of(store))
-    if not store.is_host:
-        window, door = Window(store), f"{link}.door"
-        window.serve(door)
-        told = Shelves(os.getpid(), window.file, _in_window(told.shelves), door)
-    draft = f"{link}.new"
-    with open(draft, "wb") as out:
-        out.write(msgspec.json.encode(told))
-    os.rename(draft, link)
 
 
 @dataclass(frozen=True)
@@ -197,7 +79,7 @@ class RankPages:
 
     Args:
         store: of rank 0.
-        links: where the other ranks leave word of theirs, in their order.
+        doors: to the pages of the other ranks, in their order.
         is_by_head: the heads of a page lie one behind another; else the tokens do.
         timeout_s: how long another rank is waited for.
 
@@ -209,27 +91,20 @@ class RankPages:
     def __init__(
         self,
         store: KVStore,
-        links: Sequence[str],
+        doors: Sequence[Door],
         is_by_head: bool,
         timeout_s: float,
     ) -> None:
         self.groups = store.groups
-        self._maps: list[mmap.mmap] = []
-        self._desks: list[Desk] = []
-        mine = Shelves(os.getpid(), store.file, shelves_of(store))
-        if not store.is_host:
-            self._desks.append(window := Window(store))
-            mine = Shelves(os.getpid(), window.file, _in_window(mine.shelves))
-        ranks = [mine, *(_hear(link, timeout_s) for link in links)]
-        self._desks += [FarWindow(rank.door, timeout_s) for rank in ranks if rank.door]
-        self._is_mapped = store.is_host
+        ranks = [own_pages(store), *(door.open(timeout_s) for door in doors)]
+        self._desks = [rank.desk for rank in ranks if rank.desk is not None]
         self._lock = Lock()
         self.shelves = [shelf for rank in ranks for shelf in rank.shelves]
-        rows = [self._rows(rank) for rank in ranks]
         held: dict[tuple[int, str], list[tuple[Shelf, np.ndarray]]] = {}
-        for rank, of in zip(ranks, rows, strict=True):
-            for shelf, bytes_of in zip(rank.shelves, of, strict=True):
-                held.setdefault((shelf.layer, shelf.name), []).append((shelf, bytes_of))
+        for rank in ranks:
+            for shelf in rank.shelves:
+                found = held.setdefault((shelf.layer, shelf.name), [])
+                found.append((shelf, self._rows(rank, shelf)))
         self._wholes: list[list[_Whole]] = [[] for _ in self.groups]
         names = list(dict.fromkeys(name for _, name in held))
         for layer, name in sorted(held, key=lambda key: (key[0], names.index(key[1]))):
@@ -268,23 +143,10 @@ class RankPages:
                 desk.ask(is_put, group, page)
                 answers.callback(desk.wait)
 
-    def _rows(self, rank: Shelves) -> list[np.ndarray]:
-        if not rank.shelves:
-            return []
-        try:
-            file = os.open(f"/proc/{rank.pid}/fd/{rank.file}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise DeviceError(f"the pages of another rank cannot be mapped: {error}") from None
-        with os.fdopen(file, "r+b"):
-            memory = mmap.mmap(file, 0)
-        self._maps.append(memory)
-        found: list[np.ndarray] = []
-        for shelf in rank.shelves:
-            pages = self.groups[shelf.group].num_pages if self._is_mapped else 1
-            size = pages * shelf.page_bytes
-            rows = np.frombuffer(memory, np.uint8, size, shelf.at)
-            found.append(rows.reshape(-1, shelf.page_bytes))
-        return found
+    def _rows(self, rank: Pages, shelf: Shelf) -> np.ndarray:
+        pages = self.groups[shelf.group].num_pages if rank.desk is None else 1
+        rows = rank.memory[shelf.at : shelf.at + pages * shelf.page_bytes]
+        return rows.reshape(-1, shelf.page_bytes)
 
 
 def _whole(held: Sequence[tuple[Shelf, np.ndarray]], page_outer: int) -> _Whole:
@@ -319,29 +181,6 @@ def _runs(shelf: Shelf) -> list[tuple[int, int, int]]:
         runs.append((there + part.first, here, count))
         there, here = there + part.size, here + count
     return runs
-
-
-def links_at(meeting: str, replica: int, world: int) -> list[str]:
-    """Where ranks 1, 2 … of a replica of one machine leave word of their pages.
-
-    Args:
-        meeting: the file that they meet at, as an address; joined replicas have it in common.
-    """
-    assert meeting.startswith("file://"), f"ranks of one machine meet at {meeting}"
-    return [f"{urlsplit(meeting).path}.pages{replica}.{rank}" for rank in range(1, world)]
-
-
-def _hear(link: str, timeout_s: float) -> Shelves:
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            with open(link, "rb") as file:
-                return msgspec.json.decode(file.read(), type=Shelves)
-        except FileNotFoundError:
-            if time.monotonic() >= until:
-                text = f"a rank said nothing of its pages at {link} within {timeout_s:g} s"
-                raise DeviceError(text) from None
-        time.sleep(_LOOK_S)
 
 
 def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor | None:

@@ -42,7 +42,6 @@ def test_ranks_that_ray_is_to_start_are_nodes(ray) -> None:
         (("--tp", "4", "--nnodes", "2", "--node-rank", "1"), "--use-ray and --node-rank 1 do not"),
         (("--tp", "4", "--nnodes", "3"), "4 ranks cannot be spread evenly over 3 nodes"),
         (("--tp", "2", "--dist-init-addr", "here"), "--dist-init-addr host:port"),
-        (("--tp", "2", "--disaggregation-mode", "prefill"), "not available with --use-ray"),
     ],
 )
 def test_what_ray_cannot_start_is_refused(ray, flags: tuple[str, ...], match: str) -> None:

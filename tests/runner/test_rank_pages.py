@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
@@ -16,14 +17,9 @@ from banyan.layers.cache import CacheTensor, LayerCache, Shared
 from banyan.messages.plan import PageCopy, device_page
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.rank_pages import (
-    RankPages,
-    copy_after,
-    layout_facts,
-    links_at,
-    shelves_of,
-    tell_rank_0,
-)
+from banyan.runner.rank_doors import Far, Linked, Place, places_of, tell_rank_0, tell_rank_0_afar
+from banyan.runner.rank_pages import RankPages, copy_after
+from banyan.runner.shelves import layout_facts, shelves_of
 
 CPU = torch.device("cpu")
 GROUPS = (GroupLayout("full", 0, 4, 6),)
@@ -38,14 +34,22 @@ def layer(number: int, here: int, latent: bool = False, first: int = 0) -> Layer
     return LayerCache(number, {"k": kept, "v": kept})
 
 
+def afar(stores: list[KVStore], is_by_head: bool, timeout_s: float = 5.0) -> RankPages:
+    """As `opened`, of ranks of other machines."""
+    doors = [Far("127.0.0.1", lambda: False) for _ in stores[1:]]
+    for rank, place in places_of(doors).items():
+        tell_rank_0_afar(stores[rank], place)
+    return RankPages(stores[0], doors, is_by_head, timeout_s)
+
+
 def opened(
     folder: Path, stores: list[KVStore], is_by_head: bool, timeout_s: float = 5.0
 ) -> RankPages:
     """As rank 0 of these ranks sees them, each of which tells of itself."""
-    links = links_at(f"file://{folder}/meeting", len(stores))
+    links = [str(folder / f"rank{rank}") for rank in range(1, len(stores))]
     for store, link in zip(stores[1:], links, strict=True):
         tell_rank_0(store, link)
-    return RankPages(stores[0], links, is_by_head, timeout_s)
+    return RankPages(stores[0], [Linked(link) for link in links], is_by_head, timeout_s)
 
 
 def shared(*caches: LayerCache) -> KVStore:
@@ -62,15 +66,16 @@ def of_a_device(*caches: LayerCache) -> KVStore:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("is_by_head", [False, True])
 @pytest.mark.parametrize("shared", [shared, of_a_device])
+@pytest.mark.parametrize("is_afar", [False, True])
 def test_a_page_is_the_same_on_any_number_of_ranks(
-    ranks: int, is_by_head: bool, shared: Callable[..., KVStore], tmp_path: Path
+    ranks: int, is_by_head: bool, shared: Callable[..., KVStore], is_afar: bool, tmp_path: Path
 ) -> None:
     """Above four ranks several of them keep the same head."""
     alone = KVStore(GROUPS, [layer(0, HEADS), layer(1, 0, latent=True)], CPU)
     here = max(1, HEADS // ranks)
     firsts = [rank * HEADS // ranks for rank in range(ranks)]
     stores = [shared(layer(0, here, first=at), layer(1, 0, latent=True)) for at in firsts]
-    pages = opened(tmp_path, stores, is_by_head)
+    pages = afar(stores, is_by_head) if is_afar else opened(tmp_path, stores, is_by_head)
     assert pages.page_bytes(0) == alone.page_bytes(0)
     payload = np.random.default_rng(3).integers(0, 255, alone.page_bytes(0), np.uint8)
     pages.put(0, 5, payload)
@@ -166,12 +171,15 @@ def slowed(store: KVStore, stop_s: dict[int, float], failing: int = -1) -> KVSto
 
 
 @pytest.mark.parametrize("lame", [0, 1])
-def test_a_page_that_fails_on_one_rank_spoils_no_other_page(lame: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_afar", [False, True])
+def test_a_page_that_fails_on_one_rank_spoils_no_other_page(
+    lame: int, is_afar: bool, tmp_path: Path
+) -> None:
     """What a rank answers late is not taken for its answer about the next page."""
     stores = [of_a_device(layer(0, 1, first=rank)) for rank in range(HEADS)]
     for rank, store in enumerate(stores):
         slowed(store, {2: 0.1, 3: 0.1} if rank > lame else {}, 2 if rank == lame else -1)
-    pages = opened(tmp_path, stores, is_by_head=True)
+    pages = afar(stores, True) if is_afar else opened(tmp_path, stores, True)
     draw = np.random.default_rng(5)
     payloads = [draw.integers(0, 255, pages.page_bytes(0), np.uint8) for _ in range(4)]
     for page, payload in enumerate(payloads):
@@ -181,14 +189,37 @@ def test_a_page_that_fails_on_one_rank_spoils_no_other_page(lame: int, tmp_path:
     assert (pages.take(0, 3) == payloads[3]).all()
 
 
-def test_a_rank_that_answered_too_late_is_not_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_afar", [False, True])
+def test_a_rank_that_answered_too_late_is_not_asked_again(is_afar: bool, tmp_path: Path) -> None:
     stores = [of_a_device(layer(0, 2)), slowed(of_a_device(layer(0, 2, first=2)), {2: 0.6})]
-    pages = opened(tmp_path, stores, is_by_head=True, timeout_s=0.2)
+    pages = afar(stores, True, 0.2) if is_afar else opened(tmp_path, stores, True, 0.2)
     with pytest.raises(TimeoutError):
         pages.take(0, 2)
     time.sleep(0.6)
-    with pytest.raises(OSError, match="descriptor"):
+    with pytest.raises(OSError, match="gone" if is_afar else "descriptor"):
         pages.take(0, 3)
+
+
+def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
+    lost = list[bool]()
+    door = Far("127.0.0.1", lambda: bool(lost))
+    stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 3.0})]
+    tell_rank_0_afar(stores[1], door.place)
+    pages = RankPages(stores[0], [door], True, 60.0)
+    threading.Timer(0.2, lost.append, (True,)).start()
+    began = time.monotonic()
+    with pytest.raises(OSError, match="another rank of this server has gone"):
+        pages.take(0, 2)
+    assert time.monotonic() - began < 3.0
+
+
+def test_who_was_not_told_the_key_is_not_heard() -> None:
+    door = Far("127.0.0.1", lambda: False)
+    assert door.place.key not in repr(door.place)
+    other = zmq.curve_keypair()[0].decode()
+    tell_rank_0_afar(shared(layer(0, 2)), Place(door.place.address, other))
+    with pytest.raises(DeviceError, match="said nothing of its pages from another machine"):
+        RankPages(shared(layer(0, 2)), [door], True, 0.5)
 
 
 def test_other_tensors_are_another_layout() -> None:
@@ -208,10 +239,10 @@ def test_a_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     other = shared(layer(0, 2, first=2))
     thread = threading.Thread(target=tell_rank_0, args=(other, link))
     thread.start()
-    assert RankPages(shared(layer(0, 2)), [link], True, 5.0).page_bytes(0)
+    assert RankPages(shared(layer(0, 2)), [Linked(link)], True, 5.0).page_bytes(0)
     thread.join()
     with pytest.raises(DeviceError, match="said nothing of its pages"):
-        RankPages(shared(layer(0, 2)), [str(tmp_path / "never")], True, 0.01)
+        RankPages(shared(layer(0, 2)), [Linked(str(tmp_path / "never"))], True, 0.01)
 
 
 def test_shared_pages_are_given_back_and_are_zero() -> None:

@@ -3,19 +3,23 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from banyan.llm import Engine
 from tests.adapters import write_adapter
 from tests.system.checkpoint import write_tiny_model
+from tests.system.handing import Servers
 from tests.system.serving import (
+    CALL_S,
     Server,
     free_port,
     launch,
     serving,
+    settled,
     status_of,
     wait_ready,
     wait_until,
@@ -23,6 +27,7 @@ from tests.system.serving import (
 
 PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 30 * j)] for j in range(3)]
 FEW = ("--threads", "1", "--max-total-tokens", "2048")
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 @contextmanager
@@ -43,10 +48,9 @@ def node(log: Path, number: int, port: int, model: Path, *flags: str) -> Iterato
 
 
 def outputs(server: Server, adapter: str | None = None) -> list[list[int]]:
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     found = []
     for prompt in PROMPTS:
-        body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter}
+        body = {"input_ids": prompt, "sampling_params": GREEDY, "lora_path": adapter}
         found.append(server.generate(**body)["output_ids"])
     return found
 
@@ -128,6 +132,47 @@ def test_a_node_comes_again_to_the_engine_that_takes_the_place_of_a_lost_one(
         first.signal(signal.SIGTERM)
         assert first.exit_code(20) == 0
         assert other.exit_code(20) == 0, other.tail()
+
+
+@contextmanager
+def over_nodes(log: Path, model: Path, *flags: str) -> Iterator[Server]:
+    """A server whose ranks are on two nodes, once it is ready."""
+    log.mkdir()
+    port = free_port()
+    with node(log, 1, port, model, *flags), node(log, 0, port, model, *flags) as first:
+        wait_ready(first)
+        yield first
+
+
+@pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
+@pytest.mark.parametrize("spread", ["prefill", "decode", "both"])
+def test_servers_on_several_nodes_hand_over(spread: str, tiny_model, tmp_path):
+    """Pages leave ranks of another node, and come to them."""
+    port = free_port()
+    roles = {
+        "prefill": ("--disaggregation-bootstrap-port", str(port), "--chunked-prefill-size", "32"),
+        "decode": (),
+    }
+    with Engine(str(tiny_model), engine_mode="inprocess", threads=1) as one:
+        expected = [one.generate(input_ids=p, sampling_params=GREEDY) for p in PROMPTS]
+    with ExitStack() as stack:
+        started = []
+        for role, flags in roles.items():
+            words = ("--disaggregation-mode", role, *flags)
+            if spread in (role, "both"):
+                server = over_nodes(tmp_path / role, tiny_model, *words)
+            else:
+                own = ("--model-path", str(tiny_model), *FEW, *words)
+                server = serving(tmp_path / f"{role}.log", *own)
+            started.append(stack.enter_context(server))
+        pair = Servers(*started, port)
+        for _ in range(2):  # computed, then from the caches of both
+            for prompt, right in zip(PROMPTS, expected, strict=True):
+                body = {"input_ids": prompt, "sampling_params": GREEDY}
+                answers = [each.result(CALL_S) for each in pair.start("/generate", body)]
+                assert answers[1].json()["output_ids"] == right["output_ids"], answers[0].text
+        behind = sum(len(prompt) % 16 + 8 for prompt in PROMPTS)
+        assert settled(pair.decode.stats, 7)["computed_tokens"] <= 2 * behind + 8, "pages came"
 
 
 def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
