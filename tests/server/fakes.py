@@ -27,7 +27,7 @@ from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
 from banyan.server.http.app import App
-from banyan.server.http.connection import Connection
+from banyan.server.http.connection import connections
 from banyan.server.http.listen import bind
 from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
@@ -221,7 +221,7 @@ class Site:
         web = uvicorn.Server(
             uvicorn.Config(
                 self.app,
-                http=Connection,
+                http=connections(),
                 ws="none",
                 lifespan="off",
                 log_config=None,

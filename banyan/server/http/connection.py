@@ -12,6 +12,7 @@ from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from banyan.server.http.batched import BatchedTransport, Turn
 from banyan.server.http.exchange import ABORT, WRITE, Scope
 
 HEADER_TIMEOUT_S = 10.0
@@ -24,6 +25,8 @@ MAX_CONNECTIONS = 10_000
 class Connection(HttpToolsProtocol):
     """One client connection."""
 
+    turn: Turn
+    """Of the connections of one server."""
     _deadline: asyncio.TimerHandle | None = None
     _unheard = 0
     """Bytes since the last that were of a body or ended a request's head or a request."""
@@ -32,7 +35,7 @@ class Connection(HttpToolsProtocol):
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(BatchedTransport(transport, self.turn, self.loop))
         if len(self.connections) > MAX_CONNECTIONS:
             self._is_refused = True
             transport.abort()
@@ -114,6 +117,15 @@ class Connection(HttpToolsProtocol):
         head = b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status
         self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self.transport.close()
+
+
+def connections() -> type[Connection]:
+    """The class of one server's connections, whose writes go out together."""
+
+    class Together(Connection):
+        turn = Turn()
+
+    return Together
 
 
 def _write(cycle: RequestResponseCycle, piece: bytes) -> bool:

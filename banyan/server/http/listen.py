@@ -17,7 +17,7 @@ from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
 from banyan.config.serving import ServerConfig
 from banyan.server.http.auth import ANY
-from banyan.server.http.connection import Connection
+from banyan.server.http.connection import connections
 
 log = logger(__name__)
 
@@ -97,7 +97,7 @@ def web_server(
     """
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http=connections(),
         ws="none",
         lifespan="off",
         log_config=None,
