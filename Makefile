@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -19,7 +19,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -95,6 +95,10 @@ test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 # Every proof of a flag once more with the flag's effect gone; takes twenty minutes.
 test-proofs: $(VENV)/.test $(VENV)/.demo
 	@PROOFS=all $(BIN)/python -m pytest tests/proofs $(ARGS)
+
+# Every family from a folder to a GGUF file and back; a minute.
+test-forms: $(VENV)/.test
+	@FORMS=all $(BIN)/python -m pytest tests/models/quantize $(ARGS)
 
 # The console in a headless browser (Debian and Ubuntu: apt install chromium); a minute.
 # Pictures for docs/console.md: python -m tests.console.pictures ADDRESS docs/console

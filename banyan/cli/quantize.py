@@ -1,5 +1,6 @@
 """`banyan quantize IN OUT --type T`: a model of float weights as one of few bits, on the disk."""
 
+import json
 import os
 import struct
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
@@ -21,24 +23,31 @@ from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
 
 if TYPE_CHECKING:
+    from banyan.models.quantize.folder import Beside
+    from banyan.models.quantize.layouts import Layout
     from banyan.models.quantize.plan import Plan, Words
+    from banyan.models.quantize.source import Source
 
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
+FLOAT_TYPES = ("bf16", "f32")
 GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f16")
 _MOST_GROUP = 1 << 16
 
+_TYPES = (*HUB_TYPES, *FLOAT_TYPES, *GGUF_TYPES)
+
 _ABOUT = """Rounds the projections of IN, which may be anything that banyan serve takes, and writes
 the result to OUT: a folder in compressed-tensors' form (int8, w8a16, w4a16, fp8, fp8-block) or a
-.gguf file (q8_0 to f16), the latter from either form. Embeddings, heads, norms and routers stay as
-they are. One tensor is in memory at a time; a run that was cut off goes on where it was, with the
-same command. At the end both are served, and compared on a fixed text."""
+.gguf file (q8_0 to f16), both from either form; of a GGUF file also a folder of floats (bf16,
+f32). Embeddings, heads, norms and routers stay as they are. One tensor is in memory at a time; a
+run that was cut off goes on where it was, with the same command. At the end both are served, and
+compared on a fixed text."""
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
     """What is asked of `banyan quantize`."""
 
-    type: str = option("", f"one of: {', '.join((*HUB_TYPES, *GGUF_TYPES))}")
+    type: str = option("", f"one of: {', '.join(_TYPES)}")
     group_size: int = option(128, "w4a16: inputs that share a scale; 64 or 32 where it divides not")
     ignore: tuple[str, ...] = option((), "modules that stay as they are: names, or re:PATTERN")
     max_shard_gib: float = option(4.0, "size of a file of the folder; what a cut loses at most")
@@ -75,11 +84,10 @@ def quantize(argv: Sequence[str]) -> int:
 
 
 def _check(options: QuantizeOptions) -> None:
-    types = (*HUB_TYPES, *GGUF_TYPES)
-    if options.type not in types:
+    if options.type not in _TYPES:
         named = printable(options.type, 60)
         asked = f"unknown --type {named!r}" if named else "--type is missing"
-        raise ConfigError(asked, hint=f"choose one of: {', '.join(types)}")
+        raise ConfigError(asked, hint=f"choose one of: {', '.join(_TYPES)}")
     if not 32 <= options.group_size <= _MOST_GROUP or options.group_size % 32:
         raise ConfigError(
             f"--group-size {options.group_size}",
@@ -96,16 +104,18 @@ def _check_the_source(card: ModelCard, options: QuantizeOptions) -> None:
             f"the weights of {where!r} are {card.quant.method} already",
             hint="name the float checkpoint that it was made from",
         )
+    if options.type in FLOAT_TYPES:
+        if card.format != "gguf":
+            raise ConfigError(
+                f"--type {options.type} makes a folder of a GGUF file, and {where!r} is one of "
+                f"{card.dtype}",
+                hint=f"choose one of: {', '.join((*HUB_TYPES, *GGUF_TYPES))}",
+            )
+        return
     if not card.stores_floats and not (options.allow_requantize and card.format == "gguf"):
         raise ConfigError(
             f"the weights of {where!r} are {card.dtype} already",
             hint="name the float file that it was made from; --allow-requantize rounds them again",
-        )
-    if options.type in HUB_TYPES and card.format == "gguf":
-        raise ConfigError(
-            f"--type {options.type} is made from a folder of safetensors, and {where!r} is a GGUF "
-            "file, whose names and tokenizer are not translated back",
-            hint=f"choose one of: {', '.join(GGUF_TYPES)}",
         )
 
 
@@ -135,18 +145,19 @@ def _record_of(target: Path, options: QuantizeOptions) -> Path:
 def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[str]:
     """Write it; says what it has become."""
     import banyan
-    from banyan.models.quantize import folder as beside
+    from banyan.models.quantize.folder import write_beside
     from banyan.models.quantize.layouts import layout_of
     from banyan.models.quantize.plan import make_plan
     from banyan.models.quantize.source import Source
     from banyan.models.quantize.work import Record, on_disk, write_files
 
     layout = layout_of(options.type, options.group_size)
-    is_folder = options.type in HUB_TYPES
+    is_folder = options.type not in GGUF_TYPES
     folder = target if is_folder else target.parent
     with closing(Source(card)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
         words = None if is_folder or card.format == "gguf" else _words(card)
+        beside = _beside(card, source, layout) if is_folder else None
         plan = make_plan(source, layout, options.ignore, most, target.name, words)
         if not plan.kinds:
             raise ConfigError(
@@ -167,8 +178,8 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
         with on_disk(target):
             record = Record(_record_of(target, options), identity)
             written = write_files(plan, source, folder, record, progress_bar("tensors"))
-            if is_folder:
-                beside.write_beside(plan, layout, Path(card.path), target)
+            if beside is not None:
+                write_beside(plan, layout, beside, target)
             record.done()
     rounded = sum(len(names) for names in plan.kinds.values())
     before = sum(tensor.size_bytes for tensor in source.tensors.values())
@@ -178,7 +189,51 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     for why, count in plan.kept.items():
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
+    if is_folder and card.num_ahead and card.format == "gguf":
+        yield f"left out   {card.num_ahead} layers that draft"
     yield f"size       {sizes} in {len(plan.files)} files"
+
+
+def _beside(card: ModelCard, source: "Source", layout: "Layout") -> "Beside":
+    """What lies beside the weights of a folder: copied from one, or made of a GGUF file's metadata.
+
+    Raises:
+        ModelError: config.json cannot say what the model is.
+    """
+    from banyan.config.gguf_keys import differences
+    from banyan.config.hub_keys import hub_keys
+    from banyan.frontend.words.folder_words import folder_words
+    from banyan.models.quantize.folder import Beside, beside_weights_of
+    from banyan.models.quantize.plan import float_type
+
+    if card.format != "gguf":
+        return beside_weights_of(Path(card.path))
+    kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    config = hub_keys(card, kinds[float_type(source, layout)])
+    with TemporaryDirectory() as tried:
+        Path(tried, "config.json").write_text(json.dumps(config))
+        try:
+            found = differences(card, read_card(tried, "dummy"))
+        except ModelError as error:
+            found = [error.text.replace(tried, "it")]
+    if found:
+        raise _without_facts("config.json", card, found, GGUF_TYPES)
+    words = folder_words(card.path, card.context_length, card.eos_ids)
+    if not words:
+        print(
+            f"banyan: {printable(card.path, 200)} has no vocabulary, and OUT will have none",
+            file=sys.stderr,
+        )
+    return Beside(words, config)
+
+
+def _without_facts(
+    form: str, card: ModelCard, found: Sequence[str], types: Sequence[str]
+) -> ModelError:
+    return ModelError(
+        f"{form} does not hold all facts of {printable(card.path, 200)!r}: {'; '.join(found[:3])}",
+        hint=f"choose one of: {', '.join(types)}",
+    )
 
 
 def _words(card: ModelCard) -> "Words":
@@ -222,11 +277,7 @@ def _check_the_header(card: ModelCard, plan: "Plan", words: "Words", target: Pat
     finally:
         tried.unlink(missing_ok=True)
     if found:
-        raise ModelError(
-            f"a GGUF file does not hold all facts of {printable(card.path, 200)!r}: "
-            f"{'; '.join(found[:3])}",
-            hint=f"choose one of: {', '.join(HUB_TYPES)}",
-        )
+        raise _without_facts("a GGUF file", card, found, HUB_TYPES)
 
 
 def _reported(card: ModelCard, target: Path) -> str:

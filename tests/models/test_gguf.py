@@ -44,7 +44,7 @@ def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def convert(model, path, type_name, divisors=None):
+def convert(model, path, type_name, divisors=None, describe=None):
     """Write a transformers Llama as GGUF; the model takes the rounded weights itself."""
     writer = gguf.GGUFWriter(path, "llama")
     kind = gguf.GGMLQuantizationType[type_name]
@@ -64,6 +64,8 @@ def convert(model, path, type_name, divisors=None):
             writer.add_tensor(gguf_name(name), values)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
+    if describe is not None:
+        describe(model.config, "llama", writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

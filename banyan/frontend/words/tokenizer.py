@@ -115,6 +115,14 @@ class Tokenizer:
         return other
 
     @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a plain prompt."""
+        return list(self._prefix), list(self._suffix)
+
+    def copy_of_backend(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    @property
     def chat_template(self) -> str | None:
         return self.facts.chat_templates.get("default")
 

@@ -3,11 +3,13 @@ index, and the source's other files."""
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from banyan.base.json_types import is_list
-from banyan.models.quantize.layouts import Layout
+from banyan.base.json_types import is_object
+from banyan.models.quantize.layouts import Floats, Layout
 from banyan.models.quantize.plan import Plan, targets
 
 _INDEX = "model.safetensors.index.json"
@@ -46,11 +48,38 @@ def _linear(modules: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*(m for m in modules if "embed" not in m), "lm_head"]))
 
 
-def write_beside(plan: Plan, layout: Layout, source: Path, target: Path) -> None:
-    """The source's other files, the index, and config.json last: it makes the folder a model."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name != _CONFIG and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, target / file.name)
+@dataclass(frozen=True)
+class Beside:
+    """What lies beside the weights.
+
+    Attributes:
+        files: name -> content, or the file that is copied.
+        config: without what says how weights are rounded.
+    """
+
+    files: Mapping[str, bytes | Path]
+    config: Mapping[str, object]
+
+
+def beside_weights_of(source: Path) -> Beside:
+    """The other files of a folder, and its configuration."""
+    files: dict[str, bytes | Path] = {
+        file.name: file
+        for file in sorted(source.iterdir())
+        if file.is_file() and file.name != _CONFIG and not file.name.endswith(_WEIGHTS)
+    }
+    config = cast(object, json.loads((source / _CONFIG).read_text(encoding="utf-8")))
+    assert is_object(config)
+    return Beside(files, config)
+
+
+def write_beside(plan: Plan, layout: Layout, beside: Beside, target: Path) -> None:
+    """The other files, the index, and config.json last: it makes the folder a model."""
+    for name, content in beside.files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, target / name)
+        else:
+            (target / name).write_bytes(content)
     if len(plan.files) > 1:
         weights = {
             entry.name: file.name
@@ -62,7 +91,7 @@ def write_beside(plan: Plan, layout: Layout, source: Path, target: Path) -> None
         sizes = sum(p.end - p.start - len(p.head) for f in plan.files for p in f.pieces)
         index = {"metadata": {"total_size": sizes}, "weight_map": weights}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
-    assert not is_list(config)
-    config["quantization_config"] = quantization_config(plan, layout)
+    config = dict(beside.config)
+    if not isinstance(layout, Floats):
+        config["quantization_config"] = quantization_config(plan, layout)
     (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")

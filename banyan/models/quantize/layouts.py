@@ -6,6 +6,7 @@
     w4a16       the same with [out, in/8] and a scale per group of inputs
     fp8         compressed-tensors float-quantized: weight e4m3, weight_scale [out, 1]
     fp8-block   the same with a scale per block of 128 × 128
+    bf16, f32   floats of a folder
     q8_0 …      blocks of a GGUF file, under the tensor's own name
     f16         fp16 in a GGUF file
 
@@ -232,22 +233,30 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class HalfFloats:
-    """fp16, in a GGUF file."""
+class Floats:
+    """Floats, under the tensor's own name.
 
-    container: str = "gguf"
+    Attributes:
+        type: F16, BF16 or F32.
+    """
+
+    type: str
+    container: str
 
     def plan(self, name: str, shape: tuple[int, ...], type: str) -> Rounded | None:
-        if len(shape) < 2:
-            return None
-
-        def rows(values: Tensor) -> dict[str, Tensor]:
-            return {name: _octets(values.half())}
-
-        return Rounded("F16", (Entry(name, "F16", shape),), lambda weight: _all(weight, rows))
+        return to_floats(name, shape, self.type) if len(shape) > 1 else None
 
     def scheme(self, kind: str) -> Settings:
         return {}
+
+
+def to_floats(name: str, shape: tuple[int, ...], type: str) -> Rounded:
+    """A weight of any storage type as floats of one."""
+
+    def rows(values: Tensor) -> dict[str, Tensor]:
+        return {name: _octets(values.to(_DTYPES[type]))}
+
+    return Rounded(type, (Entry(name, type, shape),), lambda weight: _all(weight, rows))
 
 
 def layout_of(type: str, group: int) -> Layout:
@@ -262,11 +271,14 @@ def layout_of(type: str, group: int) -> Layout:
         "int8": EightBits("I8"),
         "w8a16": Packed(8, 0),
         "w4a16": Packed(4, group),
-        "f16": HalfFloats(),
+        "f16": Floats("F16", "gguf"),
+        "bf16": Floats("BF16", "safetensors"),
+        "f32": Floats("F32", "safetensors"),
         "fp8": EightBits("F8_E4M3"),
         "fp8-block": EightBits("F8_E4M3", BLOCK_SIDE),
     }[type]
 
 
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
-TYPES = (*HUB_TYPES, *(type.lower() for type in TO_BLOCKS), "f16")
+FLOAT_TYPES = ("bf16", "f32")
+TYPES = (*HUB_TYPES, *FLOAT_TYPES, *(type.lower() for type in TO_BLOCKS), "f16")

@@ -19,7 +19,7 @@ from banyan.formats.headers import (
     without_keys,
 )
 from banyan.formats.mapped import TensorInfo
-from banyan.models.quantize.layouts import Layout, Rounded
+from banyan.models.quantize.layouts import Floats, Layout, Rounded, to_floats
 from banyan.models.quantize.source import Source
 from banyan.models.quantize.translated import translated
 from banyan.models.weights.names import split_numbers
@@ -135,9 +135,12 @@ def make_plan(
         pairs = [gguf_pair(key, value) for key, value in words.keys.items()]
         plan.files.append(_gguf_file(name, pairs, units, most_bytes))
         return plan
-    units = [
-        unit for name in source.tensors for unit in _units(plan, source, layout, left_out, name)
-    ]
+    if source.is_gguf and layout.container == "safetensors":
+        units = list(_of_folder(plan, source, layout, left_out))
+    else:
+        units = [
+            unit for name in source.tensors for unit in _units(plan, source, layout, left_out, name)
+        ]
     if layout.container == "gguf":
         own = ("general.quantization_version", "general.file_type", "general.alignment")
         pairs = without_keys(source.pairs(), *own)
@@ -172,9 +175,35 @@ def _constants(words: Words) -> Iterator[Unit]:
 
 
 def _translated(plan: Plan, source: Source, layout: Layout, left_out: Modules) -> Iterator[Unit]:
+    """Of a GGUF file: small tensors are fp32, as its readers want them."""
     for each in translated(source):
+        name, shape = each.entry.name, each.entry.shape
         copied = Unit(each.hub_name, (each.entry,), None, each.take)
+        if each.is_small:
+            floats = to_floats(name, shape, "F32")
+            copied = Unit(each.hub_name, floats.entries, floats, each.take)
         yield _round(plan, layout, left_out, copied, each.is_projection, each.hub_name)
+
+
+def _of_folder(plan: Plan, source: Source, layout: Layout, left_out: Modules) -> Iterator[Unit]:
+    """Of a folder from a GGUF file: all that is not rounded are floats of one type, but for
+    corrections of routers, whose bits matter."""
+    dtype = float_type(source, layout)
+    for each in translated(source, has_stacks=isinstance(layout, Floats)):
+        name, shape = each.entry.name, each.entry.shape
+        floats = to_floats(name, shape, "F32" if name.endswith("correction_bias") else dtype)
+        copied = Unit(name, floats.entries, floats, each.take)
+        yield _round(plan, layout, left_out, copied, each.is_projection, name)
+
+
+def float_type(source: Source, layout: Layout) -> str:
+    """What a folder from a GGUF file keeps its floats in: the layout's, else that of most matrices
+    of the file; BF16 where these are in blocks."""
+    if isinstance(layout, Floats):
+        return layout.type
+    kinds = Counter(tensor.type for tensor in source.tensors.values() if len(tensor.shape) > 1)
+    most = kinds.most_common(1)[0][0] if kinds else ""
+    return most if most in ("F32", "F16") else "BF16"
 
 
 def _as_it_is(tensor: TensorInfo) -> Entry:

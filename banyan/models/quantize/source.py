@@ -51,16 +51,21 @@ class Source:
 
     def slices(self, name: str) -> list[Slice]:
         """What modules of their own take of a tensor that holds all experts of a layer; none when
-        it does not, or holds no floats."""
+        it does not, or holds no weights."""
         tensor = self.tensors[name]
-        if tensor.type not in STORAGE_TYPES or not STORAGE_TYPES[tensor.type].is_float:
+        if tensor.type not in STORAGE_TYPES:
             return []
         return slices_of(name, tensor.shape, self.names)
 
     @property
-    def gguf_names(self) -> NameMap:
-        """Of the same model in a GGUF file."""
-        return FAMILIES.load(self.card.architecture).names["gguf"]
+    def is_gguf(self) -> bool:
+        return self.card.format == "gguf"
+
+    @property
+    def other_names(self) -> NameMap:
+        """Of the same model in a GGUF file, or of a GGUF file's in a folder."""
+        form = "safetensors" if self.is_gguf else "gguf"
+        return FAMILIES.load(self.card.architecture).names[form]
 
     def weight(self, name: str) -> StoredWeight:
         tensor = self.tensors[name]
@@ -83,8 +88,7 @@ class Source:
     def _file(self, path: Path) -> MappedFile:
         if self._open is None or self._opened != path:
             self.close()
-            is_gguf = self.card.format == "gguf"
-            opened = GGUFFile.open(str(path), has_words=False) if is_gguf else None
+            opened = GGUFFile.open(str(path), has_words=False) if self.is_gguf else None
             self._open = opened or SafetensorsFile.open(str(path))
             self._opened = path
         return self._open

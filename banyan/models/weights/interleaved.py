@@ -7,8 +7,10 @@ In a quantised form the weights come with their outputs first, as "….weight". 
 tensors of gate, up and down with outputs first, "….weight" and "….bias".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
@@ -16,6 +18,7 @@ from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RawTensor, StoredWeight
 
 _STEM, _PAIR, _DOWN = ".mlp.experts.", "gate_up_proj", "down_proj"
+_PARTS = ("gate_proj", "up_proj")
 
 
 def with_plain_experts(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
@@ -42,7 +45,7 @@ def with_plain_experts(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[
         if kind == _DOWN:
             yield f"{block}{stem}{_DOWN}.{slot}", whole
             continue
-        for first, part in enumerate(("gate_proj", "up_proj")):
+        for first, part in enumerate(_PARTS):
             yield f"{block}{stem}{part}.{slot}", _every_other(whole, first)
 
 
@@ -87,8 +90,44 @@ def halves_of(name: str, dims: int) -> list[Half]:
     if not stem or kind not in (_PAIR, _DOWN) or dims != (2 if last != kind else 3):
         return []
     slot = "bias" if last != kind else "weight"
-    parts = ("gate_proj", "up_proj") if kind == _PAIR else (_DOWN,)
+    parts = _PARTS if kind == _PAIR else (_DOWN,)
     return [
         Half(f"{block}{stem}{part}.{slot}", first, len(parts), dims == 3)
         for first, part in enumerate(parts)
     ]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of such a checkpoint, and what it is made of.
+
+    Attributes:
+        parts: names of stacks with outputs first that take turns in it; or of the one that it is.
+        is_turned: outputs come last.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    is_turned: bool
+
+    def shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """From the shape of a part."""
+        outputs = part[1] * len(self.parts)
+        return (part[0], part[2], outputs) if self.is_turned else (part[0], outputs)
+
+    def join(self, parts: Sequence[StoredWeight]) -> StoredWeight:
+        """[experts, outputs, inputs] or [experts, outputs] each -> `shape`, fp32."""
+        whole = torch.stack([part.dense.float() for part in parts], dim=2).flatten(1, 2)
+        return StoredWeight.from_tensor(whole.transpose(1, 2) if self.is_turned else whole)
+
+
+def stack_between(name: str, dims: int) -> Stack | None:
+    """The tensor that a stack with outputs first is a part of; None for what is no such stack."""
+    block, stem, last = name.rpartition(_STEM)
+    part, _, slot = last.rpartition(".")
+    known = {_DOWN: (_DOWN, (_DOWN,)), **dict.fromkeys(_PARTS, (_PAIR, _PARTS))}
+    if not stem or part not in known or dims != (3 if slot == "weight" else 2):
+        return None
+    whole, parts = known[part]
+    called = f"{block}{stem}{whole}" + ("" if slot == "weight" else "_bias")
+    return Stack(called, tuple(f"{block}{stem}{each}.{slot}" for each in parts), slot == "weight")

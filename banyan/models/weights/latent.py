@@ -31,7 +31,7 @@ def with_whole_expansions(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tup
         halves[last] = tensor
         if len(halves) == 2:
             del waiting[block]
-            yield block + _WHOLE, _joined(block, halves[_KEYS], halves[_VALUES])
+            yield block + _WHOLE, joined_expansion(block, halves[_KEYS], halves[_VALUES])
     if waiting:
         block, halves = next(iter(waiting.items()))
         raise ModelError(
@@ -41,7 +41,16 @@ def with_whole_expansions(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tup
         )
 
 
-def _joined(block: str, keys: StoredWeight, values: StoredWeight) -> StoredWeight:
+def half_of_expansion(name: str) -> tuple[int, str, str]:
+    """Which half a tensor is (1, 2; 0 = none), and what the other one and the whole are called."""
+    for half, (last, other) in enumerate(((_KEYS, _VALUES), (_VALUES, _KEYS)), 1):
+        if name.endswith(last):
+            block = name.removesuffix(last)
+            return half, block + other, block + _WHOLE
+    return 0, "", ""
+
+
+def joined_expansion(block: str, keys: StoredWeight, values: StoredWeight) -> StoredWeight:
     has_heads = len(keys.shape) == len(values.shape) == 3 and keys.shape[0] == values.shape[0]
     if not has_heads or keys.shape[1] != values.shape[2]:
         raise ModelError(

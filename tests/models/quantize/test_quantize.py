@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import BanyanError, CapacityError, ConfigError
 from banyan.cli import quantize as quantize_verb
-from banyan.cli.quantize import GGUF_TYPES, HUB_TYPES, quantize
+from banyan.cli.quantize import FLOAT_TYPES, GGUF_TYPES, HUB_TYPES, quantize
 from banyan.models.quantize import folder, work
 from banyan.models.quantize.layouts import TYPES, layout_of
 from banyan.ops.stored import StoredWeight
@@ -423,7 +423,10 @@ def test_a_record_of_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
     ("words", "match"),
     [
         (["in", "out"], "--type is missing"),
-        (["in", "out", "--type", "int3"], "unknown --type 'int3'.*w4a16, fp8, fp8-block, q8_0"),
+        (
+            ["in", "out", "--type", "int3"],
+            "unknown --type 'int3'.*fp8-block, bf16, f32, q8_0",
+        ),
         (["in", "--type", "int8"], "takes IN and OUT, and there are 1 words"),
         (["in", "out", "--type", "int8", "--bits", "3"], "there are 4 words"),
         (["nothing", "out", "--type", "int8"], "there is no model"),
@@ -435,7 +438,8 @@ def test_a_record_of_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
         (["in.gguf", "out.gguf", "--type", "q8_0"], "q8_0 already.*--allow-requantize"),
         (["in.gguf", "out", "--type", "q4_0", "--allow-requantize"], "ends with .gguf"),
         (["in.gguf", "file.gguf", "--type", "q4_0", "--allow-requantize"], "is there already"),
-        (["in.gguf", "out", "--type", "int8", "--allow-requantize"], "is made from a folder"),
+        (["in.gguf", "out", "--type", "int8"], "q8_0 already.*--allow-requantize"),
+        (["in", "out", "--type", "bf16"], "makes a folder of a GGUF file, and .* of float32"),
         (["rounded", "out", "--type", "int8"], "compressed-tensors already"),
         (["in", "out", "--type", "w4a16", "--group-size", "48"], "a multiple of 32"),
         (["in", "out", "--type", "int8", "--max-shard-gib", "0"], "Choose 0.001 to 1024"),
@@ -461,10 +465,10 @@ def test_what_cannot_be_made_is_refused_in_one_sentence(words, match, gguf_model
 
 
 def test_the_types_of_the_command_are_those_that_are_made():
-    assert (*HUB_TYPES, *GGUF_TYPES) == TYPES
+    assert (*HUB_TYPES, *FLOAT_TYPES, *GGUF_TYPES) == TYPES
     for type in TYPES:
         is_folder = layout_of(type, 128).container == "safetensors"
-        assert is_folder == (type in HUB_TYPES), type
+        assert is_folder == (type not in GGUF_TYPES), type
         assert type in quantize_verb._ABOUT or type in GGUF_TYPES
 
 
