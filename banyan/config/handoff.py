@@ -42,11 +42,6 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             f"{handoff.port + parallel.dp - 1}",
             hint=f"name a port up to {_LAST_PORT + 1 - parallel.dp}",
         )
-    if cache.disable_radix:
-        raise ConfigError(
-            f"{flag} and --disable-radix-cache exclude each other: what is handed over is a prefix",
-            hint="leave one of them out",
-        )
     if cache.store:
         raise ConfigError(
             f"{flag} and --hicache-storage-backend {cache.store} exclude each other: pages come "

@@ -97,7 +97,8 @@ class KVCache:
     Args:
         groups: cache groups in plan order.
         eviction_key: which unlocked node goes first.
-        share: False turns the radix tree off (nothing is published or matched).
+        share: False turns the radix tree off (nothing is published or matched); with peers, which
+            hand over by it, it keeps requests apart in it.
         store: what goes to a store and comes from it; None without one.
         tells: `news` has what comes and goes.
         has_peers: pages go to other servers, or come from them.
@@ -135,9 +136,11 @@ class KVCache:
             lambda node: None if self.news is None else self.news.gone(node),
             self.unit,
         )
-        self.news = CacheNews() if tells else None
+        self.news = CacheNews() if tells and share else None
         self.misses = Misses(self.tree, self.unit, share)
-        self._share = share
+        self.is_apart = has_peers and not share
+        """Each request is to have a namespace of its own."""
+        self._share = share or has_peers
         self._loads = Loads(self.pools, self.tree, self.horizon, self._make_room)
         self.tier: StoreTier | None = None
 
@@ -150,7 +153,7 @@ class KVCache:
                 *(self.pools, self.horizon, self._loads, store, self.weights), came
             )
         self.peers: PeerTier | None = None
-        if has_peers and share:
+        if has_peers:
             self.peers = PeerTier(
                 *(groups, self.unit, self.horizon, self._loads),
                 lambda group, depth: _first_needed(group, self.unit, depth),

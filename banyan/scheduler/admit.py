@@ -24,12 +24,12 @@ def prefix_limit(request: Request) -> int:
 
 def prefix_of(request: Request, cache: KVCache) -> Match:
     """Longest cached prefix that the request may use."""
-    return cache.probe(request.generate.namespace, request.tokens, prefix_limit(request))
+    return cache.probe(request.namespace, request.tokens, prefix_limit(request))
 
 
 def why_no_more(request: Request, cache: KVCache, match: Match) -> Miss:
     """Why the cache gives no more of a request that begins."""
-    found = (cache.weights + request.generate.namespace, match.path, match.tokens)
+    found = (cache.weights + request.namespace, match.path, match.tokens)
     miss = cache.misses.why(*found, request.tokens, prefix_limit(request), request.known - 1)
     if miss.reason not in (misses.EVICTED, misses.PAGE, misses.UNSEEN):
         return miss

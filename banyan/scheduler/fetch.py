@@ -97,7 +97,7 @@ class Fetcher:
         if wanted < max(unit, rules.threshold):
             return
         tree_keys = list(unit_keys(request.tokens, unit, 0, limit // unit))
-        namespace = weights + request.generate.namespace
+        namespace = weights + request.namespace
         keys = tier.keys(namespace, tree_keys)
         patience_s = {
             BEST_EFFORT: 0.0,

@@ -358,7 +358,7 @@ class Taker:
 
     def _begin_load(self, request: Request, taking: Taking, reserved: list[int]) -> bool:
         """Ask for what the cache does not have; False (and nothing begun) without room."""
-        unit, units, namespace = self._cache.unit, taking.units, request.generate.namespace
+        unit, units, namespace = self._cache.unit, taking.units, request.namespace
         match = self._cache.probe(namespace, request.tokens, units * unit).whole
         depth, copies = len(match.path), 0
         if depth < units:

@@ -116,10 +116,18 @@ class Request:
     """
 
     def __init__(
-        self, generate: Generate, grammar: Grammar | None, priority: int, now: float, order: int
+        self,
+        generate: Generate,
+        grammar: Grammar | None,
+        priority: int,
+        now: float,
+        order: int,
+        namespace: bytes | None = None,
     ) -> None:
         assert generate.tokens
         self.generate = generate
+        self.namespace = generate.namespace if namespace is None else namespace
+        """Only equal ones share pages here."""
         self.id = generate.request
         self.sampling = generate.sampling
         self.grammar = grammar

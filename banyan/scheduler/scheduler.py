@@ -104,7 +104,10 @@ class Scheduler:
             return
         self._arrivals += 1
         priority = self.limits.priorities.of(generate.priority)
-        request = Request(generate, grammar, priority, now, self._arrivals)
+        namespace = generate.namespace
+        if self.cache.is_apart:
+            namespace += self._arrivals.to_bytes(8, "little")
+        request = Request(generate, grammar, priority, now, self._arrivals, namespace)
         self._turns.join(request, self.roster.alive())
         self.roster.add(request)
         self.fetcher.begin(request, now)
@@ -330,7 +333,7 @@ class Scheduler:
             request.cache_miss, request.missed_eviction = why_no_more(request, self.cache, match)
         slot = self.roster.free_slots.pop()
         generate = request.generate
-        lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)
+        lease, grants = self.cache.lease(slot, request.namespace, match, generate.priority)
         self.roster.enter(request, slot, lease, match.tokens)
         at_grants = len(sheet.grants)
         restores = match.part is not None or (self.cache.has_state and match.tokens > 0)

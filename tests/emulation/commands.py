@@ -34,7 +34,6 @@ _DRAFTS = (
 )
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
-    "--disable-radix-cache": "what is handed over is a prefix of the cache",
     "--moe-a2a-backend": _DISPATCH,
     "--enable-deepep-moe": _DISPATCH,
     "--deepep-mode": _DISPATCH,

@@ -37,7 +37,6 @@ SIZES = LATENT | {
 }
 AT_START = (
     *("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),
-    "--disable-radix-cache",
     *("--moe-a2a-backend", "--enable-deepep-moe", "--deepep-mode"),
 )
 """What is refused when a device is opened, or belongs to what is refused; drafts are refused when

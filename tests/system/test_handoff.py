@@ -26,6 +26,7 @@ from tests.system.serving import wait_until
 
 PROMPT = [i * 7 % 400 + 5 for i in range(300)]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+ROLES = ("prefill", "decode")
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
@@ -123,6 +124,30 @@ def test_prefixes_that_either_side_has_cached_change_no_answer(pair: Pair, singl
     pair.prefill.flush_cache()
     assert told(pair.ask(**body)) == right
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+def test_sides_that_share_no_prefixes_hand_over_all_the_same(
+    side: str, tiny_model: Path, single: Engine
+) -> None:
+    """By a prefix that is one request's own, also when it is retracted and comes again."""
+    prompts = [PROMPT[: 90 + 20 * i] for i in range(4)]  # one begins like the other
+    params = {**GREEDY, "max_new_tokens": 40}
+    right = [single.generate(input_ids=p, sampling_params=params)["output_ids"] for p in prompts]
+    alone = {"disable_radix_cache": True}
+    flags = {"max_total_tokens": 512, "schedule_conservativeness": 0.1}
+    sides = [{**flags, **alone} if side in (which, "both") else flags for which in ROLES]
+    with engines(tiny_model, *sides) as both:
+        for _ in range(2):
+            begun = [both.start(input_ids=p, sampling_params=params) for p in prompts]
+            found = [second.result(WAIT_S) for _, second in begun]
+            assert [each["output_ids"] for each in found] == right
+        cached = [each["meta_info"]["cached_tokens"] for each in found]
+        assert any(cached) == (side == "decode"), "of the side that computes prompts"
+        stats = both.decode.stats()
+        whole = 2 * sum(map(len, prompts))
+        assert stats.computed_tokens < whole + stats.retractions * 200, "pages came"
+        wait_until(lambda: is_whole(both.prefill) and is_whole(both.decode), WAIT_S, "all back")
 
 
 def test_many_at_once_in_a_small_cache_answer_alike(tiny_model: Path, single: Engine) -> None:
@@ -247,12 +272,10 @@ def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:9"}, "--nnodes"),
         (
             {"dp_size": 2, "disaggregation_bootstrap_port": 65535},
             "the last would be 65536",
         ),
-        ({"disable_radix_cache": True}, "exclude each other"),
         (
             {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
             "exclude each other",
