@@ -50,6 +50,14 @@ def fp8_by_output(weight):
     return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
 
 
+def fp8_by_group(weight, group: int = 32):
+    pieces = weight.unflatten(1, (-1, group))
+    scale = pieces.abs().amax(2) / 448
+    numbers = (pieces / scale[..., None]).to(FP8)
+    meant = (numbers.float() * scale[..., None]).flatten(1)
+    return {"weight": numbers.flatten(1), "weight_scale": scale}, meant
+
+
 def fp8_by_tensor(weight):
     scale = weight.abs().max() / 448
     numbers = (weight / scale).to(FP8)
@@ -345,10 +353,10 @@ FORMS = {
         by_block(16), {"quant_method": "fp8", "weight_block_size": [16, 16]}, "BF16"
     ),
     "fp8 by output": Form(
-        fp8_by_output, {"quant_method": "fp8", "activation_scheme": "dynamic"}, "BF16"
+        fp8_by_output, {"quant_method": "fp8", "activation_scheme": "dynamic"}, "E4M3"
     ),
     "fp8 by tensor": Form(
-        fp8_by_tensor, {"quant_method": "fp8", "activation_scheme": "static"}, "BF16"
+        fp8_by_tensor, {"quant_method": "fp8", "activation_scheme": "static"}, "E4M3"
     ),
     "gptq 4": Form(gptq(4, 32), gptq_settings(4, 32, sym=True, desc_act=False), "Q4_0"),
     "gptq 4, all inputs": Form(gptq(4, -1), gptq_settings(4, -1), "Q4_0"),
@@ -389,7 +397,11 @@ FORMS = {
         "Q8_0", "pack-quantized", num_bits=8, strategy="channel"
     ),
     "compressed-tensors fp8": compressed(
-        "BF16", "float-quantized", {**_TOKEN, "type": "float"}, **_INT8, type="float"
+        "E4M3", "float-quantized", {**_TOKEN, "type": "float"}, **_INT8, type="float"
+    ),
+    "compressed-tensors fp8, groups": compressed(
+        *("E4M3", "float-quantized", {**_TOKEN, "type": "float"}),
+        **{"num_bits": 8, "strategy": "group", "group_size": 64, "type": "float"},
     ),
     "compressed-tensors mxfp4": compressed(
         "MXFP4",
@@ -421,20 +433,20 @@ FORMS = {
     "bitsandbytes int8": Form(
         llm_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "Q8_0"
     ),
-    "modelopt fp8": Form(fp8_by_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}, "BF16"),
+    "modelopt fp8": Form(fp8_by_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}, "E4M3"),
     "modelopt nvfp4": Form(
         modelopt_fp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "BF16"
     ),
     "modelopt fp8 by output": Form(
         flat_scale(fp8_by_output),
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-        "BF16",
+        "E4M3",
     ),
     "modelopt fp8 in blocks": Form(
-        modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "BF16"
+        modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "E4M3"
     ),
     "modelopt mxfp8": Form(
-        modelopt_mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "BF16"
+        modelopt_mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "E4M3"
     ),
     "auto-round, as gptq": Form(gptq(4, 32), auto_round_settings(4, 32, "auto_gptq"), "Q4_0"),
     "auto-round, as gptq, zero points": Form(
@@ -453,12 +465,17 @@ FORMS = {
         "Q4_0",
     ),
     "quark fp8": Form(
-        fp8_by_tensor, quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}), "BF16"
+        fp8_by_tensor, quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}), "E4M3"
     ),
     "quark fp8 by output": Form(
         flat_scale(fp8_by_output),
         quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}),
-        "BF16",
+        "E4M3",
+    ),
+    "quark fp8 by group": Form(
+        fp8_by_group,
+        quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32}),
+        "E4M3",
     ),
     "quark int8": Form(
         flat_scale(int8_by_output),

@@ -24,12 +24,12 @@ SIZES = {
     **{"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 320},
     **{"num_attention_heads": 8, "num_key_value_heads": 4},
 }
-BECOMES = {"int8": "Q8_0", "int4": "Q4_1", "fp8w": "BF16", "fp8d": "BF16"}
+BECOMES = {"int8": "Q8_0", "int4": "Q4_1", "fp8w": "E4M3", "fp8d": "E4M3"}
 
 
 def rounded(folder, name):
     card = read_card(str(folder))
-    return dict(tensors_of(card, transforms=[torchao_transform(name, card)]))
+    return dict(torchao_transform(name, card)(tensors_of(card)))
 
 
 def by_torchao(weight: torch.Tensor, name: str) -> torch.Tensor:

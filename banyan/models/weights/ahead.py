@@ -43,7 +43,7 @@ def load_ahead(
     if load_format == "dummy":
         fill_dummy(ahead, build, 1)
     else:
-        tensors = tensors_of(card, is_mapped, transforms, beginning)
+        tensors = tensors_of(card, is_mapped, transforms, beginning, build.ops)
         try:
             Filling(ahead, names).run(_of_the_layer(tensors, beginning))
         except ModelError as error:

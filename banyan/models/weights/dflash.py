@@ -41,7 +41,7 @@ def load_dflash(
         names = NameMap(own | {"fc": "join", "hidden_norm": "state_norm"})
         tensors = (
             (name.removeprefix(_PREFIX), tensor)
-            for name, tensor in tensors_of(card, is_mapped)
+            for name, tensor in tensors_of(card, is_mapped, ops=build.ops)
             if not name.removeprefix(_PREFIX).startswith(_BORROWED)
         )
         try:

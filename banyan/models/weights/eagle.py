@@ -71,7 +71,8 @@ def load_eagle(
         fill_dummy(eagle, build, 1)
     else:
         try:
-            _fill(eagle, tensors_of(card, is_mapped), has_head, build.device)
+            tensors = tensors_of(card, is_mapped, ops=build.ops)
+            _fill(eagle, tensors, has_head, build.device)
         except ModelError as error:
             name = "EAGLE3" if is_third else "EAGLE"
             raise ModelError(

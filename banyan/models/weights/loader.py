@@ -32,9 +32,11 @@ from banyan.models.weights.latent import with_whole_expansions
 from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
+from banyan.models.weights.quant.fp8 import with_plain_floats
 from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.models.weights.shared import with_numbered_blocks
 from banyan.models.weights.states import with_heads_of_keys, with_plain_states
+from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import E4M3, RawTensor, StoredWeight
 
@@ -105,10 +107,7 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, build, seed, watch)
     else:
-        ops = build.ops if isinstance(build.ops, BoundOps) else None
-        rounds = ops is not None and ops.rounds_as_asked
-        keeps_fp8 = ops is not None and E4M3 in ops.kept_types
-        tensors = tensors_of(card, is_mapped, transforms, rounds=rounds, keeps_fp8=keeps_fp8)
+        tensors = tensors_of(card, is_mapped, transforms, ops=build.ops)
         filling = Filling(model, family.names[card.format], watch)
         filling.run(tensors)
         if build.device.type == "cpu" and build.ops.recorder is not None:
@@ -122,15 +121,14 @@ def tensors_of(
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
     beginning: str = "",
-    rounds: bool = False,
-    keeps_fp8: bool = False,
+    ops: Ops | None = None,
 ) -> Iterator[tuple[str, Stored]]:
     """The tensors of a checkpoint as models take them: whole weights under their names.
 
     Args:
         beginning: of the names of those that are wanted.
-        rounds: the device rounds activations to 8 bits where the checkpoint asks for it.
-        keeps_fp8: it multiplies with floats of 8 bits.
+        ops: of the device that they are for, which may round activations where the checkpoint asks
+            for it, and multiply with floats of 8 bits; None = it does neither.
 
     Raises:
         ModelError: unreadable files.
@@ -139,7 +137,8 @@ def tensors_of(
     if beginning:
         tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
     if card.quant is not None:
-        method = open_method(card.quant, card.path, rounds, keeps_fp8)
+        rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
+        method = open_method(card.quant, card.path, rounds)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
     elif card.format == "gguf":
         tensors = _of_gguf(tensors, card)
@@ -149,6 +148,8 @@ def tensors_of(
         tensors = with_numbered_blocks(tensors, card)
     for transform in transforms:
         tensors = transform(tensors)
+    if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
+        tensors = with_plain_floats(tensors)
     return tensors
 
 

@@ -3,8 +3,10 @@ configurations of that name do, and kept in the storage type that holds just the
 
     int8wo, int8dq              integers around zero, a scale per output           Q8_0
     int4wo-GROUP                0…15 from a minimum, a scale per group of inputs   Q4_1
-    fp8wo, fp8dq-per_row        e4m3, a scale per output                           BF16
-    fp8dq-per_tensor            e4m3, one scale                                    BF16
+    fp8wo, fp8dq-per_row        e4m3, a scale per output                           E4M3
+    fp8dq-per_tensor            e4m3, one scale                                    E4M3
+
+What E4M3 cannot hold (`quant/fp8.py`) becomes BF16.
 
 Source: the quantization primitives and configurations of github.com/pytorch/ao.
 """
@@ -21,6 +23,7 @@ from banyan.families import FAMILIES
 from banyan.models.weights.custom import Tensors, Transform
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.quant.base import Stored
+from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.groups import from_groups, per_block
 from banyan.ops import blocks
 from banyan.ops.rounding import FP8_MOST
@@ -31,6 +34,8 @@ log = logger(__name__)
 _TINY = 2.0**-24
 """The least fp16 number above zero: scales are kept in fp16."""
 _BY_ACTIVATIONS = "activations are rounded as the kernels of this device do, not as it asks"
+
+_BY_SHAPE = Fp8(None)
 
 Round = Callable[[Tensor], StoredWeight | None]
 """[out, in] fp32 -> the rounded weight, None when it does not fit."""
@@ -57,7 +62,7 @@ def _four_bits(values: Tensor, group: int) -> StoredWeight | None:
 def _floats(values: Tensor, largest: Tensor) -> StoredWeight:
     scale = (largest / FP8_MOST).clamp(min=_TINY)
     numbers = (values / scale).clamp_(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
-    return StoredWeight.from_tensor((numbers.float() * scale).bfloat16())
+    return _BY_SHAPE.of_numbers(numbers, scale)
 
 
 def _floats_by_row(values: Tensor) -> StoredWeight:

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from banyan.base.table import Table
 from banyan.config.card import QuantFacts
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
-from banyan.models.weights.quant.fp8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,16 @@ class Form:
 _HERE = "banyan.models.weights.quant"
 _ROUNDED = {"w8a8_int8": "int8", "modelslim": "modelslim"}
 """Forms that ask for rounded activations -> where they are read."""
+_EIGHT_BIT_FLOATS = (
+    "E4M3: as it is, with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no "
+    "multiple of 32 wide, and on other devices than CPUs"
+)
 FORMS = {
     "fp8": Form(
         f"{_HERE}.fp8:open_fp8",
-        "e4m3 or e5m2, a scale per tensor, per output or per block",
-        "E4M3: as it is, with a scale per 32 inputs; BF16 for e5m2, and on other devices than CPUs",
+        "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block; also "
+        "stacks of experts",
+        _EIGHT_BIT_FLOATS,
     ),
     "gptq": Form(
         f"{_HERE}.gptq:open_gptq",
@@ -48,7 +52,8 @@ FORMS = {
         f"{_HERE}.compressed:open_compressed",
         "`int-quantized`, `pack-quantized` (2 to 8 bits), `float-quantized`, `naive-quantized`, "
         "`mxfp4-pack-quantized`, `nvfp4-pack-quantized`, mixed by module",
-        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; BF16 for fp8 and NVFP4",
+        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; fp8 as the form fp8; BF16 "
+        "for NVFP4",
     ),
     "w8a8_int8": Form(
         f"{_HERE}.int8:open_int8", "8-bit integers, a scale per output, symmetric", "Q8_0"
@@ -71,7 +76,7 @@ FORMS = {
     "modelopt": Form(
         f"{_HERE}.modelopt:open_modelopt",
         "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, mixed by module",
-        "BF16",
+        "FP8 and MXFP8 as the form fp8; BF16 for NVFP4",
     ),
     "auto-round": Form(
         f"{_HERE}.auto_round:open_auto_round",
@@ -80,8 +85,9 @@ FORMS = {
     ),
     "quark": Form(
         f"{_HERE}.quark:open_quark",
-        "fp8 and int8 with a scale per tensor or output, MXFP4, mixed by module",
-        "BF16 for fp8; Q8_0 for int8; MXFP4 as it is",
+        "fp8 with a scale per tensor, output or group, int8 with one per tensor or output, MXFP4, "
+        "mixed by module",
+        "fp8 as the form fp8; Q8_0 for int8; MXFP4 as it is",
     ),
 }
 
@@ -98,20 +104,16 @@ ROUNDING: Table[OpenMethod] = Table(
 )
 
 
-def open_method(
-    quant: QuantFacts, where: str, rounds: bool = False, keeps_fp8: bool = False
-) -> QuantMethod:
+def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMethod:
     """The method of a checkpoint; ConfigError when its name is unknown, ModelError when a setting
     is not served.
 
     Args:
         rounds: the device rounds activations to 8 bits where a checkpoint asks for it.
-        keeps_fp8: it multiplies with floats of 8 bits.
     """
     table = ROUNDING if rounds and quant.method in _ROUNDED else QUANT_METHODS
     opened = table.load(quant.method)
-    method = opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
-    return replace(method, keeps=True) if keeps_fp8 and isinstance(method, Fp8) else method
+    return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
 
 
 def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:

@@ -85,7 +85,8 @@ class CompressedTensors:
         if "weight_packed" in parts:
             return _packed(parts, scheme)
         if "weight" in parts and parts["weight"].type in FLOAT8_TYPES:
-            return Fp8(scheme.block).restore(stem, parts)
+            group = (1, scheme.group) if scheme.group else None
+            return Fp8(scheme.block or group).restore(stem, parts)
         return _eight_bits(parts, scheme)
 
     def _scheme_of(self, stem: str) -> Scheme:

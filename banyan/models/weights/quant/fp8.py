@@ -1,13 +1,16 @@
-"""8-bit floats with scales: one per tensor, per output, or per block of 128 × 128 (DeepSeek-V3).
+"""8-bit floats with scales: one per tensor, per output, per group of inputs, or per block of
+128 × 128 (DeepSeek-V3); of single weights, and of stacks of experts. Every form that has such
+numbers brings them here, and says where its scales are.
 
-The numbers stay as they are where the device multiplies with them. Else they become bf16: each
-times its scale is one bf16 number but for the rounding of the scale. Activations are not rounded; a
-configuration that asks for that is told so.
+The numbers stay as they are in blocks of 32 with a scale each. Where no such block holds them they
+become bf16: each times its scale is one bf16 number but for the rounding of the scale. Activations
+are not rounded; a configuration that asks for that is told so.
 
 Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers' FineGrainedFP8.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,16 +18,28 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
+from banyan.base.log import logger
 from banyan.config.facts import Facts
-from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
+from banyan.models.weights.quant.base import (
+    FLOATS,
+    Parts,
+    Restored,
+    Stored,
+    numbers_of,
+    part_among,
+)
 from banyan.ops.blocks import BLOCK
 from banyan.ops.stored import E4M3, FLOAT8_TYPES, StoredWeight
+
+log = logger(__name__)
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _MAX_BLOCK = 1 << 16
 _NAN = 0x7F
 """The bits, but for the sign, of what is no number in e4m3."""
+_STACKED = 3
+"""Dimensions of a stack of experts."""
 _STRIP = 256
 """Rows of a weight that are brought to floats at once."""
 
@@ -33,14 +48,13 @@ _STRIP = 256
 class Fp8:
     """
     Attributes:
-        block: rows and columns that share a scale; None when the scale's shape tells.
+        block: rows and columns that share a scale; None when the scale's shape tells: one of all,
+            of each output, or of equal groups of an output's inputs.
         remark: what is done otherwise than the checkpoint asks.
     """
 
     block: tuple[int, int] | None
     remark: str = ""
-    keeps: bool = False
-    """Weights stay in 8 bits, where no block of 32 inputs has two scales; else they become bf16."""
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
         if type in FLOAT8_TYPES:
@@ -50,41 +64,97 @@ class Fp8:
     def restore(self, stem: str, parts: Parts) -> Restored:
         scale = next((name for name in _SCALES if name in parts), _SCALES[0])
         factors = numbers_of(parts, scale, (*FLOATS, "F8_E8M0")).float()
+        if "weight" in parts and len(parts["weight"].shape) == _STACKED:
+            return Restored(self._stack(numbers_of(parts, "weight", FLOAT8_TYPES), factors))
         values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
-        spread = self._spread(factors, tuple(values.shape))
-        if self.keeps and self._fits(values):
-            return Restored(_kept(values, spread))
+        return Restored(self.of_numbers(values, factors))
+
+    def of_numbers(self, values: Tensor, scale: Tensor) -> StoredWeight:
+        """values: [out, in] in 8 bits; scale: fp32, as `block` says."""
+        block = self._block_of(tuple(scale.shape), tuple(values.shape))
+        spread = _spread(scale, tuple(values.shape), block)
+        if _fits(values, block):
+            return _kept(values, spread)
         found = torch.from_numpy(np.empty(values.shape, np.int16)).view(torch.bfloat16)
         for first in range(0, len(values), _STRIP):  # what is made in between is small
             rows = slice(first, first + _STRIP)
             found[rows] = values[rows].float() * spread(rows)
-        return Restored(StoredWeight.from_tensor(found))
+        return StoredWeight.from_tensor(found)
 
-    def _fits(self, values: Tensor) -> bool:
-        """Whether blocks of 32 inputs hold the numbers as they are."""
-        if values.dtype != torch.float8_e4m3fn or values.shape[1] % BLOCK:
-            return False
-        if self.block is not None and self.block[1] % BLOCK:
-            return False
-        return not bool((values.view(torch.uint8) & _NAN == _NAN).any())
+    def _stack(self, values: Tensor, scale: Tensor) -> StoredWeight:
+        """values: [experts, out, in]; scale: one for all, or those of each expert by themselves."""
+        if scale.numel() > 1 and len(scale) != len(values):
+            raise ModelError(f"scales of shape {list(scale.shape)} for {len(values)} experts")
+        each = scale if scale.numel() > 1 else scale.reshape(1).expand(len(values))
+        found = [self.of_numbers(*pair) for pair in zip(values, each, strict=True)]
+        if len({weight.type for weight in found}) > 1:
+            found = [plain(weight) for weight in found]
+        raw = torch.stack([weight.raw for weight in found])
+        return StoredWeight(found[0].type, tuple(values.shape), raw)
 
-    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Callable[[slice], Tensor]:
-        """Gives the scales of the numbers of some rows, or what broadcasts to them."""
-        if scale.numel() == 1:
-            return lambda rows: scale.reshape(())
-        if self.block is None:
-            if scale.numel() != shape[0]:
-                raise ModelError(f"a scale of shape {list(scale.shape)} for {list(shape)} numbers")
-            return lambda rows: scale.reshape(-1, 1)[rows]
-        blocks = tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))
-        if tuple(scale.shape) != blocks:
-            raise ModelError(
-                f"scales of shape {list(scale.shape)}; {list(shape)} numbers in blocks of "
-                f"{list(self.block)} need {list(blocks)}"
-            )
-        height, width = self.block
-        of_row = torch.arange(shape[0]) // height
-        return lambda rows: scale[of_row[rows]].repeat_interleave(width, 1)[:, : shape[1]]
+    def _block_of(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
+        outputs, inputs = shape
+        if math.prod(scale) == 1:
+            return shape[0], shape[1]
+        if self.block is not None:
+            blocks = tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))
+            if scale != blocks:
+                raise ModelError(
+                    f"scales of shape {list(scale)}; {list(shape)} numbers in blocks of "
+                    f"{list(self.block)} need {list(blocks)}"
+                )
+            return self.block
+        groups = math.prod(scale) // outputs
+        is_by_output = groups == 1 or scale[0] == outputs
+        if not is_by_output or math.prod(scale) % outputs or inputs % groups:
+            raise ModelError(f"a scale of shape {list(scale)} for {list(shape)} numbers")
+        return 1, inputs // groups
+
+
+def plain(weight: StoredWeight) -> StoredWeight:
+    """Numbers of 8 bits as bf16, others as they are. weight: [out, in] or [experts, out, in]"""
+    if weight.type != E4M3:
+        return weight
+    if len(weight.shape) == _STACKED:
+        each = [plain(weight.at(index)) for index in range(weight.shape[0])]
+        return StoredWeight("BF16", weight.shape, torch.stack([one.raw for one in each]))
+    found = torch.from_numpy(np.empty(weight.shape, np.int16)).view(torch.bfloat16)
+    for first in range(0, len(found), _STRIP):
+        last = min(first + _STRIP, len(found))
+        found[first:last] = weight.cut(0, first, last).dense
+    return StoredWeight.from_tensor(found)
+
+
+def with_plain_floats(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """For devices that do not multiply with floats of 8 bits."""
+    count = 0
+    for name, tensor in tensors:
+        count += tensor.type == E4M3
+        yield name, plain(tensor) if isinstance(tensor, StoredWeight) else tensor
+    if count:
+        log.info("%d weights of 8-bit floats became bf16, which this device multiplies with", count)
+
+
+def _fits(values: Tensor, block: tuple[int, int]) -> bool:
+    """Whether blocks of 32 inputs hold the numbers as they are."""
+    inputs = values.shape[1]
+    if values.dtype != torch.float8_e4m3fn or inputs % BLOCK:
+        return False
+    if block[1] % BLOCK and block[1] < inputs:
+        return False
+    return not bool((values.view(torch.uint8) & _NAN == _NAN).any())
+
+
+def _spread(
+    scale: Tensor, shape: tuple[int, ...], block: tuple[int, int]
+) -> Callable[[slice], Tensor]:
+    """Gives the scales of the numbers of some rows, or what broadcasts to them."""
+    height, width = block
+    wide = scale.reshape(-(-shape[0] // height), -1)
+    of_row = torch.arange(shape[0]) // height
+    if wide.shape[1] == 1:
+        return lambda rows: wide[of_row[rows]]
+    return lambda rows: wide[of_row[rows]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
 def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:

@@ -1,13 +1,11 @@
 """modelopt, NVIDIA's quantiser; mixed checkpoints name an algorithm for each module.
 
-    FP8                        weight e4m3 [out, in], weight_scale, input_scale
-    FP8_PER_CHANNEL_PER_TOKEN  the same with weight_scale [out]
-    FP8_PB_WO                  the same with weight_scale [out/128, 1, in/128, 1]
-    MXFP8                      weight e4m3, weight_scale uint8 [out, in/32]: exponents biased by 127
-    NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/16],
-                               weight_scale_2, input_scale
-
-All become bf16.
+FP8                        weight e4m3 [out, in], weight_scale, input_scale
+FP8_PER_CHANNEL_PER_TOKEN  the same with weight_scale [out]
+FP8_PB_WO                  the same with weight_scale [out/128, 1, in/128, 1]
+MXFP8                      weight e4m3, weight_scale uint8 [out, in/32]: exponents biased by 127
+NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/16],
+                           weight_scale_2, input_scale
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,14 +59,13 @@ def _by_blocks(stem: str, parts: Parts) -> Restored:
 
 
 def _by_powers(parts: Parts) -> Restored:
-    values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)).float()
+    values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
     outputs, inputs = values.shape
     if inputs % BLOCK:
         raise ModelError(f"{inputs} inputs are not whole blocks of {BLOCK}")
     exponents = numbers_of(parts, "weight_scale", ("U8",), (outputs, inputs // BLOCK)).int()
-    groups = values.view(outputs, -1, BLOCK)
-    whole = torch.ldexp(groups, (exponents - _BIAS).unsqueeze(2)).view(outputs, inputs)
-    return Restored(StoredWeight.from_tensor(whole.bfloat16()))
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents - _BIAS)
+    return Restored(Fp8((1, BLOCK)).of_numbers(values, scale))
 
 
 def open_modelopt(facts: Facts) -> ModelOpt:

@@ -28,7 +28,8 @@ _PARTS = (
     *("output_scale", "output_zero_point"),
 )
 _TYPES = {"fp8_e4m3": FLOAT8_TYPES, "int8": ("I8",), "fp4": ("U8",)}
-_SCHEMES = {"fp8_e4m3": ("per_tensor", "per_channel"), "int8": ("per_tensor", "per_channel")}
+_SCHEMES = {"fp8_e4m3": ("per_tensor", "per_channel", "per_group")}
+_SCHEMES |= {"int8": ("per_tensor", "per_channel")}
 _SCHEMES |= {"fp4": ("per_group",)}
 
 
