@@ -47,10 +47,10 @@ test-rank-faults: $(VENV)/.test
 	@FAULTS=$(or $(COUNT),20) $(BIN)/python -m pytest -s tests/system/test_self_healing.py -k "replaced and not one" $(ARGS)
 
 # Pairs of servers, their router and the way between them, struck at every state of a handoff; a quarter of
-# an hour. Twenty times at each: make test-pair-faults COUNT=20
-test-pair-faults: $(VENV)/.test
+# an hour. Twenty times at each: make test-pair-faults COUNT=20. By an engine (mooncake, nixl, ascend): BY=ascend
+test-pair-faults: $(VENV)/.test $(if $(BY),.transfer/$(BY:ascend=memfabric)/.installed)
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@PAIR_FAULTS=$(or $(COUNT),1) $(BIN)/python -m pytest -s tests/system/test_pair_faults.py $(ARGS)
+	@PAIR_FAULTS=$(or $(COUNT),1) $(if $(BY),PAIR_TRANSFER=$(BY) PYTHONPATH=.transfer/$(BY:ascend=memfabric)) $(BIN)/python -m pytest -s tests/system/test_pair_faults.py $(ARGS)
 
 # Fifty adapters that come and go under 10,000 requests while ranks are killed; some minutes.
 test-lora: $(VENV)/.test

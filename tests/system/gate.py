@@ -21,6 +21,8 @@ STATES = {
     "taken": (False, wire.DONE, 1),
 }
 """Which frame is held: whether the giver says it, its kind, and the how-manieth of its kind."""
+BY_ENGINE = STATES | {"a page": (True, wire.SENT, 1)}
+"""The same where an engine carries pages: they have landed, and their codes come."""
 
 
 @dataclass
@@ -42,9 +44,16 @@ class Held:
 
 
 class Gates:
-    """One port before each of the ports that are given."""
+    """One port before each of the ports that are given.
 
-    def __init__(self, targets: list[int]) -> None:
+    Args:
+        states: which frame is which state.
+    """
+
+    def __init__(
+        self, targets: list[int], states: dict[str, tuple[bool, int, int]] = STATES
+    ) -> None:
+        self._states = states
         self._lock = threading.Lock()
         self._armed = ""
         self.held: Held | None = None
@@ -104,7 +113,7 @@ class Gates:
         self, at: int, source: socket.socket, sink: socket.socket, frame: tuple[bool, int, int]
     ) -> Held | None:
         with self._lock:
-            if not self._armed or STATES[self._armed] != frame:
+            if not self._armed or self._states[self._armed] != frame:
                 return None
             self._armed = ""
             self.held = Held(at, (source, sink))

@@ -3,7 +3,7 @@ a handoff: every request is answered by others, or ends in time with word of wha
 not struck stays well, and keeps no page.
 
 PAIR_FAULTS strikes of each kind are tried at each state (`make test-pair-faults`: one; COUNT=20 for
-more); without it, none.
+more); without it, none. PAIR_TRANSFER (BY=ascend) names what carries the pages.
 """
 
 import contextlib
@@ -22,12 +22,14 @@ import httpx
 import pytest
 
 from banyan.llm import Engine
-from tests.system.gate import STATES, Gates
+from tests.system.gate import BY_ENGINE, STATES, Gates
 from tests.system.handing import FLAGS
 from tests.system.routing import launch_router
 from tests.system.serving import Server, free_port, launch, status_of, wait_ready, wait_until
+from tests.system.test_transfer_engines import flags_of
 
 FAULTS = int(os.environ.get("PAIR_FAULTS", "0"))
+TRANSFER = os.environ.get("PAIR_TRANSFER", "tcp")
 pytestmark = pytest.mark.skipif(not FAULTS, reason="make test-pair-faults")
 
 HEARTBEAT_S = 5.0
@@ -64,6 +66,7 @@ class Site:
     model: Path
     ports: dict[str, int]
     gates: Gates
+    transfer: tuple[str, ...] = ()
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
     starts: int = 0
 
@@ -88,7 +91,9 @@ class Site:
         rooms = ("--disaggregation-bootstrap-port", str(self.ports[f"rooms{at}"]))
         flags = ["--disaggregation-mode", mode, *(rooms if mode == "prefill" else ())]
         model = ("--model-path", str(self.model))
-        self.servers[name] = launch(log, *model, *PAIR, *flags, port=self.ports[name])
+        self.servers[name] = launch(
+            log, *model, *PAIR, *self.transfer, *flags, port=self.ports[name]
+        )
 
     def loads(self) -> dict[str, int]:
         """Requests that the router has open at each server, by its name."""
@@ -127,11 +132,20 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def transfer() -> Iterator[tuple[str, ...]]:
+    """The flags of what carries the pages, with its variables set."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield () if TRANSFER == "tcp" else flags_of(TRANSFER, patch)
+
+
+@pytest.fixture(scope="module")
+def site(
+    transfer: tuple[str, ...], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
     pairs = [f"{kind}{at}" for at in range(2) for kind in ("prefill", "decode", "rooms")]
     ports = {name: free_port() for name in pairs}
-    gates = Gates([ports["rooms0"], ports["rooms1"]])
-    found = Site(tmp_path_factory.mktemp("faults"), tiny_model, ports, gates)
+    gates = Gates([ports["rooms0"], ports["rooms1"]], BY_ENGINE if transfer else STATES)
+    found = Site(tmp_path_factory.mktemp("faults"), tiny_model, ports, gates, transfer)
     try:
         for name in ("prefill0", "prefill1", "decode0", "decode1", "router"):
             found.start(name)
@@ -147,9 +161,12 @@ def site(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def right(tiny_model: Path) -> Iterator[Engine]:
-    """What one engine answers."""
-    with Engine(str(tiny_model), **FLAGS) as engine:
+def right(transfer: tuple[str, ...], tiny_model: Path) -> Iterator[Engine]:
+    """What one engine answers, on the same device."""
+    flags = {**FLAGS, "engine_mode": "normal"}
+    if "--device" in transfer:
+        flags |= {"device": "npu", "dtype": "bfloat16"}
+    with Engine(str(tiny_model), **flags) as engine:
         yield engine
 
 
@@ -204,7 +221,7 @@ class Ask:
 
 def prompt_of(draw: random.Random) -> list[int]:
     """Pages enough to be struck among them, and of no other prompt."""
-    return [draw.randrange(5, 400) for _ in range(draw.randrange(120, 400))]
+    return [draw.randrange(5, 400) for _ in range(draw.randrange(130, 400))]
 
 
 def strike(site: Site, target: str, blow: str, name: str) -> list[int]:
@@ -309,6 +326,7 @@ def test_requests_end_well_or_in_time_wherever_it_strikes(
         print(f"\n| {target} | {blow} | {state} | {told} | {seconds:.1f} s |", flush=True)
 
 
+@pytest.mark.skipif(TRANSFER != "tcp", reason="what lands is spoiled in tests/transfer")
 def test_pages_that_are_changed_on_their_way_are_computed(site: Site, right: Engine) -> None:
     draw = random.Random(23)
     for _ in range(FAULTS):
