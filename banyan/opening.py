@@ -37,6 +37,7 @@ from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
 from banyan.runner.open_forward import RunnerSizes
+from banyan.runner.sending import check_the_sending, exchanged_tokens
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.weights import (
     load_the_ahead,
@@ -121,6 +122,7 @@ def open_model(
     toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
     ops = _bind(config, card, traits, device, toolkit)
     phases.done("kernels")
+    exchanged = exchanged_tokens(config, traits)
     groups = open_groups(
         *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
         config.parallel.meet_timeout_s,
@@ -135,6 +137,7 @@ def open_model(
         shares=parallel.cp,
         split=parallel.cp_split,
         slot_bytes=slot_bytes(config, card),
+        has_exchange=bool(exchanged),
     )
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
@@ -147,7 +150,7 @@ def open_model(
     watch = open_expert_watch(config, card, groups, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
     sends = sends_rows(config)
-    build = Build(ops, groups, dtype, device, units, seats, watch, places, sends)
+    build = Build(ops, groups, dtype, device, units, seats, watch, places, sends, exchanged)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -329,7 +332,7 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and not traits.is_host:
-        _check_the_sending(config, traits)
+        check_the_sending(config, card, traits)
     check_the_rounding(config.model.quantization, card, traits)
 
 
@@ -340,24 +343,6 @@ def check_the_rounding(quantization: str, card: ModelCard, traits: Traits) -> No
             f"--quantization {quantization}: experts are rounded on CPUs only, this is "
             f"{traits.name}",
             hint="leave it out",
-        )
-
-
-def _check_the_sending(config: Config, traits: Traits) -> None:
-    """How rows go to the ranks of their experts on a device."""
-    mode = config.experts.a2a_mode
-    if not traits.shares_steps:
-        raise ConfigError(
-            f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
-            f"CPUs and Ascend NPUs only, this is {traits.name}",
-            hint="leave it out",
-        )
-    if mode != "normal":
-        raise ConfigError(
-            f"--deepep-mode {mode} on {traits.name}: rows are sent by counts that the host waits "
-            "for, and there are no buffers of a fixed size that steps could be captured with",
-            hint="give --deepep-mode normal, or leave --moe-a2a-backend out: then every rank gets "
-            "all rows, and decode steps are captured",
         )
 
 

@@ -31,6 +31,7 @@ class NpuWishes:
         is_checked: hold each operator call against its contract.
         buffer: megabytes of each group of ranks; "" = the library's own choice.
         store: URL at which engines of MemFabric meet.
+        exchange_buffer: as buffer, of groups that experts are exchanged in.
         protocol: how they copy; "" = as the chip does.
     """
 
@@ -40,6 +41,7 @@ class NpuWishes:
     buffer: str = ""
     store: str = ""
     protocol: str = ""
+    exchange_buffer: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("HCCL_BUFFSIZE", "").strip(),
             given.get("ASCEND_MF_STORE_URL", "").strip(),
             given.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip(),
+            given.get("DEEPEP_HCCL_BUFFSIZE", "").strip(),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

@@ -24,7 +24,6 @@ class Variable:
 
 
 _NO_EXPERTS = Variable(REFUSED, "experts are several operators here")
-_NO_BUFFERS = Variable(REFUSED, "rows are sent by their counts, in no buffers of a fixed size")
 _TORCH_NPU = "torch_npu, at its import"
 _HCCL = "HCCL, for groups of several devices"
 
@@ -59,8 +58,12 @@ VARIABLES = {
     "SGLANG_USE_AG_AFTER_QLORA": Variable(
         REFUSED, "no ranks share the prompts' tokens of latent attention"
     ),
-    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_BUFFERS,
-    "DEEPEP_HCCL_BUFFSIZE": _NO_BUFFERS,
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": Variable(
+        SET, "--deepep-mode low_latency and auto: tokens of a rank in one exchange; rules 7 and 8"
+    ),
+    "DEEPEP_HCCL_BUFFSIZE": Variable(
+        READ, "as HCCL_BUFFSIZE, of the group that experts are exchanged in; rule 9"
+    ),
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": Variable(
         REFUSED, "rows go to the ranks of their experts in the type of the activations"
     ),

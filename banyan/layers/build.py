@@ -23,6 +23,8 @@ class Build:
         watch: told of the experts that tokens choose; None = nobody is.
         places: where experts lie; None = in their order, and without copies.
         sends_rows: rows go to the ranks of their experts alone, instead of to all ranks.
+        exchanged: most tokens of a rank for which they do so in an exchange of a fixed size, by
+            `groups.exchange`; 0 = by their counts.
     """
 
     ops: Ops
@@ -34,3 +36,4 @@ class Build:
     watch: ExpertWatch | None = None
     places: ExpertMap | None = None
     sends_rows: bool = False
+    exchanged: int = 0

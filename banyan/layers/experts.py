@@ -6,17 +6,19 @@ No token is dropped.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from banyan.config.card import ExpertFacts
 from banyan.layers.build import Build
+from banyan.layers.exchange import Exchange
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP, gate_of
 from banyan.layers.seats import AdaptedRouter
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
-from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, ExchangingExperts, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
@@ -278,6 +280,7 @@ class ExpertBlock(nn.Module):
             self.back = ColumnLinear(latent, {"": dim}, whole, False, Group(), build)
         self.group = build.groups.ffn
         self.sends_rows = build.sends_rows
+        self.exchange = Exchange.of(build)
         self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
@@ -311,6 +314,13 @@ class ExpertBlock(nn.Module):
 
     def _sent(self, x: Tensor) -> Tensor:
         own = self.router.choose(x)
+        if self.exchange is not None and self.exchange.holds(len(x)):
+            if self.router.watch is not None:
+                self.router.tell(self.group.gather_rows(own[0]))
+            inputs = x if self.into is None else self.into(x)
+            assert self.experts.packed is not None
+            packed = cast(ExchangingExperts, self.experts.packed)
+            return self.exchange(packed, inputs, *own)
         ids = self.group.gather_rows(own[0])
         self.router.tell(ids)
         return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)

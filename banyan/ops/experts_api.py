@@ -48,6 +48,33 @@ class PackedExperts(Protocol):
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Those that exchange rows by an operator of their device.
+
+    Attributes:
+        name: of their group, as its library calls it.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+
+class ExchangingExperts(PackedExperts, Protocol):
+    """Those of devices with exchanges of a fixed size (`platform.base.Dispatch`)."""
+
+    def exchanged(
+        self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
+    ) -> Tensor:
+        """As a call, of this rank's rows, over the experts of all ranks.
+
+        All ranks call it with as many `tokens`; x, ids, weights: as there, of `tokens` or less.
+        returns: [tokens, dim] T; what lies behind the rows of x means nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class ExpertPlaces:
     """Where the experts of a layer lie, in memory that stays where it is; places are numbered
     through all ranks.

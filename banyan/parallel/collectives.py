@@ -101,6 +101,14 @@ class Collectives(Protocol):
         ...
 
 
+class NamedCollectives(Collectives, Protocol):
+    """Those of devices with operators that exchange rows themselves."""
+
+    def name(self) -> str:
+        """What these operators call the group."""
+        ...
+
+
 @dataclass(frozen=True)
 class Meeting:
     """Who meets where.
@@ -110,6 +118,7 @@ class Meeting:
         recorder: of the ops beside which the collectives run; None where nothing is recorded.
         name: of the group, where several groups of a replica meet at one address.
         is_crowded: this machine's ranks have more threads than cores.
+        is_exchange: operators of the device alone use the group.
         slot_bytes: what a rank can put before the others at once; 0 = as much as is usual.
     """
 
@@ -121,6 +130,7 @@ class Meeting:
     is_crowded: bool = False
     name: str = ""
     slot_bytes: int = 0
+    is_exchange: bool = False
 
     @property
     def path(self) -> str:

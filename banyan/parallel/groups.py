@@ -10,11 +10,18 @@ else change nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from torch import Tensor
 
 from banyan.ops.api import Recorder
-from banyan.parallel.collectives import Collectives, Meeting, open_collectives
+from banyan.ops.experts_api import Ranks
+from banyan.parallel.collectives import (
+    Collectives,
+    Meeting,
+    NamedCollectives,
+    open_collectives,
+)
 from banyan.parallel.joint import DividedBatch, JointBatch, JointRows
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -45,6 +52,15 @@ class Group:
     def of_rows(self, joint: JointRows) -> "Group":
         """The same ranks, which are of several replicas and have rows of their own."""
         return Group(self.rank, self.size, self._collectives, joint)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group as operators of the device know it; only of `Groups.exchange`."""
+        return Ranks(cast(NamedCollectives, self._collectives).name(), self.rank, self.size)
+
+    def most_rows(self, mine: int) -> int:
+        """Of any replica in the step at hand, where this one has `mine`."""
+        return mine if self._joint is None else max(self._joint.counts)
 
     @property
     def gathers(self) -> bool:
@@ -163,6 +179,8 @@ class Groups:
     joint: JointBatch | None = None
     context: Group = field(default_factory=Group)
     divided: DividedBatch | None = None
+    exchange: Group = field(default_factory=Group)
+    """The ranks of `experts` once more, for the device's own exchange of rows."""
 
     @classmethod
     def of(cls, group: Group) -> "Groups":
@@ -272,6 +290,7 @@ def open_groups(
     shares: int = 1,
     split: str = "",
     slot_bytes: int = 0,
+    has_exchange: bool = False,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
@@ -291,23 +310,33 @@ def open_groups(
         shares: that a step's tokens are divided into; there is one stage, and one replica.
         split: how they are divided.
         slot_bytes: what a rank can put before the others at once; 0 = as much as is usual.
+        has_exchange: the device exchanges the rows of experts by operators.
     """
 
     def meet(name: str, place: int, of: int) -> Group:
         if of == 1:
             return Group()
         meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name, slot_bytes)
+        meeting = replace(meeting, is_exchange=name.startswith(".sent"))
         return Group(place, of, open_collectives(meeting, libraries))
+
+    def finished(groups: Groups, name: str, place: int, of: int) -> Groups:
+        """With what every layout may have; name: of those that share experts."""
+        if is_dense_whole:
+            groups = groups.with_dense_whole()
+        is_alone = not has_exchange or of == 1
+        return groups if is_alone else replace(groups, exchange=meet(f".sent{name}", place, of))
 
     if size * stages * replicas * shares == 1:
         return ALONE
     if replicas > 1:
-        everyone = meet("", replica * size + rank, replicas * size)
+        where = (replica * size + rank, replicas * size)
+        everyone = meet("", *where)
         mine = meet(f".replica{replica}", rank, size)
         joint = JointBatch(replica, replicas, size, recorder, has_outputs=not are_heads_apart)
         groups = Groups.of_replicas(mine, everyone, joint, are_experts_apart)
         groups = groups.with_heads_apart() if are_heads_apart else groups
-        return groups.with_dense_whole() if is_dense_whole else groups
+        return finished(groups, "", *where)
     stage, place = divmod(rank, size)
     if shares > 1:
         everyone = meet("", rank, size * shares)
@@ -315,11 +344,11 @@ def open_groups(
         context = meet(f".context{place}", stage, shares) if size > 1 else everyone
         divided = DividedBatch(stage, shares, size, split, recorder)
         groups = Groups.of_shares(mine, context, everyone, divided, are_experts_apart)
-        return groups.with_dense_whole() if is_dense_whole else groups
+        return finished(groups, "", rank, size * shares)
     world = meet("", rank, size * stages)
     mine = meet(f".stage{stage}", place, size) if stages > 1 else world
     groups = Groups.with_experts_apart(mine) if are_experts_apart else Groups.of(mine)
-    groups = groups.with_dense_whole() if is_dense_whole else groups
+    groups = finished(groups, str(stage), place, size)
     if stages == 1:
         return groups
     line = meet(f".line{place}", stage, stages) if size > 1 else world

@@ -46,7 +46,7 @@ class GroupCollectives:
     """
 
     def __init__(self, group: Any, meeting: Meeting, check: Check | None = None) -> None:
-        self._group = group
+        self.group = group
         self._rank, self._size = meeting.rank, meeting.size
         self._recorder = meeting.recorder
         self._check = check
@@ -121,20 +121,20 @@ class GroupCollectives:
         out = sent[0].new_empty((sum(coming), *sent[0].shape[1:]))
         counts = [len(part) for part in sent]
         options = dist.AllToAllOptions()
-        self._group.alltoall_base(out, given, coming, counts, options).wait()
+        self.group.alltoall_base(out, given, coming, counts, options).wait()
         return out
 
     def broadcast(self, x: Tensor, source: int) -> None:
         self._look("broadcast", x)
-        self._group.broadcast(x, source).wait()
+        self.group.broadcast(x, source).wait()
 
     def send(self, x: Tensor, to: int) -> None:
         self._look("send", x)
-        self._group.send([x], to, 0).wait()
+        self.group.send([x], to, 0).wait()
 
     def recv(self, x: Tensor, source: int) -> None:
         self._look("recv", x)
-        self._group.recv([x], source, 0).wait()
+        self.group.recv([x], source, 0).wait()
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """The x of every rank, in the order of the ranks."""
@@ -143,7 +143,7 @@ class GroupCollectives:
         if not x.numel():  # of no rank
             return [x] * self._size
         parts = [x.new_empty(x.shape) for _ in range(self._size)]
-        self._group.allgather([parts], [x]).wait()
+        self.group.allgather([parts], [x]).wait()
         return parts
 
     def _look(self, name: str, x: Tensor) -> None:

@@ -19,6 +19,26 @@ kernels' toolkit records, or a graph of one shape, which `Platform.capture` make
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """What a device takes by which rows travel to the ranks of their experts and back in exchanges
+    of a fixed size, so that steps with them can be captured.
+
+    Attributes:
+        tokens: most of one rank in an exchange.
+        widths: of a row.
+        per_token: most experts of a token.
+        ranks: how many may take part.
+        takes_weights: those of a token's experts go along with its row.
+    """
+
+    tokens: int
+    widths: range
+    per_token: int
+    ranks: Sequence[int]
+    takes_weights: bool = False
+
+
+@dataclass(frozen=True)
 class Traits:
     """Facts of a device, read once, safe to print and to put in a journal.
 
@@ -40,6 +60,7 @@ class Traits:
             drafts are not served there.
         moves_pages: pages may be taken from it and put there, for another server; so they may where
             its memory is the host's.
+        dispatch: exchanges of a fixed size to the ranks of experts; None = it has none.
         has_own_forms: its kernels may lay weights out in ways that copies of bytes do not keep.
     """
 
@@ -59,6 +80,7 @@ class Traits:
     verified: int = 0
     moves_pages: bool = False
     has_own_forms: bool = False
+    dispatch: Dispatch | None = None
 
 
 @dataclass(frozen=True)

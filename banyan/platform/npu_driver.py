@@ -42,15 +42,27 @@ class Driver:
         is_checked: calls of operators are to be held against their contracts.
         options: of a process group of its collectives.
         buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
+        exchange_buffer: the same of groups that experts are exchanged in (DEEPEP_HCCL_BUFFSIZE).
     """
 
     npu: ModuleType
     is_checked: bool
     options: Callable[[], Any]
     buffer: str
+    exchange_buffer: str = ""
 
-    def group(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> Any:
+    def group(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        name: str,
+        is_exchange: bool = False,
+    ) -> Any:
         """A process group of `size` ranks that meet at a store of torch's.
+
+        is_exchange: operators alone use it, by its name, to exchange rows.
 
         Raises:
             ConfigError: no such buffer can be.
@@ -60,13 +72,16 @@ class Driver:
         met.timeout, met.group_id = timedelta(seconds=timeout_s), name or "ranks"
         met.global_ranks_in_group = []  # all of them: there is no larger group
         options = self.options()
-        if self.buffer:
-            if not self.buffer.isdecimal() or not int(self.buffer):
+        buffer, name = self.buffer, "HCCL_BUFFSIZE"
+        if is_exchange and self.exchange_buffer:
+            buffer, name = self.exchange_buffer, "DEEPEP_HCCL_BUFFSIZE"
+        if buffer:
+            if not buffer.isdecimal() or not int(buffer):
                 raise ConfigError(
-                    f"HCCL_BUFFSIZE={self.buffer}: it is a whole number of megabytes, from 1 on",
+                    f"{name}={buffer}: it is a whole number of megabytes, from 1 on",
                     hint="set it to 200, or unset it",
                 )
-            options.hccl_config = {"hccl_buffer_size": int(self.buffer)}
+            options.hccl_config = {"hccl_buffer_size": int(buffer)}
         return distributed.Backend._plugins[_BACKEND].creator_fn(met, options)
 
 
@@ -87,7 +102,7 @@ def open_driver() -> Driver:
         options = _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    return Driver(npu, wishes.is_checked, options, wishes.buffer)
+    return Driver(npu, wishes.is_checked, options, wishes.buffer, wishes.exchange_buffer)
 
 
 def open_interconnect(chip: str) -> Interconnect:

@@ -128,7 +128,7 @@ def _open(
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
     why = _obstacle(model, build.ops, platform)
-    if build.sends_rows:
+    if build.sends_rows and not build.exchanged:
         why = "rows go to the ranks of their experts by counts that the host waits for"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
@@ -137,6 +137,10 @@ def _open(
         return eager
     shapes = sorted({-(-shape // shares) for shape in sizes.shapes})
     shapes = tuple(shape for shape in shapes if shape <= max_rows)
+    if build.exchanged:  # others would wait for the counts of their rows
+        most = build.exchanged * build.groups.attention.size // max(1, sizes.verified)
+        shapes = tuple(shape for shape in shapes if shape <= most)
+        max_rows = min(max_rows, most)
     captured = (model, table, store, attention, platform, step, shapes or (max_rows,))
     return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified, build.groups)
 

@@ -34,7 +34,8 @@ def test_what_is_so_already_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*named(READ), *named(SET)])
 def test_what_counts_is_not_said_to_have_no_effect(name: str) -> None:
-    assert parse(["M", "--device", "npu"], read_environment({name: "1"})).observe.notes == ()
+    words = ["M", "--device", "npu", "--tp", "2", "--moe-a2a-backend", "deepep"]
+    assert parse(words, read_environment({name: "1"})).observe.notes == ()
 
 
 def test_each_variable_that_the_rules_read_is_in_the_table() -> None:

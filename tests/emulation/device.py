@@ -74,8 +74,9 @@ def install(soc: str) -> EmulatedNpu:
     for device in range(npu.soc.devices):
         core.set_limit(device, MEMORY_BYTES)
     torch._register_device_module("npu", _surface(npu))
-    operators.register(core)
-    groups.Exchanges(core).register()
+    exchanges = groups.Exchanges(core)
+    operators.register(core, exchanges, npu.soc.device_name)
+    exchanges.register()
     return npu
 
 

@@ -55,6 +55,7 @@ class Exchanges:
     def __init__(self, core: ModuleType) -> None:
         self.core = core
         self.groups: dict[int, Any] = {}
+        self._named: dict[str, ProcessGroup] = {}
         self._numbers = count()
         self._library = torch.library.Library("hccl", "DEF")
         self._library.define(_SCHEMA)
@@ -78,6 +79,17 @@ class Exchanges:
         number = next(self._numbers)
         self.groups[number] = dist.ProcessGroupGloo(store, rank, size, under)
         return number
+
+    def name(self, group: "ProcessGroup") -> str:
+        """From here on operators know a group, which nothing else may use."""
+        known = next((name for name, each in self._named.items() if each is group), "")
+        name = known or f"{_LOOPBACK}%hccl_{len(self._named)}"
+        self._named[name] = group
+        return name
+
+    def named(self, operator: str, name: str) -> "ProcessGroup":
+        require(name in self._named, operator, f"no group is called {name!r}")
+        return self._named[name]
 
     def _exchange(
         self,
@@ -113,13 +125,23 @@ class ProcessGroup:
     ) -> None:
         buffer_mb = options.hccl_config.get("hccl_buffer_size", DEFAULT_BUFFER_MB)
         require(buffer_mb >= 1, "hccl", f"hccl_buffer_size must be 1 MB or more, it is {buffer_mb}")
-        self.options = options
-        self._exchanges = exchanges
+        self.options, self.buffer_mb = options, buffer_mb
+        self._exchanges, self._is_named = exchanges, False
         self._number = exchanges.join(store, rank, size, options)
         self._rank, self._size = rank, size
         self._buffers = torch.empty(
             _BUFFERS * (buffer_mb << 20) // SCALE, dtype=torch.uint8, device="npu"
         )
+
+    def get_hccl_comm_name(self, rank: int) -> str:
+        self._peer("get_hccl_comm_name", rank)
+        self._is_named = True
+        return self._exchanges.name(self)
+
+    @property
+    def under(self) -> Any:
+        """What carries the bytes."""
+        return self._exchanges.groups[self._number]
 
     def rank(self) -> int:
         return self._rank
@@ -169,6 +191,11 @@ class ProcessGroup:
         require(0 <= rank < self._size, f"hccl {name}", f"there is no rank {rank} of {self._size}")
 
     def _do(self, kind: str, filled: list[Tensor], given: list[Tensor], *numbers: int) -> Done:
+        require(
+            not self._is_named,
+            f"hccl {kind}",
+            "operators exchange rows in this group by its name; nothing else may use it",
+        )
         exchanged(kind, *filled, *given)
         torch.ops.hccl.exchange(filled, given, kind, self._number, list(numbers))
         return Done()

@@ -15,7 +15,13 @@ from torch.nn import functional
 
 from banyan.ops.npu import contracts
 from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
-from tests.emulation import expert_operators, quant_operators, sparse_operators
+from tests.emulation import (
+    dispatch_operators,
+    expert_operators,
+    quant_operators,
+    sparse_operators,
+)
+from tests.emulation.groups import Exchanges
 
 _FIA = "npu_fused_infer_attention_score"
 _ENDLESS = (1 << 31) - 1
@@ -67,17 +73,20 @@ SCHEMAS = {
     "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
     "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
     **expert_operators.SCHEMAS,
+    **dispatch_operators.SCHEMAS,
     **quant_operators.SCHEMAS,
     **sparse_operators.SCHEMAS,
 }
 
 
 @cache
-def register(core: ModuleType) -> torch.library.Library:
+def register(core: ModuleType, exchanges: Exchanges, chip: str) -> torch.library.Library:
     """Define the operators and what they do; they last as long as what is returned."""
     library = torch.library.Library("npu", "DEF")
     computing = Computing(core)
+    distributed = dispatch_operators.Distributed(core, exchanges, chip)
     others = {
+        **dict.fromkeys(dispatch_operators.SCHEMAS, distributed),
         **dict.fromkeys(expert_operators.SCHEMAS, expert_operators.Experts(core)),
         **dict.fromkeys(quant_operators.SCHEMAS, quant_operators.Products(core)),
         **dict.fromkeys(sparse_operators.SCHEMAS, sparse_operators.Sparse(core)),

@@ -38,6 +38,7 @@ SIZES = LATENT | {
 AT_START = (
     *("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),
     *("--moe-a2a-backend", "--enable-deepep-moe", "--deepep-mode"),
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
 )
 """What is refused when a device is opened, or belongs to what is refused; drafts are refused when
 the model is known. `test_ranks.py` and `test_handoff.py` see to it."""

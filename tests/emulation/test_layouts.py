@@ -33,7 +33,7 @@ from tests.runner.driver import Driver, Request, greedy
 
 VOCAB, PAGE, TOKENS = 97, 128, 9
 SHAPES = (1, 2, 4)
-IN_TEST = ("dp",)
+IN_TEST = ("dp, rows at once",)
 IN_ALL = pytest.mark.skipif(os.environ.get("NPU_CASES") != "all", reason="NPU_CASES is not all")
 
 
@@ -43,12 +43,14 @@ class Layout:
 
     Attributes:
         asked: lengths of each replica's prompts; its rows in a decode step are as many.
+        exchanged: tokens of a rank that go to the ranks of their experts at once.
     """
 
     variant: str
     asked: tuple[tuple[int, ...], ...]
     groups: dict[str, object] = field(default_factory=dict)
     sizes: dict[str, object] = field(default_factory=dict)
+    exchanged: int = 0
 
     @property
     def shares(self) -> int:
@@ -71,6 +73,18 @@ LAYOUTS = {
     "cp": Layout(*("qwen3", ((5, 30, 12),)), {"shares": 2, "split": "zigzag"}, {"head_dim": 128}),
     "cp of an indexer": Layout(
         "deepseek v3.2", ((5, 30, 12),), {"shares": 2, "split": "zigzag"}, SPARSE
+    ),
+    "dp, rows at once": Layout(
+        *("qwen3 moe", ((5, 30, 12), (7,))),
+        {"replicas": 2, "are_experts_apart": True, "has_exchange": True},
+        {"head_dim": 16, "num_experts": 8, "hidden_size": 1024, "weights": 0.05},
+        exchanged=16,
+    ),
+    "ep, rows at once": Layout(
+        *("qwen3 moe", ((5, 30, 12),)),
+        {"are_experts_apart": True, "has_exchange": True},
+        {"head_dim": 16, "num_experts": 8, "hidden_size": 1024, "weights": 0.05},
+        exchanged=2,
     ),
     "dp of an indexer": Layout(
         *("deepseek v3.2", ((5, 30, 12), (7,))),
@@ -147,7 +161,8 @@ def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tup
     if "stages" in given or "shares" in given:
         size = 1
     groups = open_groups(place, size, address, ("hccl",), 60, **given)
-    build = Build(ops, groups, torch.float16, device)
+    sent = {"sends_rows": bool(layout.exchanged), "exchanged": layout.exchanged}
+    build = Build(ops, groups, torch.float16, device, **sent)
     model = load_model(card, build)
     caches = group_caches(model.caches)
     pages = tuple(GroupLayout(each.kind, each.window, PAGE, 64) for each in caches)

@@ -52,6 +52,8 @@ def answers(engine: banyan.Engine) -> list[dict]:
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
 SENT = {"moe_a2a_backend": "deepep", "deepep_mode": "normal"}
+AUTO = {"moe_a2a_backend": "deepep", "deepep_mode": "auto"}
+AT_ONCE = AUTO | {"deepep_mode": "low_latency", "chunked_prefill_size": 128}
 LAYOUTS = {
     "tp": ("qwen3", {"tp_size": 2}),
     "pp": ("qwen3", {"pp_size": 2}),
@@ -63,6 +65,10 @@ LAYOUTS = {
     "dp of two ranks, rows sent": ("deepseek v3", JOINED | {"tp_size": 4} | SENT),
     "cp of an indexer, rows sent": ("deepseek v3.2", DIVIDED | SENT),
     "dp of two ranks, ep": ("deepseek v3", JOINED | {"tp_size": 4, "ep_size": 4}),
+    "ep, rows at once": ("qwen3 moe wide", {"tp_size": 2} | AT_ONCE),
+    "ep with biases, rows at once": ("gpt-oss wide", {"tp_size": 2} | AUTO),
+    "dp of two ranks, rows at once": ("deepseek v3 wide", JOINED | {"tp_size": 4} | AUTO),
+    "dp of an indexer, rows at once": ("deepseek v3.2 wide", JOINED | AUTO),
     "dp, heads apart": ("deepseek v3", JOINED | {"ep_size": 2, "enable_dp_lm_head": True}),
     "cp": ("qwen3", DIVIDED),
     "cp of latents": ("deepseek v3", DIVIDED | {"ep_size": 2}),
@@ -76,6 +82,9 @@ SIZES = {
     "deepseek v3": LATENT,
     "deepseek v3.2": LATENT | {"index_head_dim": 128},
 }
+WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "weights": 0.05}
+SIZES |= {f"{name} wide": size | WIDE for name, size in SIZES.items()}
+"""Rows of as many numbers as exchanges of a fixed size take."""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +100,8 @@ def test_ranks_say_what_one_says_on_the_cpu(npu: EmulatedNpu, tmp_path, layout, 
     one, near = {"dtype": "float32", "cpu_activations": "fp32", "device": "cpu"}, NEAR
     if "index_head_dim" in SIZES[variant]:
         one, near = {}, 3 * NEAR
-    tiny(variant, tmp_path, num_hidden_layers=4, max_position_embeddings=256, **SIZES[variant])
+    sizes: dict = {"max_position_embeddings": 256, "num_hidden_layers": 4} | SIZES[variant]
+    tiny(variant.removesuffix(" wide"), tmp_path, **sizes)
     with start(tmp_path, **one) as engine:
         wanted = answers(engine)
     with start(tmp_path, **flags, **steps) as engine:
@@ -112,12 +122,15 @@ def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafte
 
 
 REFUSED_TOGETHER = {
-    "--deepep-mode low_latency on npu: rows are sent by counts that the host waits for": (
-        "qwen3 moe",
-        {"tp_size": 2, "ep_size": 2}
-        | SENT
-        | {"deepep_mode": "low_latency"}
-        | {"chunked_prefill_size": 128},
+    "--deepep-mode low_latency on npu: rows are .* wide.*, not 48": (
+        *("qwen3 moe", {"tp_size": 2} | AT_ONCE),
+    ),
+    "--deepep-mode auto on npu: a rank sends 1 to 256 tokens at once, not 300; SGLANG_DEEPEP_NUM": (
+        *("qwen3 moe wide", {"tp_size": 2, "tokens": 300} | AUTO),
+    ),
+    "--deepep-mode auto on npu: the shares of a divided step": ("deepseek v3", DIVIDED | AUTO),
+    "--deepep-mode auto on npu: experts that move or have copies": (
+        *("qwen3 moe wide", {"tp_size": 2, "ep_num_redundant_experts": 2} | AUTO),
     ),
     "--speculative-algorithm NEXTN on npu: the indexer of the layer that drafts": (
         "deepseek v3.2",
@@ -130,12 +143,18 @@ REFUSED_TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED_TOGETHER)
-def test_what_ranks_do_not_do_on_a_device_is_refused(npu: EmulatedNpu, tmp_path, why: str) -> None:
+@pytest.mark.parametrize(
+    "why", [pytest.param(w, marks=IN_ALL if " auto on" in w else ()) for w in REFUSED_TOGETHER]
+)
+def test_what_ranks_do_not_do_on_a_device_is_refused(npu, tmp_path, monkeypatch, why: str) -> None:
     variant, flags = REFUSED_TOGETHER[why]
-    sizes = SIZES[variant] | {k: v for k, v in flags.items() if k.startswith("num_")}
-    tiny(variant, tmp_path, num_hidden_layers=2, max_position_embeddings=256, **sizes)
-    flags = {key: value for key, value in flags.items() if not key.startswith("num_")}
+    sizes: dict = {"max_position_embeddings": 256, "num_hidden_layers": 2} | SIZES[variant]
+    sizes |= {key: value for key, value in flags.items() if key.startswith("num_")}
+    tiny(variant.removesuffix(" wide"), tmp_path, **sizes)
+    if "tokens" in flags:
+        name = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+        monkeypatch.setenv(name, str(flags["tokens"]))
+    flags = {k: v for k, v in flags.items() if not k.startswith("num_") and k != "tokens"}
     with pytest.raises(BanyanError, match=why), start(tmp_path, **flags):
         pass
 

@@ -94,10 +94,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 }
 
 
-def tiny(variant: str, folder: Path, **more):
+def tiny(variant: str, folder: Path, weights: float = 0.2, **more):
     """A random model of a variant, saved to `folder`; norms differ from one, biases from zero.
 
     Args:
+        weights: their standard deviation; less where rows are wider.
         more: further keys of its configuration.
     """
     family, changes = (VARIANTS | EXPERTS | STATES)[variant]
@@ -111,7 +112,7 @@ def tiny(variant: str, folder: Path, **more):
     model = of.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            spread = 0.2 if parameter.dim() > 1 else 0.5
+            spread = weights if parameter.dim() > 1 else 0.5
             parameter.copy_(torch.randn_like(parameter) * spread)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -30,10 +30,13 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
     from banyan.ops.npu.needs import NpuToolkit
     from banyan.ops.npu.operators import Operators
+    from banyan.platform.dispatch import dispatch_of
     from banyan.platform.npu_driver import open_driver
 
     wishes = dict(wishes)
     keeps_plain = bool(wishes.pop("offload", ""))
     for flag, value in wishes.items():
         raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
-    return NpuToolkit(Operators(open_driver().is_checked, keeps_plain=keeps_plain))
+    driver = open_driver()
+    operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
+    return NpuToolkit(operators, dispatch_of(driver.npu.get_device_name()))

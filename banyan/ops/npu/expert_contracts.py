@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from banyan.ops.experts_api import Ranks
 from banyan.ops.npu.contracts import HALVES, placed, require, shape_of, typed
+from banyan.platform.base import Dispatch
+from banyan.platform.dispatch import obstacle
 
 _MOST_PER_TOKEN, _MOST_GROUPS, _WIDEST = 512, 1024, 65536
 
@@ -73,3 +76,74 @@ def token_unpermute(rows: Tensor, places: Tensor, weights: Tensor) -> None:
     require(
         weights.shape[1] <= most, name, f"at most {most} experts a token, not {weights.shape[1]}"
     )
+
+
+def distribute_dispatch(
+    x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, experts: int, limits: Dispatch
+) -> None:
+    """x: [tokens, dim]; ids, weights: [tokens, per_token]; experts: of all ranks."""
+    name = "npu_moe_distribute_dispatch_v2"
+    placed(name, x=x, expert_ids=ids, expert_scales=weights)
+    typed(name, HALVES, x=x)
+    typed(name, (torch.float32,), expert_scales=weights)
+    require(
+        weights.shape == ids.shape,
+        name,
+        f"expert_scales must be {shape_of(ids)}, they are {shape_of(weights)}",
+    )
+    typed(name, (torch.int32,), expert_ids=ids)
+    _exchanged(name, x, ids, ranks, experts, limits)
+
+
+def distribute_combine(
+    rows: Tensor,
+    ids: Tensor,
+    places: Tensor,
+    received: Tensor,
+    weights: Tensor,
+    ranks: Ranks,
+    experts: int,
+    limits: Dispatch,
+) -> None:
+    """rows, places, received: as the exchange gave them; weights: as ids."""
+    name = "npu_moe_distribute_combine_v2"
+    placed(name, expand_x=rows, expert_ids=ids, assist_info_for_combine=places)
+    placed(name, ep_send_counts=received, expert_scales=weights)
+    typed(name, HALVES, expand_x=rows)
+    typed(name, (torch.int32,), expert_ids=ids, assist_info_for_combine=places)
+    typed(name, (torch.int32,), ep_send_counts=received)
+    typed(name, (torch.float32,), expert_scales=weights)
+    _exchanged(name, rows[: len(ids)], ids, ranks, experts, limits)
+    local = experts // ranks.size
+    room = len(ids) * ranks.size * min(local, ids.shape[1])
+    require(
+        len(rows) == room,
+        name,
+        f"expand_x must be the {room} rows of the exchange, it is {shape_of(rows)}",
+    )
+    require(
+        weights.shape == ids.shape,
+        name,
+        f"expert_scales must be {shape_of(ids)}, they are {shape_of(weights)}",
+    )
+    require(
+        len(received) >= ranks.size * local and places.dim() == 1,
+        name,
+        "ep_send_counts and assist_info_for_combine must be those of the exchange, they are "
+        f"{shape_of(received)} and {shape_of(places)}",
+    )
+
+
+def _exchanged(
+    name: str, x: Tensor, ids: Tensor, ranks: Ranks, experts: int, limits: Dispatch
+) -> None:
+    require(
+        x.dim() == 2 and ids.dim() == 2 and len(x) == len(ids),
+        name,
+        f"rows must be [tokens, dim] and expert_ids [tokens, experts of a token], they are "
+        f"{shape_of(x)} and {shape_of(ids)}",
+    )
+    why = obstacle(limits, len(x), x.shape[1], ids.shape[1], ranks.size, experts)
+    require(not why, name, why)
+    is_there = 0 <= ranks.rank < ranks.size and bool(ranks.name)
+    require(is_there, name, f"rank {ranks.rank} of {ranks.size} in group {ranks.name!r} is nobody")

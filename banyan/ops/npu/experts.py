@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
-from banyan.ops.experts_api import StoredExperts
+from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.operators import Operators
 from banyan.ops.stored import StoredWeight, stack
+from banyan.platform.base import Dispatch
 
 
 class GroupedExperts:
@@ -21,6 +23,7 @@ class GroupedExperts:
     def __init__(
         self,
         operators: Operators,
+        limits: Dispatch,
         experts: StoredExperts,
         dtype: torch.dtype,
         device: torch.device,
@@ -28,6 +31,7 @@ class GroupedExperts:
         first, count = experts.first, len(experts.down)
         self._range = (first, first + count, experts.total or count)
         self._operators = operators
+        self._limits = limits
         self._activation = experts.activation
         self._clamp = experts.clamp
         pairs = zip(experts.gate, experts.up, strict=True)
@@ -60,6 +64,30 @@ class GroupedExperts:
             weights = torch.where((chosen >= first) & (chosen < last), weights, 0)
         return operators.token_unpermute(outer, places, weights)
 
+    def exchanged(
+        self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
+    ) -> Tensor:
+        operators, total, limits = self._operators, self._range[2], self._limits
+        room, per_token = tokens - len(x), ids.shape[1]
+        if room:  # rows of nobody go through the first experts, with no weight
+            others = torch.arange(per_token, device=ids.device).expand(room, -1)
+            x, ids = pad(x, (0, 0, 0, room)), torch.cat([ids, others])
+            weights = pad(weights, (0, 0, 0, room))
+        x, chosen = x.contiguous(), ids.to(torch.int32)
+        weights = weights.float().contiguous()
+        sent = operators.dispatch(x, chosen, weights, ranks, total, limits)
+        inner = operators.grouped_matmul(sent.rows, self._gate_up, sent.counts)
+        if self._biases is None:
+            outer = operators.grouped_matmul(self._gated(inner), self._down, sent.counts)
+        else:
+            at = torch.arange(len(sent.rows), device=x.device)
+            of_row = torch.searchsorted(sent.counts.cumsum(0), at, right=True)
+            of_row = of_row.clamp(max=len(sent.counts) - 1)
+            inner = inner + self._biases[0][of_row]
+            outer = operators.grouped_matmul(self._gated(inner), self._down, sent.counts)
+            outer = outer + self._biases[1][of_row]
+        return operators.combine(outer, sent, chosen, weights, ranks, total, limits)
+
     def _rows_of(self, chosen: Tensor) -> Tensor:
         """Of each row: its expert among those here; those of others come last."""
         first, last, _ = self._range
@@ -84,7 +112,7 @@ def _columns(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.
 
 def _experts(toolkit: NpuToolkit) -> Callable[..., object]:
     def pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> object:
-        return GroupedExperts(toolkit.operators, experts, dtype, device)
+        return GroupedExperts(toolkit.operators, toolkit.limits, experts, dtype, device)
 
     return pack
 

@@ -16,11 +16,15 @@ from banyan.ops.npu.contracts import (
 )
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_count
+from banyan.platform.base import Dispatch
+from banyan.platform.dispatch import A3
 
 
 @dataclass(frozen=True)
 class NpuToolkit:
     operators: Operators
+    limits: Dispatch = A3
+    """Of the exchanges of rows."""
     absence: str = ""
     recorder: Recorder | None = None
 

@@ -4,14 +4,17 @@ Names and arguments are torch_npu's; what the kernels beside do not use is left 
 each call is held against its contract first.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from banyan.ops.experts_api import Ranks
 from banyan.ops.npu import contracts, expert_contracts, quant_contracts, sparse_contracts
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
 from banyan.ops.npu.quant_contracts import COLUMN_STEP, ROW_STEP
+from banyan.platform.base import Dispatch
 
 _FRACTAL = 29
 """The number of the form NZ."""
@@ -22,6 +25,23 @@ _NEWER_NAMES = {
     "scale": "softmax_scale",
 }
 """Arguments that the second version of attention, the one with sinks, calls otherwise."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What came to this rank in an exchange.
+
+    Attributes:
+        rows: by expert, and then anything.
+        counts: rows of each expert here.
+        places, received, weights: for the way back.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    places: Tensor
+    received: Tensor
+    weights: Tensor | None
 
 
 class Operators:
@@ -245,6 +265,53 @@ class Operators:
             quant_mode=-1,
             row_idx_type=0,
         )[:3]
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        ranks: Ranks,
+        experts: int,
+        limits: Dispatch,
+    ) -> Sent:
+        """Rows to the ranks of their experts, an exchange of a fixed size: all ranks bring as many.
+        x: [tokens, dim]; ids: [tokens, per_token] of int32; weights: of fp32; experts: of all
+        ranks."""
+        if self._is_checked:
+            expert_contracts.distribute_dispatch(x, ids, weights, ranks, experts, limits)
+        rows, _, places, counts, received, _, scales = self._npu.npu_moe_distribute_dispatch_v2(
+            x,
+            ids,
+            *(ranks.name, ranks.size, ranks.rank, experts),
+            expert_scales=weights if limits.takes_weights else None,
+            quant_mode=0,
+            global_bs=0,
+            expert_token_nums_type=1,
+        )
+        return Sent(rows, counts, places, received, scales if limits.takes_weights else None)
+
+    def combine(
+        self,
+        rows: Tensor,
+        sent: Sent,
+        ids: Tensor,
+        weights: Tensor,
+        ranks: Ranks,
+        experts: int,
+        limits: Dispatch,
+    ) -> Tensor:
+        """The way back of what experts have made of the rows: the sum of each token's by weight,
+        [tokens, dim]. weights: [tokens, per_token] of fp32; the others as for `dispatch`."""
+        given = (rows, ids, sent.places, sent.received, weights)
+        if self._is_checked:
+            expert_contracts.distribute_combine(*given, ranks, experts, limits)
+        return self._npu.npu_moe_distribute_combine_v2(
+            *given,
+            *(ranks.name, ranks.size, ranks.rank, experts),
+            expand_scales=sent.weights,
+            global_bs=0,
+        )
 
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """x: [rows, in], rows of a group together; weight: [groups, in, out]; counts: [groups]."""

@@ -13,6 +13,7 @@ _FOR_META = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 def main() -> None:
     import torch_npu  # noqa: F401  registers the operators
 
+    from banyan.ops.npu.exchange_cases import exchange_cases
     from tests.emulation.real.calls import called, results
 
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(("npu::", "atb::"))]
@@ -21,6 +22,7 @@ def main() -> None:
         "absent": absent,
         "schemas": sorted({str(schema) for schema in schemas}),
         "results": results(lambda tensor: tensor.to("meta"), absent),
+        "exchanges": results(lambda tensor: tensor.to("meta"), absent, exchange_cases),
     }
     sys.stdout.write("\n" + json.dumps(told))
 

@@ -1,13 +1,14 @@
 """What each call of an operator gives, by shape and number type, on any device."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banyan.ops.npu.cases import cases
+from banyan.ops.npu.cases import Case, cases
+from banyan.ops.npu.exchange_cases import exchange_cases
 from banyan.ops.npu.operators import Operators
 
 Results = dict[str, list[list[str]]]
@@ -40,13 +41,17 @@ class _Listening(TorchDispatchMode):
 
 def called() -> list[str]:
     """The operators that cases are of, as schemas name them."""
-    return sorted({f"npu::{case.operator}" for case in cases()})
+    return sorted({f"npu::{case.operator}" for case in (*cases(), *exchange_cases())})
 
 
-def results(place: Callable[[Tensor], Tensor], absent: Collection[str] = ()) -> Results:
+def results(
+    place: Callable[[Tensor], Tensor],
+    absent: Collection[str] = (),
+    known: Callable[[], Iterable[Case]] = cases,
+) -> Results:
     operators = Operators(is_checked=False)
     found: Results = {}
-    for case in cases():
+    for case in known():
         with torch.no_grad(), _Listening(absent) as listening:
             case.run(operators, place)
         found[f"{case.operator} {case.name}"] = listening.heard

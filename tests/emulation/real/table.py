@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from banyan.ops.npu.cases import cases
+from banyan.ops.npu.exchange_cases import exchange_cases
 from tests.emulation.operators import SCHEMAS
 from tests.emulation.real.lists import LISTS, schemas, versions, without_meta
 
@@ -30,7 +31,8 @@ def table() -> str:
 def _lines() -> Iterator[str]:
     yield "| operator | verified on emulator | checked against the real schema | needs hardware |"
     yield "|---|---|---|---|"
-    counts = Counter(case.operator for case in cases())
+    counts = Counter(case.operator for case in (*cases(), *exchange_cases()))
+    of_ranks = {case.operator for case in exchange_cases()}
     loaded = [v for v in versions() if "registers" in _head(v)]
     for operator, count in sorted(counts.items()):
         emulated = f"{count} cases" if operator in SCHEMAS else "no"
@@ -38,7 +40,8 @@ def _lines() -> Iterator[str]:
         checked = ", ".join(known)
         both = [v for v in loaded if v in known and f"npu::{operator}" not in without_meta(v)]
         checked += f"; meta kernels of {', '.join(both)}" if both else ""
-        yield f"| `{operator}` | {emulated} | {checked or 'no'} | `banyan npu-selfcheck` |"
+        needs = "two devices" if operator in of_ranks else "`banyan npu-selfcheck`"
+        yield f"| `{operator}` | {emulated} | {checked or 'no'} | {needs} |"
     for each in HARDWARE:
         yield f"| {each} | no | no | yes |"
 

@@ -9,7 +9,9 @@ import torch
 
 from banyan.ops.npu import operators as module
 from banyan.ops.npu.cases import cases
+from banyan.ops.npu.exchange_cases import exchange_cases
 from banyan.ops.npu.operators import Operators
+from banyan.platform.dispatch import A2, A3
 from tests.emulation import operators as emulated
 from tests.emulation.real import table
 from tests.emulation.real.lists import ROOT, schemas, versions
@@ -24,7 +26,7 @@ def declared(request) -> Any:
     known = schemas(request.param)
     space = "npu_" + request.param.replace(".", "_")
     library = torch.library.Library(space, "DEF")
-    for operator in {case.operator for case in cases()}:
+    for operator in {case.operator for case in (*cases(), *exchange_cases())}:
         for line in known[f"npu::{operator}"]:
             library.define(line.removeprefix("npu::"))
             name = line.partition("(")[0].removeprefix("npu::")
@@ -48,8 +50,9 @@ def test_there_are_the_lists_of_two_releases() -> None:
 
 def test_every_call_is_one_that_the_release_takes(declared: Any) -> None:
     operators = Operators(is_checked=False, namespace=declared)
-    for case in cases():
-        assert case.run(operators, lambda tensor: tensor)
+    for limits in (A2, A3):
+        for case in (*cases(), *exchange_cases(limits=limits)):
+            assert case.run(operators, lambda tensor: tensor)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_every_operator_that_is_called_has_a_case() -> None:
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "_npu"
     }
-    assert called == {case.operator for case in cases()}
+    assert called == {case.operator for case in (*cases(), *exchange_cases())}
 
 
 @pytest.mark.parametrize("version", versions())

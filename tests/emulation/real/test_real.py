@@ -5,13 +5,18 @@ kernels which shapes and number types each call gives, with checks of their own.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from banyan.ops.npu.exchange_cases import exchange_cases
+from banyan.parallel.groups import open_groups
 from tests.emulation.real.calls import results
 from tests.emulation.real.lists import ask, can_load, declared, schemas, version_of, without_meta
+from tests.emulation.test_exchange import bound
+from tests.parallel.ranks import together
 
 PACKAGES = os.environ.get("NPU_REAL", "").split()
 
@@ -59,3 +64,20 @@ def test_every_call_gives_what_the_real_meta_kernels_say(packages, told, npu) ->
     here = results(lambda tensor: tensor.to(torch.device("npu")), absent)
     assert here == told["results"]
     assert sum(map(len, here.values())) > 20
+
+
+def exchanged(rank: int, size: int, address: str) -> dict:
+    """What a rank of the emulated device gives."""
+    platform, _ = bound(rank)
+    groups = open_groups(
+        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+    )
+    limits = platform.traits.dispatch
+    assert limits is not None
+    known = partial(exchange_cases, groups.exchange.ranks, limits)
+    return results(lambda tensor: tensor.to(torch.device("npu", rank)), known=known)
+
+
+def test_every_exchange_gives_what_the_real_meta_kernels_say(told, npu, tmp_path) -> None:
+    here = together(2, tmp_path, exchanged)[0]
+    assert here == told["exchanges"]

@@ -1,0 +1,64 @@
+"""Whether a device sends rows to the ranks of their experts as it was asked to."""
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.adapter_card import EXPERTS
+from banyan.config.card import ModelCard
+from banyan.config.dispatch import LIMIT, sends_rows
+from banyan.config.experts import are_placed
+from banyan.config.schema import Config
+from banyan.platform.base import Traits
+from banyan.platform.dispatch import MIB, buffer_bytes, obstacle
+
+log = logger(__name__)
+
+_MODE = "--deepep-mode"
+
+
+def exchanged_tokens(config: Config, traits: Traits) -> int:
+    """Most tokens of a rank that travel at once, by operators of the device; 0 = none do."""
+    is_asked = sends_rows(config) and config.experts.a2a_mode != "normal"
+    return config.experts.a2a_tokens if is_asked and traits.dispatch is not None else 0
+
+
+def check_the_sending(config: Config, card: ModelCard, traits: Traits) -> None:
+    """
+    Raises:
+        ConfigError: this device, which is not the host, does not do it so.
+    """
+    mode = config.experts.a2a_mode
+    if not traits.shares_steps:
+        raise ConfigError(
+            f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
+            f"CPUs and Ascend NPUs only, this is {traits.name}",
+            hint="leave it out",
+        )
+    if mode == "normal":
+        return
+    if traits.dispatch is None:
+        raise ConfigError(
+            f"{_MODE} {mode}: {traits.name} has no exchanges of a fixed size",
+            hint=f"give {_MODE} normal",
+        )
+    if why := _obstacle(config, card, traits):
+        raise ConfigError(f"{_MODE} {mode} on {traits.name}: {why}", hint=f"give {_MODE} normal")
+
+
+def _obstacle(config: Config, card: ModelCard, traits: Traits) -> str:
+    experts, facts, ranks = config.experts, card.experts, config.parallel.ep
+    assert facts is not None and traits.dispatch is not None
+    if are_placed(config):
+        return "experts that move or have copies are sent by their counts only"
+    if EXPERTS in config.lora.kinds:
+        return "adapters of experts lie beside those that rows are sent to by their counts only"
+    if config.parallel.cp > 1:
+        return "the shares of a divided step are not of one size"
+    width = facts.latent or card.hidden_size
+    size = (experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
+    if why := obstacle(traits.dispatch, *size):
+        bound = f"; {LIMIT} is {experts.a2a_tokens}"
+        return why + (bound if experts.a2a_tokens > traits.dispatch.tokens else "")
+    needed = -(-buffer_bytes(traits.dispatch, *size) // MIB)
+    told = "rows of %d tokens a rank travel at once over %d ranks, which needs a buffer of %d MB"
+    log.info(told, experts.a2a_tokens, ranks, needed)
+    return ""

@@ -1,0 +1,224 @@
+"""Rows of experts in exchanges of a fixed size, of two ranks on devices of an emulated NPU: what
+comes back, again when it is a graph, and what the operators refuse.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+
+from banyan.launch.expert_rules import buffer_bytes as launched
+from banyan.launch.facts import Model
+from banyan.ops import reference
+from banyan.ops.bind import bind, open_toolkit
+from banyan.ops.experts_api import Ranks, StoredExperts
+from banyan.ops.npu.contracts import ContractError
+from banyan.ops.npu.exchange_cases import exchange_cases
+from banyan.ops.npu.operators import Operators
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import open_groups
+from banyan.platform.base import Dispatch
+from banyan.platform.dispatch import A2, A3, MIB, buffer_bytes, dispatch_of, obstacle
+from banyan.platform.npu import NpuPlatform
+from tests.emulation.device import EmulatedNpu, install
+from tests.parallel.ranks import together
+
+IN_ALL = pytest.mark.skipif(os.environ.get("NPU_CASES") != "all", reason="NPU_CASES is not all")
+EXPERTS, PER_TOKEN, DIM, INNER = 6, 3, 1024, 32
+
+
+def weights(has_biases: bool) -> StoredExperts:
+    """All of them."""
+    draw = torch.Generator().manual_seed(3)
+
+    def matrices(*shape: int) -> tuple[StoredWeight, ...]:
+        each = (torch.randn(shape, generator=draw) / shape[1] ** 0.5 for _ in range(EXPERTS))
+        return tuple(StoredWeight.from_tensor(x) for x in each)
+
+    biases = None
+    if has_biases:
+        a, b, c = (torch.randn(EXPERTS, n, generator=draw) for n in (INNER, INNER, DIM))
+        biases = (a, b, c)
+    gate, up, down = matrices(INNER, DIM), matrices(INNER, DIM), matrices(DIM, INNER)
+    return StoredExperts(0, gate, up, down, "silu", biases, total=EXPERTS)
+
+
+def half(whole: StoredExperts, rank: int) -> StoredExperts:
+    mine = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    biases = None
+    if whole.biases is not None:
+        a, b, c = (part[mine] for part in whole.biases)
+        biases = (a, b, c)
+    parts = (whole.gate[mine], whole.up[mine], whole.down[mine])
+    return StoredExperts(mine.start, *parts, "silu", biases, total=EXPERTS)
+
+
+def tokens_of(rank: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * seed + rank)
+    x = torch.randn(count, DIM, generator=draw).half()
+    ids = torch.rand(count, EXPERTS, generator=draw).argsort(-1)[:, :PER_TOKEN]
+    return x, ids, torch.rand(count, PER_TOKEN, generator=draw)
+
+
+def bound(rank: int):
+    """The platform, and the ops of a rank."""
+    os.environ |= {"BANYAN_NPU": "emulated", "BANYAN_NPU_CHECKS": "1"}
+    install(os.environ.get("BANYAN_NPU_SOC", "A3"))
+    platform = NpuPlatform()
+    device = platform.open(rank, 1)
+    toolkit = open_toolkit("npu", 1, {})
+    kinds = (platform.traits.features, 64)
+    return platform, bind("npu", device, torch.float16, *kinds, toolkit=toolkit, page_size=128)
+
+
+def exchange(rank: int, size: int, address: str, has_biases: bool) -> list:
+    """Of each of several steps: how far the rows of this rank are from what they should be."""
+    platform, ops = bound(rank)
+    groups = open_groups(
+        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+    )
+    ranks, whole = groups.exchange.ranks, weights(has_biases)
+    packed = ops.pack_experts(half(whole, rank))
+    dense = reference.pack_experts(whole, torch.float32, torch.device("cpu"))
+    device = torch.device("npu", rank)
+    found = []
+    for seed, (mine, share) in enumerate([(4, 4), (3 - 2 * rank, 3), (7 * rank, 7)]):
+        given = tokens_of(rank, mine, seed)
+        wanted = dense(given[0].float(), *given[1:])
+        out = packed.exchanged(*(part.to(device) for part in given), ranks, share)
+        assert len(out) == share
+        found.append(float((out[:mine].cpu().float() - wanted).abs().max()) if mine else 0.0)
+    held = [torch.empty_like(part).to(device) for part in tokens_of(rank, 4, 0)]
+    kept = torch.zeros(4, DIM, dtype=torch.float16, device=device)
+    for part, values in zip(held, tokens_of(rank, 4, 5), strict=True):
+        part.copy_(values)
+    graph = platform.capture(lambda: kept.copy_(packed.exchanged(*held, ranks, 4)))
+    for seed in (6, 7):
+        given = tokens_of(rank, 4, seed)
+        for part, values in zip(held, given, strict=True):
+            part.copy_(values)
+        graph.replay()
+        wanted = dense(given[0].float(), *given[1:])
+        found.append(float((kept.cpu().float() - wanted).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("has_biases", [True, pytest.param(False, marks=IN_ALL)])
+def test_what_comes_back_is_the_sum_over_the_experts(npu: EmulatedNpu, tmp_path, has_biases):
+    for found in together(2, tmp_path, exchange, has_biases):
+        assert isinstance(found, list), found
+        assert len(found) == 5 and max(found) < 0.02
+
+
+def unchanged(rank: int, size: int, address: str) -> list[float]:
+    """How far what experts leave as it is comes back changed, by the cases of these operators."""
+    platform, _ = bound(rank)
+    groups = open_groups(
+        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+    )
+    device, limits = torch.device("npu", rank), platform.traits.dispatch
+    assert limits is not None
+    found = []
+    for case in exchange_cases(groups.exchange.ranks, limits):
+        (got,) = case.run(Operators(is_checked=True), lambda x: x.to(device))
+        found.append(float((got.cpu().float() - case.wanted()[0]).abs().max()) / case.slack)
+    return found
+
+
+def test_what_experts_leave_as_it_is_comes_back_so(npu: EmulatedNpu, tmp_path) -> None:
+    for found in together(2, tmp_path, unchanged):
+        assert isinstance(found, list), found
+        assert len(found) == 4 and max(found) < 1
+
+
+def refuse(rank: int, size: int, address: str) -> list[str]:
+    """What is said of exchanges that cannot be; both ranks try the same."""
+    os.environ["DEEPEP_HCCL_BUFFSIZE"] = "32"
+    platform, _ = bound(rank)
+    groups = open_groups(
+        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+    )
+    ranks, limits = groups.exchange.ranks, platform.traits.dispatch
+    assert limits is not None
+    operators, device = Operators(is_checked=False), torch.device("npu", rank)
+    x, ids, share = (part.to(device) for part in tokens_of(rank, 4, 0))
+    small = ids.int()
+    far = Ranks(ranks.name, 1 - rank, 2)
+    wide = torch.zeros(200, 7168, dtype=torch.float16, device=device)
+    many = torch.zeros(200, PER_TOKEN, dtype=torch.int32, device=device)
+    sent = operators.dispatch(x, small, share, ranks, EXPERTS, limits)
+    tries = [
+        lambda: operators.dispatch(x, ids, share, ranks, EXPERTS, limits),
+        lambda: operators.combine(sent.rows, sent, small, share.half(), ranks, EXPERTS, limits),
+        lambda: operators.dispatch(x, small + EXPERTS, share, ranks, EXPERTS, limits),
+        lambda: operators.dispatch(x, small, share, Ranks("nobody", rank, 2), EXPERTS, limits),
+        lambda: operators.dispatch(x, small, share, far, EXPERTS, limits),
+        lambda: operators.dispatch(x, small, share, ranks, EXPERTS + 1, limits),
+        lambda: operators.dispatch(wide, many, many.float(), ranks, EXPERTS, limits),
+        lambda: operators.combine(sent.rows[:5], sent, small, share, ranks, EXPERTS, limits),
+        lambda: groups.exchange.all_reduce(x),
+        lambda: operators.dispatch(x[:, ::2], small, share, ranks, EXPERTS, limits),
+    ]
+    told = []
+    for each in tries:
+        try:
+            each()
+            told.append("")
+        except ContractError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_an_exchange_does_not_take_is_refused(npu: EmulatedNpu, tmp_path) -> None:
+    wanted = [
+        "expert_ids must be .*int32",
+        "expert_scales must be .*float32",
+        "expert_ids must be 0 to 5",
+        "no group is called 'nobody'",
+        "the group has this one as",
+        "7 experts are not the same number on each of 2 ranks",
+        "200 tokens a rank need [0-9]+ MB of the group's buffer, it has 32",
+        "expand_x must be the 24 rows of the exchange",
+        "nothing else may use it",
+        "x must be contiguous",
+    ]
+    for told in together(2, tmp_path, refuse):
+        assert isinstance(told, list), told
+        for said, pattern in zip(told, wanted, strict=True):
+            assert re.search(pattern, said), (said, pattern)
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "why"),
+    [
+        (A3, (256, 7168, 8, 16, 256), ""),
+        (A3, (257, 7168, 8, 16, 256), "1 to 256 tokens at once, not 257"),
+        (A3, (0, 7168, 8, 16, 256), "not 0"),
+        (A3, (8, 1023, 8, 16, 256), "1024 to 8192 wide, not 1023"),
+        (A3, (8, 8193, 8, 16, 256), "not 8193"),
+        (A3, (8, 7168, 13, 16, 256), "1 to 12 experts, not 13"),
+        (A3, (8, 7168, 8, 769, 7690), "769 ranks cannot"),
+        (A3, (8, 7168, 8, 16, 2064), "2048 at most"),
+        (A2, (8, 1000, 8, 16, 256), "32 to 7168 wide, a multiple of 32, not 1000"),
+        (A2, (8, 7168, 16, 16, 256), ""),
+        (A2, (8, 7168, 8, 12, 252), "12 ranks cannot"),
+        (A2, (8, 7168, 8, 16, 250), "250 experts are not the same number"),
+    ],
+)
+def test_the_limits_of_a_chip(limits: Dispatch, size: tuple, why: str) -> None:
+    assert why in obstacle(limits, *size)
+    assert bool(why) == bool(obstacle(limits, *size))
+
+
+def test_a_chip_is_known_by_its_name() -> None:
+    assert (dispatch_of("Ascend910B3"), dispatch_of("Ascend910_9382")) == (A2, A3)
+
+
+@pytest.mark.parametrize(("soc", "limits"), [("A2", A2), ("A3", A3)])
+def test_the_buffer_is_what_the_launcher_computes(soc: str, limits: Dispatch) -> None:
+    model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
+    for tokens, ranks in ((24, 16), (8, 32), (256, 64)):
+        size = (tokens, 7168, 8, ranks, 256)
+        assert buffer_bytes(limits, *size) == launched(soc, tokens, ranks, model)
+    assert buffer_bytes(A3, 24, 7168, 8, 16, 256) // MIB == 179  # of the 200 of the install page
