@@ -206,7 +206,8 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
             raise ConfigError(
                 f"--quantization {wanted} is not available for {config.model.source!r}: its "
                 f"weights are {is_now}, and none are rounded to {wanted}",
-                hint="leave the flag out; int8, q8_0, q4_0 and q4_1 round float weights",
+                hint="leave the flag out; int8, q8_0, q4_0 and q4_1 round float weights, and so "
+                "does --torchao-config fp8wo, to floats of 8 bits",
             )
         return replace(config, model=replace(config.model, quantization=""))
     if wanted and card.quant is not None and card.quant.method not in FLOAT_FORMS:

@@ -290,8 +290,8 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "instead"),
     [
-        ("--quantization mxfp8", "int8"),
-        ("--quantization auto-round-int8", "q4_0 and q4_1 to four"),
+        ("--quantization nvfp4_online", "int8"),
+        ("--quantization mlx_q4", "q4_0 and q4_1 to four"),
         ("--kv-cache-dtype fp4_e2m1", "int8"),
         ("--device xpu", "CPU"),
         ("--device tpu", "CPU"),

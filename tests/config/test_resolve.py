@@ -7,6 +7,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.card import ModelCard, QuantFacts
 from banyan.config.env import Environment
+from banyan.config.quantized import form_of
 from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig
 from banyan.config.serving import ServerConfig
@@ -97,6 +98,12 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("unquant", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("fp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
         ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and none are rounded to fp8"),
+        ("mxfp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
+        ("moe_wna16", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, ""),
+        ("w8a8_int8", {"quant": QuantFacts("compressed-tensors", "{}")}, ""),
+        ("w8a8_fp8", {"quant": QuantFacts("compressed-tensors", "{}")}, ""),
+        ("petit_nvfp4", {"quant": QuantFacts("modelopt", "{}")}, ""),
+        ("w4afp8", {"quant": QuantFacts("fp8", "{}")}, "its weights are fp8"),
         ("gptq_marlin", {"dtype": "float16", "quant": QuantFacts("gptq", "{}")}, ""),
         ("w8a8_int8", {"dtype": "bfloat16", "quant": QuantFacts("modelslim", "{}")}, ""),
         ("gptq", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, "its weights are awq"),
@@ -116,6 +123,22 @@ def test_only_float_weights_are_rounded(
         return
     with pytest.raises(ConfigError, match=becomes):
         resolve(config, card, Environment())
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("w8a8_int8", "w8a8_int8"),
+        ("w8a8_fp8", "fp8"),
+        ("mxfp8", "fp8"),
+        ("modelopt_fp4", "modelopt"),
+        ("compressed_tensors", "compressed-tensors"),
+        ("intel/auto-round", "auto-round"),
+        ("magic", "magic"),
+    ],
+)
+def test_a_checkpoint_may_call_its_form_otherwise(name: str, form: str) -> None:
+    assert form_of(name) == form
 
 
 def test_a_tokenizer_that_is_not_there_is_refused() -> None:

@@ -65,6 +65,21 @@ def fp8_by_tensor(weight):
     return parts, numbers.float() * scale
 
 
+def fp8_by_powers(weight):
+    parts, meant = modelopt_mxfp8(weight)
+    return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, meant
+
+
+def w4afp8(weight, group: int = 32):
+    pieces = weight.unflatten(1, (-1, group))
+    scale = (pieces.abs().amax(2) / 7).bfloat16()
+    levels = (pieces / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int8)
+    low, high = levels.flatten(1).unflatten(1, (-1, 2)).unbind(2)
+    meant = (levels.float() * scale.float()[..., None]).flatten(1)
+    parts = {"weight": high << 4 | low & 15, "weight_scale_inv": scale}
+    return parts | {"input_scale": torch.ones(1)}, meant
+
+
 def rounded(weight: Tensor, bits: int, group: int, symmetric: bool):
     """numbers [out, in] from zero up, zero and scale [out, groups], what they mean [out, in]."""
     outputs, inputs = weight.shape
@@ -358,6 +373,9 @@ FORMS = {
     "fp8 by tensor": Form(
         fp8_by_tensor, {"quant_method": "fp8", "activation_scheme": "static"}, "E4M3"
     ),
+    "fp8 by powers of two": Form(fp8_by_powers, {"quant_method": "mxfp8"}, "E4M3"),
+    "w4afp8": Form(w4afp8, {"quant_method": "w4afp8", "group_size": 32}, "Q4_0"),
+    "w4afp8, fp8 in blocks": Form(by_block(128), {"quant_method": "w4afp8"}, "E4M3"),
     "gptq 4": Form(gptq(4, 32), gptq_settings(4, 32, sym=True, desc_act=False), "Q4_0"),
     "gptq 4, all inputs": Form(gptq(4, -1), gptq_settings(4, -1), "Q4_0"),
     "gptq 4, zero points": Form(gptq(4, 64, False), gptq_settings(4, 64, sym=False), "Q4_1"),

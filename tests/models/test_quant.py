@@ -166,6 +166,8 @@ def spoil(folder: Path, change) -> None:
 BROKEN = "model.layers.1.mlp.up_proj"
 SCALES = {
     "fp8 in blocks": "weight_scale_inv",
+    "fp8 by powers of two": "weight_scale_inv",
+    "w4afp8": "weight_scale_inv",
     "gptq 4": "scales",
     "gptq 4, order of activations": "g_idx",
     "gptq 3": "qzeros",

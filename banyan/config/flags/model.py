@@ -169,10 +169,10 @@ FLAGS = (
         choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", *spellings(), "unquant"),
         elsewhere=(
             Elsewhere(
-                "mxfp8 w8a8_fp8 w4afp8 nvfp4_online petit_nvfp4 mxfp_w4a8 quark_int4fp8_moe "
-                "quark_mxfp4 marlin moe_wna16 qoq auto-round-int8 humming mlx_q4 mlx_q8",
+                "nvfp4_online mxfp_w4a8 quark_int4fp8_moe quark_mxfp4 marlin qoq humming mlx_q4 "
+                "mlx_q8",
                 "checkpoints of that form are not read, and no weights are rounded to it",
-                "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
+                "int8 rounds float weights to 8 bits, q4_0 and q4_1 to four",
             ),
         ),
         proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",

@@ -117,11 +117,9 @@ FLAGS = (
         choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", *spellings(), "unquant"),
         elsewhere=(
             Elsewhere(
-                "mxfp8 mxfp4 w8a8_fp8 w4afp8 nvfp4_online petit_nvfp4 mxfp_w4a8 moe_wna16 "
-                "auto-round-int8 quark_int4fp8_moe quark_mxfp4 humming "
-                "mlx_q4 mlx_q8",
+                "nvfp4_online mxfp_w4a8 quark_int4fp8_moe quark_mxfp4 marlin humming mlx_q4 mlx_q8",
                 "checkpoints of that form are not read, and no weights are rounded to it",
-                "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
+                "int8 rounds float weights to 8 bits, q4_0 and q4_1 to four",
             ),
         ),
         proof="tests/system/test_draft_models.py"

@@ -34,9 +34,15 @@ _EIGHT_BIT_FLOATS = (
 FORMS = {
     "fp8": Form(
         f"{_HERE}.fp8:open_fp8",
-        "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block; also "
-        "stacks of experts",
+        "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block, also as a "
+        "power of two (MXFP8); also stacks of experts",
         _EIGHT_BIT_FLOATS,
+    ),
+    "w4afp8": Form(
+        f"{_HERE}.w4afp8:open_w4afp8",
+        "experts in 4-bit integers, a scale per group of inputs; the others as fp8 in blocks of "
+        "128 × 128",
+        "Q4_0 for experts; the others as the form fp8",
     ),
     "gptq": Form(
         f"{_HERE}.gptq:open_gptq",

@@ -38,6 +38,9 @@ _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _MAX_BLOCK = 1 << 16
 _NAN = 0x7F
 """The bits, but for the sign, of what is no number in e4m3."""
+_EXPONENT_BIAS = 127
+_MX_GROUP = 32
+"""Inputs that share a scale in MXFP8 (OCP Microscaling 1.0)."""
 _STACKED = 3
 """Dimensions of a stack of experts."""
 _STRIP = 256
@@ -63,7 +66,7 @@ class Fp8:
 
     def restore(self, stem: str, parts: Parts) -> Restored:
         scale = next((name for name in _SCALES if name in parts), _SCALES[0])
-        factors = numbers_of(parts, scale, (*FLOATS, "F8_E8M0")).float()
+        factors = _factors(numbers_of(parts, scale, (*FLOATS, "F8_E8M0", "U8")))
         if "weight" in parts and len(parts["weight"].shape) == _STACKED:
             return Restored(self._stack(numbers_of(parts, "weight", FLOAT8_TYPES), factors))
         values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
@@ -109,6 +112,13 @@ class Fp8:
         if not is_by_output or math.prod(scale) % outputs or inputs % groups:
             raise ModelError(f"a scale of shape {list(scale)} for {list(shape)} numbers")
         return 1, inputs // groups
+
+
+def _factors(scale: Tensor) -> Tensor:
+    """Scales in fp32; bytes are the exponents of powers of two."""
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    return torch.ldexp(torch.ones(scale.shape), scale.int() - _EXPONENT_BIAS)
 
 
 def plain(weight: StoredWeight) -> StoredWeight:
@@ -177,7 +187,8 @@ def open_fp8(facts: Facts) -> Fp8:
         raise facts.error("activation_scheme", scheme, "dynamic or static")
     remark = "activations are not rounded to 8 bits" if facts.has("activation_scheme") else ""
     if not facts.has("weight_block_size"):
-        return Fp8(None, remark)
+        is_mx = facts.text("quant_method", default="fp8") == "mxfp8"
+        return Fp8((1, _MX_GROUP) if is_mx else None, remark)
     sides = facts.listed("weight_block_size")
     good = [side for side in sides if isinstance(side, int) and 1 <= side <= _MAX_BLOCK]
     if len(sides) != 2 or len(good) != 2:

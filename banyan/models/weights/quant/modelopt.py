@@ -11,9 +11,6 @@ NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
-from banyan.base.errors import ModelError
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_nvfp4
@@ -25,7 +22,6 @@ MIXED = "MIXED_PRECISION"
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4")
 _PARTS = ("weight_scale", "weight_scale_2", "input_scale")
 _SIDE = 128
-_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class ModelOpt:
             factor = numbers_of(parts, "weight_scale_2", FLOATS).flatten()
             return from_nvfp4(octets, scale, float(factor[0]))
         if "weight_scale" in parts and parts["weight_scale"].type == "U8":
-            return _by_powers(parts)
+            return Fp8((1, BLOCK)).restore(stem, parts)
         if "weight_scale" in parts and len(parts["weight_scale"].shape) == 4:
             return _by_blocks(stem, parts)
         numbers_of(parts, "weight_scale", FLOATS)
@@ -56,16 +52,6 @@ def _by_blocks(stem: str, parts: Parts) -> Restored:
     scale = numbers_of(parts, "weight_scale", FLOATS, blocks).float()
     flat = StoredWeight.from_tensor(scale[:, 0, :, 0].contiguous())
     return Fp8((_SIDE, _SIDE)).restore(stem, {**parts, "weight_scale": flat})
-
-
-def _by_powers(parts: Parts) -> Restored:
-    values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
-    outputs, inputs = values.shape
-    if inputs % BLOCK:
-        raise ModelError(f"{inputs} inputs are not whole blocks of {BLOCK}")
-    exponents = numbers_of(parts, "weight_scale", ("U8",), (outputs, inputs // BLOCK)).int()
-    scale = torch.ldexp(torch.ones(exponents.shape), exponents - _BIAS)
-    return Restored(Fp8((1, BLOCK)).of_numbers(values, scale))
 
 
 def open_modelopt(facts: Facts) -> ModelOpt:
