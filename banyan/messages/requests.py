@@ -54,6 +54,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Where one server hands it over to another (messages/rooms.py); b"" = nowhere."""
     peer: str = ""
     """host:port of the server that hands it over."""
+    replica: int = -1
+    """Which replica takes it; -1 = whichever is chosen."""
+    giver: int = -1
+    """Which replica of the other server hands it over; -1 = the one that has its room."""
     stride: int = 0
     """Its reader gets tokens in pieces of at least so many; 0 = all at the end."""
     pin_s: float = 0.0

@@ -23,7 +23,7 @@ class OpenRoom(msgspec.Struct, frozen=True, tag="open_room"):
     """Units of the prompt whose pages will come."""
 
 
-class SeekRoom(msgspec.Struct, frozen=True, tag="seek_room"):
+class SeekRoom(msgspec.Struct, frozen=True, omit_defaults=True, tag="seek_room"):
     """Find the room at the server that gives. Answered by RoomFound or RoomLost."""
 
     room: bytes
@@ -32,6 +32,8 @@ class SeekRoom(msgspec.Struct, frozen=True, tag="seek_room"):
     digest: bytes
     units: int
     prompt_len: int
+    giver: int = -1
+    """Which replica there was told to compute it; -1 = the one that the room belongs to."""
 
 
 class TakeRoom(msgspec.Struct, frozen=True, tag="take_room"):

@@ -300,7 +300,7 @@ class Taker:
         self._takers[generate.room] = request
         digest = digest_of(generate, self._cache)
         sizes = request.taking.units, request.prompt_len
-        order = SeekRoom(generate.room, generate.peer, digest, *sizes)
+        order = SeekRoom(generate.room, generate.peer, digest, *sizes, generate.giver)
         self.orders.append(order)
 
     def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.system.handing import WAIT_S, Pair, engines
@@ -138,3 +139,14 @@ def test_replicas_have_rooms_of_their_own(layout: str, tiny_model: Path, single:
         assert [each["output_ids"] for each in again] == right[:2]
         evenly = [5, 3] if "dp_size" in prefill else [8]
         wait_until(lambda: finished(both.prefill) == evenly, WAIT_S, "even rooms in the first")
+        if prefill.get("dp_size") != decode.get("dp_size"):
+            return  # both servers are told the same
+        told = {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}
+        named = both.ask(10**6 + 4, input_ids=prompts[2], sampling_params=GREEDY, **told)
+        assert named["output_ids"] == right[2]
+        wait_until(lambda: finished(both.prefill) == [5, 4], WAIT_S, "the one that was named")
+        body = {"input_ids": prompts[2], "sampling_params": GREEDY, **both.meeting()}
+        with pytest.raises(BanyanError, match="There are 2 replicas, and none number 7"):
+            both.decode.generate(**body, routed_dp_rank=7)
+        with pytest.raises(BanyanError, match="it has 2 replicas, and none number 7"):
+            both.decode.generate(**body, disagg_prefill_dp_rank=7)

@@ -35,7 +35,8 @@ class Fleet:
         engines: at least one.
         route: where a request goes.
         are_joined: they share what they compute with, and end together.
-        gives: a request goes to the one that has its room, which another server is told of.
+        gives: a request goes to the one that has its room, which another server is told of, unless
+            it names one itself.
     """
 
     def __init__(
@@ -86,8 +87,16 @@ class Fleet:
     def submit(self, generate: Generate) -> EventStream:
         if any(generate.request in engine.streams for engine in self._engines):
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        if self._gives and generate.room:
-            return self._engines[replica_of(generate.room, len(self._engines))].submit(generate)
+        wanted = generate.replica
+        if wanted >= len(self._engines):
+            raise RequestError(
+                f"There are {len(self._engines)} replicas, and none number {wanted}.",
+                param="routed_dp_rank",
+            )
+        if wanted < 0 and self._gives and generate.room:
+            wanted = replica_of(generate.room, len(self._engines))
+        if wanted >= 0:
+            return self._engines[wanted].submit(generate)
         alive = self._working() or self._alive() or self._engines
         requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
         stream = alive[self._route(requests, tokens, self._sent)].submit(generate)

@@ -478,6 +478,8 @@ def _message(request: TextRequest, weight: float) -> Generate:
         embeds=request.embeds,
         room=request.room,
         peer=request.peer,
+        replica=request.replica,
+        giver=request.giver,
         stride=request.stride,
         pin_s=request.pin_s,
         pin_priority=request.pin_priority,

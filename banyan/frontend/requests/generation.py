@@ -73,6 +73,10 @@ class TextRequest:
     """Where it is handed over from one server to another; b"" = nowhere."""
     peer: str = ""
     """host:port of the server that computes its prompt."""
+    replica: int = -1
+    """Which replica of this server takes it; -1 = whichever is chosen."""
+    giver: int = -1
+    """Which replica of the other server computes its prompt; -1 = the one that has its room."""
     priority: int = 0
     adapter: str = ""
     """Who answers; "" = the model by itself."""

@@ -190,6 +190,8 @@ def parse_native(
                 experts_from=experts_from,
                 room=meetings[i].name(j),
                 peer=meetings[i].peer,
+                replica=meetings[i].replica,
+                giver=meetings[i].giver,
                 priority=priority,
                 adapter=chosen[i],
                 route="generate",

@@ -1,4 +1,5 @@
-"""Rooms: the fields by which two servers know the same sequence, one of which computes its prompt.
+"""Rooms: the fields by which two servers know the same sequence, one of which computes its prompt;
+and which replica of each does.
 
 The same body goes to both. A prompt has a room; of its n sequences each has a part of it, which
 both servers number alike.
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from banyan.frontend.requests.generation import TextRequest
     from banyan.frontend.requests.sampling import Limits
 
-FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_HERE = ("routed_dp_rank", "data_parallel_rank")
+"""Two names, the first one counts."""
+_THERE = "disagg_prefill_dp_rank"
+FIELDS = (*_ROOMS, *_HERE, _THERE)
 DEFAULT_PORT = 8998
+_MOST_REPLICAS = 1 << 16
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]{2,45}\]|[\w.-]{1,253}", re.ASCII)
 _OWN_ROUTES = ("probe", "warm-up")
 """What a server asks of itself; it does both parts then."""
@@ -25,11 +31,18 @@ _OWN_ROUTES = ("probe", "warm-up")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where one prompt is handed over. Without a room it is not."""
+    """Where one prompt is handed over. Without a room it is not.
+
+    Attributes:
+        replica: who takes it of this server; -1 = whoever is chosen.
+        giver: who computes it of the other one; -1 = whoever has its room.
+    """
 
     room: int = -1
     peer: str = ""
     """host:port."""
+    replica: int = -1
+    giver: int = -1
 
     def name(self, part: int) -> bytes:
         """Of sequence `part` of the prompt; b"" without a room."""
@@ -51,8 +64,13 @@ def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meetin
     Raises:
         RequestError: names the field, the rule and the value.
     """
-    hosts, ports, rooms = (_spread(fields(name), name, num) for name in FIELDS)
-    found = [_meeting(*given) for given in zip(hosts, ports, rooms, strict=True)]
+    hosts, ports, rooms = (_spread(fields(name), name, num) for name in _ROOMS)
+    here = next((rank for name in _HERE if (rank := _rank(fields(name), name)) >= 0), -1)
+    there = _rank(fields(_THERE), _THERE)
+    found = [
+        replace(_meeting(*given), replica=here, giver=there)
+        for given in zip(hosts, ports, rooms, strict=True)
+    ]
     named = [meeting.room for meeting in found if meeting.room >= 0]
     if len(named) != len(dict.fromkeys(named)):
         raise RequestError(
@@ -112,6 +130,16 @@ def _spread(value: object, name: str, num: int | None) -> Sequence[object]:
     if len(value) != num:
         raise RequestError(
             f"{name} must be one value or {num} of them, got {len(value)}.", param=name
+        )
+    return value
+
+
+def _rank(value: object, name: str) -> int:
+    if value is None:
+        return -1
+    if type(value) is not int or not 0 <= value < _MOST_REPLICAS:
+        raise RequestError(
+            f"{name} must be the number of a replica, got {str(value)[:40]!r}", param=name
         )
     return value
 

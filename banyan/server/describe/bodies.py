@@ -64,6 +64,7 @@ NATIVE_TYPES: Mapping[str, object] = {
     "lora_path": _TEXTS,
     "bootstrap_host": _TEXTS,
     **dict.fromkeys(("bootstrap_port", "bootstrap_room"), int | list[int] | None),
+    **dict.fromkeys(("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"), int | None),
 }
 """Field of /generate -> its type."""
 

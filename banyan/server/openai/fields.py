@@ -198,6 +198,8 @@ def sequences(
             stride=parsed.stream_interval,
             room=meeting.name(i),
             peer=meeting.peer,
+            replica=meeting.replica,
+            giver=meeting.giver,
         )
         for (ids, parsed), meeting, adapter in zip(prompts, meetings, adapters, strict=True)
         for i in range(count or parsed.n)

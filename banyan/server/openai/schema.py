@@ -34,6 +34,9 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
     lora_path: str | list[str | None] | None = None
     """A list has a name, or null, for each prompt."""
 
@@ -115,10 +118,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "session_params": (_NONE, _SESSIONS),
     "watermark": (_NONE, _RESEARCH),
     "beam_width": ((None, 1), "beam search is not available in this build"),
-    "disagg_prefill_dp_rank": (
-        _NONE,
-        "which replica computes a prompt follows from bootstrap_room",
-    ),
     "chat_template": (_NONE, "a request may not bring its own chat template"),
     "bad_words": (_NONE, "bad_words is not available; use logit_bias"),
     "allowed_token_ids": (_NONE, "allowed_token_ids is not available; use logit_bias"),
@@ -139,8 +138,6 @@ HARMLESS = frozenset(
         "verbosity",
         "task",
         "session_id",
-        "routed_dp_rank",
-        "data_parallel_rank",
         "custom_labels",
         "return_flat_raw_top_logprobs_b64",
         "max_dynamic_patch",

@@ -201,7 +201,12 @@ class GivingRooms:
 
     async def _answer(self, channel: wire.Channel, seek: wire.Seek) -> None:
         options = self._options
-        if ports := replica_of(seek.room, options.replicas) - options.replica:
+        giver = seek.giver if seek.giver >= 0 else replica_of(seek.room, options.replicas)
+        if giver >= options.replicas:
+            none = wire.Gone(400, f"it has {options.replicas} replicas, and none number {giver}")
+            await channel.send(wire.GONE, wire.pack(none))
+            return
+        if ports := giver - options.replica:
             await channel.send(wire.ELSEWHERE, wire.pack(wire.Elsewhere(ports)))
             return
         room = await self._find(channel, seek.room)

@@ -201,7 +201,7 @@ class TakingRooms:
             raise _Lost(503, f"{where} cannot be reached: {error.strerror or error}") from None
         writers.append(writer)
         channel = await wire.greet(reader, writer, self._master, is_giver=False)
-        await channel.send(wire.SEEK, wire.pack(wire.Seek(order.room, order.digest)))
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(order.room, order.digest, order.giver)))
         patience_s = self._options.patience_s
         try:
             async with asyncio.timeout(patience_s) as patience:

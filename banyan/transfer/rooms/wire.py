@@ -54,6 +54,8 @@ class Seek(msgspec.Struct, frozen=True):
 
     room: bytes
     digest: bytes
+    giver: int = -1
+    """The replica that was told to compute it; -1 = the one that the room belongs to."""
 
 
 class Found(msgspec.Struct, frozen=True):
