@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list
 from banyan.base.log import logger
+from banyan.config.dispatch import within_the_exchange
 from banyan.config.schema import UNSAID, Config
 
 log = logger(__name__)
@@ -47,13 +48,15 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         ConfigError: a number type that activations cannot have on this device.
     """
     _check_dtype(config.model.activation_dtype, defaults)
+    chunk = min(defaults.chunk_tokens, config.schedule.prefill_tokens)
+    chunk, running = within_the_exchange(config, chunk, defaults.running_cap)
     found: dict[str, object] = {
         "device.name": defaults.device,
         "model.activation_dtype": defaults.dtypes[0],
         "cache.page_size": defaults.page_size,
         "cache.free_share": defaults.free_share,
-        "schedule.chunk_tokens": min(defaults.chunk_tokens, config.schedule.prefill_tokens),
-        "schedule.running_cap": defaults.running_cap,
+        "schedule.chunk_tokens": chunk,
+        "schedule.running_cap": running,
     }
     is_open = {
         name: value for name, value in found.items() if _value(config, name) in (0, AUTO, UNSAID)

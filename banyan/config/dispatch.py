@@ -58,6 +58,25 @@ def slot_bytes(config: Config, card: ModelCard) -> int:
     return -(-size // _LINE) * _LINE
 
 
+def within_the_exchange(config: Config, chunk: int, running: int) -> tuple[int, int]:
+    """Tokens of prompts and requests of a step, where nobody says how many there may be: as many as
+    travel at once.
+
+    Args:
+        chunk, running: what else would suit the device.
+    """
+    parallel, experts = config.parallel, config.experts
+    if not sends_rows(config) or experts.a2a_mode != "low_latency":
+        return chunk, running
+    room = experts.a2a_tokens * parallel.attention_ranks * parallel.cp
+    each = 1 + config.speculative.drafts
+    running = max(1, min(running, room // 2 // each))
+    fits = max(1, min(chunk, room - (config.schedule.max_running or running) * each))
+    if fits < chunk:
+        log.info("steps have %d tokens of prompts, because of %s low_latency", fits, _MODE)
+    return fits, running
+
+
 def check_the_tokens(config: Config, running: int) -> None:
     """Once it is known how large a step may be. running: tokens of answers in one of a replica."""
     parallel, experts = config.parallel, config.experts

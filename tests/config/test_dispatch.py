@@ -8,6 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.companions import check_companions
+from banyan.config.defaults import Defaults, settle
 from banyan.config.dispatch import LIMIT, check_the_tokens, sends_rows, slot_bytes
 from banyan.config.env import read_environment
 from banyan.config.resolve import resolve
@@ -61,6 +62,24 @@ def test_a_step_of_low_latency_is_within_the_bound() -> None:
     for mode in ("auto", "normal"):
         check_the_tokens(config_with(*flags, "--deepep-mode", mode), 2048)
     check_the_tokens(config_with("--tp", "4", "--ep", "4"), 2048)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "chunk", "running"),
+    [
+        ((), "", 256 - 128, 128),
+        ((), "24", 24, 24),
+        (("--max-running-requests", "40"), "24", 8, 24),
+        (("--chunked-prefill-size", "30"), "24", 30, 24),
+        (("--deepep-mode", "auto"), "24", 2048, 256),
+    ],
+)
+def test_what_nobody_says_is_within_the_bound(flags, limit, chunk: int, running: int) -> None:
+    low = config_with(*JOINED, *DEEPEP, "--deepep-mode", "low_latency", *flags, limit=limit)
+    found, _ = settle(low, Defaults("some", ("float16",), 16, 2048, 256, 0.8))
+    assert (found.schedule.chunk_tokens, found.schedule.running_cap) == (chunk, running)
+    if "--chunked-prefill-size" not in flags:
+        check_the_tokens(found, found.schedule.max_running or running)
 
 
 def test_a_variable_is_the_bound() -> None:

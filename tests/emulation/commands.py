@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FACTOR = 4
-"""Of ranks, replicas and nodes: what is less than one stays one."""
+"""Of ranks, replicas, nodes, and tokens that a rank has a share of: what is less than one stays one."""
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
-_COUNTED = ("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--nnodes")
+_COUNTED = (
+    *("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--nnodes"),
+    "--max-prefill-tokens",
+)
 _OF_MACHINES = ("--host", "--port", "--dist-init-addr", "--model-path", "--node-rank")
 _OF_THEIR_HOSTS = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SGLANG_SET_CPU_AFFINITY")
 """Names of interfaces, and a wish that takes as many cores as ranks."""
@@ -28,17 +31,12 @@ _STORE = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
-_DISPATCH = "rows go to the ranks of their experts by exact counts (--deepep-mode normal) only"
 _DRAFTS = (
     "the layer of DeepSeek V3.2 that drafts runs on CPUs only, and joined replicas verify none"
 )
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
-    "--moe-a2a-backend": _DISPATCH,
-    "--enable-deepep-moe": _DISPATCH,
-    "--deepep-mode": _DISPATCH,
-    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _DISPATCH,
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": _DISPATCH,
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows travel in the type of the activations",
     "SGLANG_NPU_USE_MLAPO": "what comes before latent attention is several operators",
     **{f"--speculative-{name}": _DRAFTS for name in DRAFTING},
     "SGLANG_USE_AG_AFTER_QLORA": "latents are not divided among ranks",

@@ -34,12 +34,9 @@ PORT = re.compile(r"--disaggregation-bootstrap-port (\d+)")
 SIZES = LATENT | {
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16},
     **{"index_head_dim": 128, "moe_intermediate_size": 32},
+    **{"hidden_size": 1024, "weights": 0.05},
 }
-AT_START = (
-    *("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),
-    *("--moe-a2a-backend", "--enable-deepep-moe", "--deepep-mode"),
-    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
-)
+AT_START = (*("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),)
 """What is refused when a device is opened, or belongs to what is refused; drafts are refused when
 the model is known. `test_ranks.py` and `test_handoff.py` see to it."""
 

@@ -25,11 +25,13 @@ def exchange_cases(ranks: Ranks = SOMEWHERE, limits: Dispatch = A3) -> Iterator[
         weights = torch.full(ids.shape, 0.5)
 
         def there(
-            ops: Operators, place: Place, given: tuple[Tensor, ...] = (x, ids, weights)
+            ops: Operators,
+            place: Place,
+            given: tuple[Tensor, Tensor, Tensor] = (x, ids, weights),
         ) -> list[Tensor]:
-            rows, *pairs = (place(part) for part in given)
-            sent = ops.dispatch(rows, *pairs, ranks, _EXPERTS, limits)
-            return [ops.combine(sent.rows, sent, *pairs, ranks, _EXPERTS, limits)]
+            rows, chosen, shares = place(given[0]), place(given[1]), place(given[2])
+            sent = ops.dispatch(rows, chosen, shares, ranks, _EXPERTS, limits)
+            return [ops.combine(sent.rows, sent, chosen, shares, ranks, _EXPERTS, limits)]
 
         # Rows that experts leave as they are, with weights of a sum of one.
         for operator in ("npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"):
