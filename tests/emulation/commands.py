@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FACTOR = 4
-"""Of ranks, replicas, nodes, and tokens that a rank has a share of: what is less than one stays one."""
+"""Of ranks, replicas, nodes, and tokens that ranks divide: what is less than one stays one."""
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
 _COUNTED = (
     *("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--nnodes"),
