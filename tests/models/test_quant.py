@@ -620,7 +620,8 @@ def test_numbers_in_fp8_stay_where_a_block_holds_them():
     assert torch.equal(of_tensor.dense, numbers.float() * scale[0, 0])
     assert torch.equal(plain(kept).dense, kept.dense.bfloat16()) and plain(kept).type == "BF16"
     odd = parts | {"weight_scale_inv": StoredWeight.from_tensor(torch.ones(3, 3))}
-    assert Fp8((128, 100)).restore("x", odd).weight.type == "BF16"
+    wide = Fp8((128, 100)).restore("x", odd)
+    assert wide.weight.type == "BF16" and wide.unpacked.startswith("scales of 100 inputs are not")
     bad = numbers.view(torch.uint8).clone()
     bad[7, 7] = 0xFF  # no number
     holed = parts | {"weight": RawTensor("F8_E4M3", (300, 256), bad.flatten())}

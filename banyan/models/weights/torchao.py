@@ -62,7 +62,7 @@ def _four_bits(values: Tensor, group: int) -> StoredWeight | None:
 def _floats(values: Tensor, largest: Tensor) -> StoredWeight:
     scale = (largest / FP8_MOST).clamp(min=_TINY)
     numbers = (values / scale).clamp_(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
-    return _BY_SHAPE.of_numbers(numbers, scale)
+    return _BY_SHAPE.of_numbers(numbers, scale).weight
 
 
 def _floats_by_row(values: Tensor) -> StoredWeight:

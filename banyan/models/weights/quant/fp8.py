@@ -68,32 +68,32 @@ class Fp8:
         scale = next((name for name in _SCALES if name in parts), _SCALES[0])
         factors = _factors(numbers_of(parts, scale, (*FLOATS, "F8_E8M0", "U8")))
         if "weight" in parts and len(parts["weight"].shape) == _STACKED:
-            return Restored(self._stack(numbers_of(parts, "weight", FLOAT8_TYPES), factors))
-        values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None))
-        return Restored(self.of_numbers(values, factors))
+            return self._stack(numbers_of(parts, "weight", FLOAT8_TYPES), factors)
+        return self.of_numbers(numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)), factors)
 
-    def of_numbers(self, values: Tensor, scale: Tensor) -> StoredWeight:
+    def of_numbers(self, values: Tensor, scale: Tensor) -> Restored:
         """values: [out, in] in 8 bits; scale: fp32, as `block` says."""
         block = self._block_of(tuple(scale.shape), tuple(values.shape))
         spread = _spread(scale, tuple(values.shape), block)
-        if _fits(values, block):
-            return _kept(values, spread)
+        why = _misfit(values, block)
+        if not why:
+            return Restored(_kept(values, spread))
         found = torch.from_numpy(np.empty(values.shape, np.int16)).view(torch.bfloat16)
         for first in range(0, len(values), _STRIP):  # what is made in between is small
             rows = slice(first, first + _STRIP)
             found[rows] = values[rows].float() * spread(rows)
-        return StoredWeight.from_tensor(found)
+        return Restored(StoredWeight.from_tensor(found), why)
 
-    def _stack(self, values: Tensor, scale: Tensor) -> StoredWeight:
+    def _stack(self, values: Tensor, scale: Tensor) -> Restored:
         """values: [experts, out, in]; scale: one for all, or those of each expert by themselves."""
         if scale.numel() > 1 and len(scale) != len(values):
             raise ModelError(f"scales of shape {list(scale.shape)} for {len(values)} experts")
         each = scale if scale.numel() > 1 else scale.reshape(1).expand(len(values))
         found = [self.of_numbers(*pair) for pair in zip(values, each, strict=True)]
-        if len({weight.type for weight in found}) > 1:
-            found = [plain(weight) for weight in found]
-        raw = torch.stack([weight.raw for weight in found])
-        return StoredWeight(found[0].type, tuple(values.shape), raw)
+        why = next((one.unpacked for one in found if one.unpacked), "")
+        weights = [plain(one.weight) if why else one.weight for one in found]
+        raw = torch.stack([weight.raw for weight in weights])
+        return Restored(StoredWeight(weights[0].type, tuple(values.shape), raw), why)
 
     def _block_of(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
         outputs, inputs = shape
@@ -145,14 +145,17 @@ def with_plain_floats(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[s
         log.info("%d weights of 8-bit floats became bf16, which this device multiplies with", count)
 
 
-def _fits(values: Tensor, block: tuple[int, int]) -> bool:
-    """Whether blocks of 32 inputs hold the numbers as they are."""
+def _misfit(values: Tensor, block: tuple[int, int]) -> str:
+    """Why blocks of 32 inputs do not hold the numbers as they are; "" = they do."""
     inputs = values.shape[1]
-    if values.dtype != torch.float8_e4m3fn or inputs % BLOCK:
-        return False
+    if values.dtype != torch.float8_e4m3fn:
+        return "they are e5m2"
+    if inputs % BLOCK:
+        return f"{inputs} inputs are not whole blocks of {BLOCK}"
     if block[1] % BLOCK and block[1] < inputs:
-        return False
-    return not bool((values.view(torch.uint8) & _NAN == _NAN).any())
+        return f"scales of {block[1]} inputs are not those of whole blocks of {BLOCK}"
+    is_odd = bool((values.view(torch.uint8) & _NAN == _NAN).any())
+    return "some are not a number" if is_odd else ""
 
 
 def _spread(
