@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "Step3VLForConditionalGeneration": "test_step.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
+    "gguf/step35": "test_step.py",
     "gguf/bailingmoe": "test_bailing.py",
     "gguf/bailingmoe2": "test_bailing.py",
 }

@@ -50,6 +50,7 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         family = FAMILIES.load(GGUF + name).gguf
         assert family is not None, f"{name} is listed for GGUF and has no such form"
         facts = Facts(metadata, path, f"{name}.", asked)
+        facts = facts.with_values(family.respelled(facts))
         tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
         card = family.more(facts, _card(file, facts, tokens, name, family))
         card = family.of_tensors(file.tensors, card)
@@ -86,7 +87,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
         context_length=context_length,
         norm_eps=shortest(facts.number(family.eps_key, 0.0, 1.0)),
         hidden_act=family.activation,
-        rope=_rope(file, facts, rotary_dim, context_length),
+        rope=_rope(file, facts, rotary_dim, context_length, family.has_divisors),
         rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
         tie_embeddings="output.weight" not in file.tensors,
         qk_norm="head" if has_norms else "",
@@ -189,8 +190,20 @@ def _main_type(file: GGUFFile) -> str:
     return types.most_common(1)[0][0].lower() if types else "f32"
 
 
-def _rope(file: GGUFFile, facts: Facts, rotary_dim: int, context_length: int) -> RopeFacts:
+def _rope(
+    file: GGUFFile, facts: Facts, rotary_dim: int, context_length: int, has_divisors: bool
+) -> RopeFacts:
     theta = facts.number("rope.freq_base", 1.0, 1e12, default=10000.0)
+    if "rope_freqs.weight" in file.tensors and has_divisors:
+        divisors = _numbers(file, "rope_freqs.weight", rotary_dim // 2)
+        return RopeFacts(
+            theta=theta,
+            kind="longrope",
+            original_length=context_length,
+            attention_factor=1.0,
+            short_factor=divisors,
+            long_factor=divisors,
+        )
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope(file, theta, rotary_dim)
     if "rope_factors_long.weight" in file.tensors:

@@ -38,7 +38,8 @@ class Facts:
 
     def with_values(self, more: Mapping[str, object]) -> "Facts":
         """The same, with some of the values replaced."""
-        return Facts({**self._values, **more}, self._where, self._prefix, self._asked)
+        named = {self._prefix + key: value for key, value in more.items()}
+        return Facts({**self._values, **named}, self._where, self._prefix, self._asked)
 
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None

@@ -117,6 +117,7 @@ FAMILIES: Table[Family] = Table(
         "gguf/qwen3next": "banyan.families.qwen_next:QWEN3_NEXT",
         "gguf/qwen35": "banyan.families.qwen_next:QWEN35",
         "gguf/qwen35moe": "banyan.families.qwen_next:QWEN35_MOE",
+        "gguf/step35": "banyan.families.step:STEP3_FLASH",
         "gguf/starcoder2": "banyan.families.starcoder:STARCODER2",
         "gguf/cohere2": "banyan.families.cohere:COHERE2",
     },

@@ -174,6 +174,8 @@ class GgufForm:
         kinds: of models with states; such files may count heads and widths layer by layer, 0 where
             a layer has none.
         of_tensors: fills in what only the names of a file's tensors tell.
+        respelled: as `HubForm.respelled`.
+        has_divisors: what slows frequencies ("rope_freqs.weight") follows no rule that is known.
         more: fills in what only this family has.
     """
 
@@ -182,6 +184,8 @@ class GgufForm:
     eps_key: str = "attention.layer_norm_rms_epsilon"
     window_period: int = 0
     may_norm_heads: bool = False
+    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
+    has_divisors: bool = False
     kinds: Callable[[Facts, int], Kinds] | None = None
     more: More = no_more
     of_tensors: Callable[[Container[str], ModelCard], ModelCard] = nothing_of_tensors

@@ -4,25 +4,35 @@ Step-3: queries that are squeezed, normed and widened beside one head of keys an
 (arXiv 2507.19427), experts chosen by softmax scores. Of both that is the part for text.
 
 Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, in their
-makers' words and in those of transformers.
+makers' words and in those of transformers; GGUF architecture
+"step35" (Step-3.5).
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from banyan.base.json_types import is_list, is_object
-from banyan.config.card import WINDOW, ExpertFacts, ModelCard
-from banyan.config.facts import Facts
+from banyan.config.card import WINDOW, ExpertFacts, ModelCard, RopeFacts
+from banyan.config.facts import Facts, shortest
 from banyan.families.base import (
     MAX_WIDTH,
     Biases,
     Family,
+    GgufForm,
     HubForm,
     Kinds,
     window_where,
 )
-from banyan.families.experts import MAX_EXPERTS, layers_ahead
-from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, HUB_QK_NORM, NameMap
+from banyan.families.experts import MAX_EXPERTS, gguf_corrected, layers_ahead
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
@@ -206,6 +216,83 @@ def _first(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=experts, query_rank=rank)
 
 
+def _gguf_list(facts: Facts, key: str, count: int) -> list[object]:
+    """One value for each of the first layers; lists may speak of the layers for drafting too."""
+    listed = facts.any(key)
+    if not is_list(listed):
+        return [listed] * count
+    if len(listed) < count:
+        raise facts.error(key, listed, f"a list of {count} values, one for each layer")
+    return listed[:count]
+
+
+def _gguf_respelled(facts: Facts) -> Mapping[str, object]:
+    """The layers for drafting are counted as blocks; heads and kinds are listed layer by layer."""
+    blocks = facts.integer("block_count", 1, _MAX_LAYERS)
+    count = blocks - facts.integer("nextn_predict_layers", 0, blocks - 1, default=0)
+    pattern = "attention.sliding_window_pattern"
+    kinds = _gguf_list(facts, pattern, count)
+    found: dict[str, object] = {"block_count": count, pattern: kinds}
+    key = "attention.head_count"
+    heads = _gguf_list(facts, key, count)
+    for of_window, name in ((False, key), (True, f"{key}_swa")):
+        mine = [
+            each for each, is_window in zip(heads, kinds, strict=True) if is_window is of_window
+        ]
+        if any(each != mine[0] for each in mine):
+            raise facts.error(key, heads, "one number for all layers of a kind")
+        found[name] = mine[0] if mine else heads[0]
+    groups = _gguf_list(facts, f"{key}_kv", count)
+    if any(each != groups[0] for each in groups):
+        raise facts.error(f"{key}_kv", groups, "one number for all layers")
+    return found | {f"{key}_kv": groups[0]}
+
+
+def _gguf_limits(facts: Facts, key: str, count: int) -> tuple[float, ...]:
+    found = list[float]()
+    for value in _gguf_list(facts, key, count) if facts.has(key) else ():
+        if not isinstance(value, int | float) or not 0 <= value <= _LIMIT:
+            raise facts.error(key, value, f"in [0, {_LIMIT:g}], for each layer")
+        found.append(shortest(value))
+    return tuple(found) if any(found) else ()
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """Full layers turn half of what the file says; it divides their frequencies alone."""
+    turned = card.rotary_dim or card.head_dim
+    if turned % 4:
+        raise facts.error("rope.dimension_count", turned, "a multiple of 4, of which half rotates")
+    if facts.integer("moe_every_n_layers", 1, _MAX_LAYERS, default=1) != 1:
+        raise facts.error("moe_every_n_layers", facts.any("moe_every_n_layers"), "1")
+    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=card.rope.theta)
+    of_window = facts.integer("rope.dimension_count_swa", 2, card.head_dim, default=turned)
+    pairs = turned // 4
+    rope = replace(
+        card.rope,
+        short_factor=card.rope.short_factor[:pairs],
+        long_factor=card.rope.long_factor[:pairs],
+    )
+    heads = facts.integer("attention.head_count_swa", 1, _MAX_HEADS)
+    if heads % card.num_kv_heads:
+        rule = f"a multiple of {card.num_kv_heads} key and value heads"
+        raise facts.error("attention.head_count", heads, rule)
+    limits = _gguf_limits(facts, "swiglu_clamp_exp", card.num_layers)
+    return replace(
+        card,
+        rope=rope,
+        window_rope=RopeFacts(theta=theta, dim=of_window),
+        rotary_dim=turned // 2,
+        experts=replace(gguf_corrected(facts, card), limits=limits, group_best=1),
+        window_heads=heads if WINDOW in card.layer_kinds else 0,
+        mlp_limits=_gguf_limits(facts, "swiglu_clamp_shexp", card.num_layers),
+        num_ahead=facts.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
+    )
+
+
+def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    return replace(card, has_head_gates="blk.0.attn_gate.weight" in names)
+
+
 _NAMES = HUB_NAMES | {
     "model.layers.{}.moe.gate": "layers.{}.mlp.router",
     "model.layers.{}.moe.gate_proj": "layers.{}.mlp.experts.gate_up:gate*",
@@ -235,7 +322,22 @@ STEP3_FLASH = Family(
         respelled=_respelled,
         more=_flash,
     ),
+    gguf=GgufForm(
+        "Step3p5ForCausalLM",
+        respelled=_gguf_respelled,
+        has_divisors=True,
+        more=_of_gguf,
+        of_tensors=_of_tensors,
+    ),
     names={
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_QK_NORM
+            | GGUF_EXPERTS
+            | {"blk.{}.attn_gate": "layers.{}.attention.head_gates"},
+            ignored=("rope_freqs.weight",),
+            has_more_layers=True,
+        ),
         "safetensors": NameMap(
             _NAMES
             | HUB_QK_NORM
@@ -248,7 +350,7 @@ STEP3_FLASH = Family(
             norm_offset=1.0,
             has_more_layers=True,
             unread=_SEES,
-        )
+        ),
     },
     qk_norm="head",
 )

@@ -2,10 +2,13 @@
 transformers does not have, written out from its report (arXiv 2507.19427)."""
 
 import json
+from dataclasses import replace
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from banyan.base.errors import ModelError
@@ -16,7 +19,7 @@ from banyan.ops.bind import bind
 from banyan.parallel.groups import open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
-from tests.models.test_families import PROMPT, load
+from tests.models.test_families import PROMPT, expected_logits, load
 from tests.parallel.ranks import rank_processes
 
 CPU = torch.device("cpu")
@@ -245,8 +248,6 @@ def in_makers_words(folder) -> None:
 
 
 def test_its_makers_words_give_the_same_card(tmp_path):
-    from dataclasses import replace
-
     tiny("step 3.7", tmp_path)
     card = read_card(str(tmp_path))
 
@@ -299,3 +300,103 @@ def test_what_the_first_one_cannot_be_is_refused_by_name(changes, match, tmp_pat
 
     with pytest.raises(ModelError, match=match):
         read_card(str(tmp_path))
+
+
+GGUF_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def in_gguf(folder, drafting: int = 0, divisors=None, **changes):
+    """The folder's checkpoint as published converters write it."""
+    path, card = folder / "model.gguf", read_card(str(folder))
+    writer = gguf.GGUFWriter(path, "step35")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.STEP35, card.num_layers + drafting)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith(("vision_model.", "vit_")):
+            continue
+        tensor = tensor + 1.0 if name.endswith("norm.weight") else tensor
+        plain = name.replace("router_bias", "router_bias.bias")
+        writer.add_tensor(names.get_name(plain, (".weight", ".bias")), tensor.numpy())
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    more = [0.0] * drafting
+    heads = [card.heads_of(layer) for layer in range(card.num_layers)] + [
+        card.window_heads
+    ] * drafting
+    experts = card.experts
+    writer.add_context_length(card.context_length)
+    writer.add_embedding_length(card.hidden_size)
+    writer.add_block_count(card.num_layers + drafting)
+    if drafting:
+        writer.add_nextn_predict_layers(drafting)
+    writer.add_feed_forward_length(card.intermediate_size)
+    writer.add_head_count(changes.get("heads", heads))
+    writer.add_head_count_kv([card.num_kv_heads] * len(heads))
+    writer.add_key_length(card.head_dim)
+    writer.add_value_length(card.head_dim)
+    writer.add_layer_norm_rms_eps(card.norm_eps)
+    writer.add_rope_freq_base(card.rope.theta)
+    writer.add_rope_freq_base_swa(card.window_rope.theta)
+    writer.add_sliding_window(card.window)
+    writer.add_sliding_window_pattern([k == "window" for k in card.layer_kinds] + [True] * drafting)
+    writer.add_expert_count(experts.count)
+    writer.add_expert_used_count(experts.per_token)
+    writer.add_expert_feed_forward_length(experts.inner)
+    writer.add_expert_shared_feed_forward_length(experts.shared_inner)
+    writer.add_expert_weights_scale(experts.scale)
+    writer.add_expert_weights_norm(True)
+    writer.add_leading_dense_block_count(len(experts.dense_layers))
+    writer.add_moe_every_n_layers(changes.get("every", 1))
+    writer.add_swiglu_clamp_exp(list(experts.limits) + more)
+    writer.add_swiglu_clamp_shexp(list(card.mlp_limits) + more)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("drafting", [0, 1])
+def test_a_file_of_llama_cpp_gives_the_same_logits(drafting, ops, paged, tmp_path):
+    reference = tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
+    hub = read_card(str(tmp_path))
+
+    card = read_card(str(in_gguf(tmp_path, drafting)))
+
+    ours = ("experts", "window_heads", "mlp_limits", "rotary_dim", "layer_kinds", "num_layers")
+    assert [getattr(card, name) for name in ours] == [getattr(hub, name) for name in ours]
+    assert card.num_ahead == drafting
+    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
+
+
+def test_a_file_divides_the_frequencies_of_full_layers_alone(ops, tmp_path):
+    """As llama.cpp does: by the first of the numbers that there are, whatever their rule."""
+    tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
+    divisors = [1.0, 1.5, 4.0, 7.0, 8.0, 9.0]
+
+    card = read_card(str(in_gguf(tmp_path, divisors=divisors)))
+
+    full, window = load_model(card, Build(ops)).rotaries.values()
+    plain = 5e4 ** -(torch.arange(0, 6, 2) / 6)
+    torch.testing.assert_close(full.frequencies, plain / torch.tensor(divisors[:3]))
+    torch.testing.assert_close(window.frequencies, 1e4 ** -(torch.arange(0, 12, 2) / 12))
+    assert full.magnitude == window.magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"heads": [4, 6, 5, 4]}, "attention.head_count must be one number for all layers"),
+        ({"heads": [4, 6, 6]}, "attention.head_count must be a list of 4 values"),
+        ({"heads": [4, 5, 5, 4]}, "attention.head_count must be a multiple of 2 key"),
+        ({"every": 2}, "moe_every_n_layers must be 1"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_by_name(changes, match, tmp_path):
+    tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
+
+    with pytest.raises(ModelError, match=match):
+        read_card(str(in_gguf(tmp_path, **changes)))
