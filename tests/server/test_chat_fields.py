@@ -55,6 +55,9 @@ EFFECTS = {
     "priority": (3, lambda r: r.priority, 3),
     "rid": ("mine", lambda r: r.id, "mine"),
     "n": (1, lambda r: r.id.count("_"), 0),
+    "routed_dp_rank": (3, lambda r: r.replica, 3),
+    "data_parallel_rank": (3, lambda r: r.replica, 3),
+    "disagg_prefill_dp_rank": (3, lambda r: r.giver, 3),
     "input_ids": ([1, 2, 3], lambda r: r.prompt, [1, 2, 3]),
     "regex": ("a+", lambda r: r.grammar, "regex:a+"),
     "ebnf": ('root ::= "a"', lambda r: r.grammar, 'ebnf:root ::= "a"'),
@@ -78,6 +81,25 @@ def test_a_field_reaches_the_engine(site: Site, http: httpx.Client, field: str, 
     assert answer.status_code == 200, answer.text
     assert effect(site.generator.asked[-1]) == wanted
     assert "x-banyan-warnings" not in answer.headers
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "native"])
+def test_a_header_names_the_replica_before_the_body_does(
+    site: Site, http: httpx.Client, route: str
+) -> None:
+    path, body = ROUTES[route][:2] if route in ROUTES else ("/generate", {"text": "ab"})
+
+    def asked(rank: str, **more: object) -> httpx.Response:
+        headers = {"X-Data-Parallel-Rank": rank.encode()} if rank else {}
+        return http.post(path, json={**body, **more}, headers=headers)
+
+    for rank, in_body, wanted in (("2", 1, 2), ("2", None, 2), ("", 1, 1), ("", None, -1)):
+        assert asked(rank, data_parallel_rank=in_body).status_code == 200
+        assert site.generator.asked[-1].replica == wanted
+    for rank in ("x", "-1", "1.0", "9" * 20, "²"):
+        assert asked(rank).status_code == 400, rank
+    for rank in (-1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, "1", 1.0, True, [1]):
+        assert asked("", routed_dp_rank=rank).status_code == 400, rank
 
 
 @pytest.mark.parametrize("route", ROUTES)

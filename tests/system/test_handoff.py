@@ -27,6 +27,7 @@ from tests.system.serving import wait_until
 PROMPT = [i * 7 % 400 + 5 for i in range(300)]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ROLES = ("prefill", "decode")
+ALL = bool(os.environ.get("PARALLEL"))
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
@@ -126,7 +127,7 @@ def test_prefixes_that_either_side_has_cached_change_no_answer(pair: Pair, singl
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"] if ALL else ["both"])
 def test_sides_that_share_no_prefixes_hand_over_all_the_same(
     side: str, tiny_model: Path, single: Engine
 ) -> None:

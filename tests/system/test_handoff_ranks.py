@@ -1,16 +1,19 @@
 """Pairs of servers with different numbers of ranks: pages are cut anew, answers stay the same."""
 
 import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import as_completed
 from pathlib import Path
 
+import httpx
 import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
-from tests.system.handing import WAIT_S, Pair, engines
-from tests.system.serving import wait_until
+from tests.system.handing import WAIT_S, Pair, engines, servers
+from tests.system.serving import Server, status_of, wait_until
 from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, is_whole
 
 ALL = bool(os.environ.get("PARALLEL"))
@@ -150,3 +153,32 @@ def test_replicas_have_rooms_of_their_own(layout: str, tiny_model: Path, single:
             both.decode.generate(**body, routed_dp_rank=7)
         with pytest.raises(BanyanError, match="it has 2 replicas, and none number 7"):
             both.decode.generate(**body, disagg_prefill_dp_rank=7)
+
+
+@pytest.mark.skipif(not ALL, reason="make test-parallel")
+def test_joined_servers_that_lose_an_engine_hand_over_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """All replicas of a server end with one, and come again; until then requests end with 503."""
+    flags = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
+    with servers(tmp_path, tiny_model, *flags) as pair:
+
+        def ask(at: int) -> httpx.Response:
+            """As a router: what one side refuses is not waited for on the other."""
+            body = {"input_ids": PROMPT[at:], "sampling_params": GREEDY}
+            legs = pair.start("/generate", body)
+            first = next(as_completed(legs, WAIT_S)).result()
+            return legs[1].result(WAIT_S) if first.status_code == 200 else first
+
+        right = [ask(at).json()["output_ids"] for at in range(4)]
+        for side in (pair.prefill, pair.decode):
+            before = side.engine_pids()
+            os.kill(before[1], signal.SIGKILL)
+            assert {ask(at).status_code for at in range(3)} <= {200, 503}
+
+            def is_back(side: Server = side, before: list[int] = before) -> bool:
+                is_new = not set(before) & set(side.engine_pids())
+                return is_new and status_of(side, "/readyz") == 200
+
+            wait_until(is_back, WAIT_S, "all replicas to be back")
+            assert [ask(at).json()["output_ids"] for at in range(4)] == right

@@ -7,7 +7,7 @@ both servers number alike.
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ _ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _HERE = ("routed_dp_rank", "data_parallel_rank")
 """Two names, the first one counts."""
 _THERE = "disagg_prefill_dp_rank"
+HEADER = b"x-data-parallel-rank"
 FIELDS = (*_ROOMS, *_HERE, _THERE)
 DEFAULT_PORT = 8998
 _MOST_REPLICAS = 1 << 16
@@ -77,6 +78,19 @@ def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meetin
             "bootstrap_room must be another number for each prompt", param="bootstrap_room"
         )
     return found
+
+
+def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, object]:
+    """`fields` with the replica that the header X-Data-Parallel-Rank names, if it does: it counts
+    before theirs. RequestError when it is no number."""
+    if not header:
+        return fields
+    if not (header.isascii() and header.isdecimal() and len(header) <= len(str(_MOST_REPLICAS))):
+        raise RequestError(
+            f"X-Data-Parallel-Rank must be the number of a replica, got {header[:40]!r}",
+            param=_HERE[0],
+        )
+    return {**fields, _HERE[0]: int(header)}
 
 
 def check_room(request: "TextRequest", limits: "Limits") -> None:

@@ -9,6 +9,7 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.frontend.answers.native_answer import NativeService
+from banyan.frontend.requests.rooms import HEADER, with_replica
 from banyan.frontend.requests.sampling import Limits, merged
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
@@ -49,6 +50,7 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
     body = await exchange.json_object()
     turn = await state.sessions.begin(body, service.tokenizer, service.limits, exchange.tenant)
     asked = body if turn is None else turn.body
+    asked = with_replica(asked, exchange.header(HEADER))
     request = await native.read(asked, exchange.tenant, size)
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")

@@ -161,7 +161,9 @@ def origin_of(
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
         first_experts(partial(getattr, request)),
-        {name: getattr(request, name) for name in rooms.FIELDS},
+        rooms.with_replica(
+            {name: getattr(request, name) for name in rooms.FIELDS}, exchange.header(rooms.HEADER)
+        ),
         adapters,
     )
 
