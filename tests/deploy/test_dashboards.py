@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.scripted import scripted
 from tests.server.fakes import Site
 from tests.server.test_metrics import asked, chunk, metrics_of, run
 from tests.system.serving import free_port, wait_until
@@ -42,6 +43,7 @@ class _Scripted:
     def check(self, requests) -> None:
         pass
 
+    @scripted
     async def generate(self, request):
         from banyan.frontend.requests.generation import Finish
 

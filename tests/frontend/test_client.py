@@ -51,14 +51,18 @@ async def test_a_stream_brings_all_tokens_in_order_and_one_end():
 
 
 @asynchronous
-async def test_a_batch_holds_everything_that_waits():
+async def test_what_comes_is_told_in_the_call_that_brings_it_and_taken_without_waiting():
     async with serving(counting) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())
+        told = []
+        stream.tell(lambda: told.append(stream.take()))
+        assert stream.take() is None and not stream.is_over
         engine.say(Tokens(RequestId("r"), 0, b"\1\0\0\0"), Tokens(RequestId("r"), 1, b"\2\0\0\0"))
-        assert len(await stream.batch()) == 2
+        await until(lambda: told)
+        assert [event.first for event in told] == [0, 1]
         stream.close()
-        assert await stream.batch() == []
+        assert stream.take() is None and stream.is_over and told[2:] == [None]
 
 
 @asynchronous
@@ -397,7 +401,7 @@ async def test_five_hundred_random_aborts_leave_no_task_and_no_entry():
         async def one(i):
             stream = client.submit(generate(f"r{i}", max_new_tokens=rng.randint(1, 30)))
             for _ in range(rng.randint(0, 6)):
-                if not await stream.batch():
+                if await anext(stream, None) is None:
                     break
             if rng.random() < 0.3:
                 client.abort(stream.request)

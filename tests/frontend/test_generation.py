@@ -15,12 +15,12 @@ from banyan.frontend.link.text_generator import TextGenerator
 from banyan.frontend.requests.generation import (
     ALL_HIDDEN,
     LAST_HIDDEN,
+    InStrides,
     ScoreOptions,
     TextOptions,
     TextRequest,
     TokenScore,
     collect,
-    in_strides,
     join,
 )
 from banyan.frontend.requests.sampling import Limits
@@ -285,7 +285,7 @@ def test_strides_give_the_first_token_at_once_and_lose_nothing():
     async def scenario(seed):
         async with serving(say("hello world, this is long"), seed=seed) as (client, _):
             chunks = TextGenerator(client, TOKENIZER, LIMITS).generate(request())
-            return [chunk async for chunk in in_strides(chunks, 8)]
+            return [chunk async for chunk in InStrides(chunks, 8)]
 
     rng = random.Random(3)
     for _ in range(5):

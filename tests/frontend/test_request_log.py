@@ -18,6 +18,7 @@ from tests.flags import config_of
 from tests.frontend.fake_engine import ids_of, serving
 from tests.frontend.test_client import asynchronous
 from tests.frontend.test_generation import LIMITS, TOKENIZER, request
+from tests.scripted import scripted
 
 ASKED = replace(request("secret"), route="chat")
 COUNTS = "request ended id=r route=chat prompt_tokens=6 cached_tokens={} output_tokens={} "
@@ -149,6 +150,7 @@ class Long:
     def __init__(self, clock):
         self._clock = clock
 
+    @scripted
     async def generate(self, request):
         for number in range(1, 5):
             self._clock.advance_to(self._clock.now() + 1)
@@ -163,8 +165,8 @@ def test_texts_are_cut_unless_all_is_asked_for(lines, level):
 
     async def scenario():
         log = RequestLog(Long(clock), observe, lambda ids: text_of(len(ids)), clock)
-        async for _ in log.generate(replace(ASKED, prompt=[1] * 5000)):
-            pass
+        async with aclosing(log.generate(replace(ASKED, prompt=[1] * 5000))) as chunks:
+            assert len([chunk async for chunk in chunks]) == 4
 
     asynchronous(scenario)()
     [line] = lines()

@@ -31,6 +31,7 @@ from banyan.server.http.connection import connections
 from banyan.server.http.listen import bind
 from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
+from tests.scripted import scripted
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -100,6 +101,7 @@ class FakeGenerator:
     def check(self, requests: Sequence[TextRequest]) -> None:
         check_budget(requests, self.limits)
 
+    @scripted
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         self.asked.append(request)
         self.open[request.id] = None

@@ -11,6 +11,7 @@ from msgspec import structs
 from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Usage
+from tests.scripted import scripted
 from tests.server.fakes import Site
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -93,11 +94,13 @@ def test_several_prompts_tell_each_reason_once(
 ) -> None:
     reasons = iter(("unseen", "evicted", "", "unseen"))
     generator, generate = reporting.generator, reporting.generator.generate
+    generator.found = SPARE
 
+    @scripted
     async def one_by_one(request):
-        generator.found = structs.replace(SPARE, cache_miss=next(reasons))
+        why = next(reasons)
         async for chunk in generate(request):
-            yield chunk
+            yield structs.replace(chunk, usage=structs.replace(chunk.usage, cache_miss=why))
 
     monkeypatch.setattr(generator, "generate", one_by_one)
     body = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "return_cached_tokens_details": True}

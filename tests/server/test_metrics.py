@@ -20,6 +20,7 @@ from banyan.messages.events import Stats
 from banyan.messages.sampling import SamplingParams
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
+from tests.scripted import scripted
 from tests.server.fakes import READY, Site
 
 STATS = Stats(running=2, waiting=1, held_pages=4, cached_pages=3, free_pages=5, retractions=7)
@@ -56,6 +57,7 @@ class Scripted:
     def check(self, requests) -> None:
         pass
 
+    @scripted
     async def generate(self, request):
         for chunk in self.chunks:
             yield chunk

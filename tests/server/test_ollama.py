@@ -17,6 +17,7 @@ from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.frontend.templates.named import FillIn
 from banyan.messages.constraint import Constraint
+from tests.scripted import scripted
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with
 
@@ -341,6 +342,7 @@ class Embedder:
     def check(self, requests: Sequence[TextRequest]) -> None:
         assert requests
 
+    @scripted
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         vector = array("f", [len(request.prompt), 1.0]).tobytes()
         usage = Usage(len(request.prompt), 0)

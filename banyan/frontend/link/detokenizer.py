@@ -27,6 +27,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_tail: Sequence[int], options: TextOptions
     ) -> None:
         self._pieces = tokenizer.pieces
+        self._texts = tokenizer.pieces.texts
         skips = options.skip_special_tokens
         self._skipped = tokenizer.special_ids - options.shown if skips else frozenset()
         self._held = b""
@@ -37,6 +38,12 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became final with these tokens."""
+        if len(ids) == 1 and not (self._held or self._strips):  # as nearly always
+            [id] = ids
+            if id in self._skipped:
+                return ""
+            if (text := self._texts[id]) is not None:
+                return text
         if not self._skipped.isdisjoint(ids):
             ids = [id for id in ids if id not in self._skipped]
         text = self._decode(self._pieces.bytes_of(ids))

@@ -1,14 +1,15 @@
 """Metered: tells a meter what each request came to, as those who wait for it see it."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.frontend.requests.chunks import Chunks
 from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.frontend.requests.onlooker import watched
 from banyan.messages.sampling import SamplingParams
 
 CLOSED = "closed"
@@ -77,34 +78,44 @@ class Metered:
     def check(self, requests: Sequence[TextRequest]) -> None:
         self._inner.check(requests)
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
         if request.route in OWN:
-            async with aclosing(self._inner.generate(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
-        began_s = last_s = time.perf_counter()
-        usage, reason, told, first_s = None, CLOSED, 0, None
-        try:
-            async with aclosing(self._inner.generate(request)) as chunks:
-                async for chunk in chunks:
-                    usage, now_s = chunk.usage, time.perf_counter()
-                    if count := usage.output_tokens - told:
-                        if first_s is None:
-                            first_s = now_s - began_s
-                            for meter in self._meters:
-                                meter.first_tokens(first_s)
-                        else:
-                            for meter in self._meters:
-                                meter.next_tokens(now_s - last_s, count)
-                        told, last_s = usage.output_tokens, now_s
-                    if chunk.finish is not None:
-                        reason = chunk.finish.code if chunk.finish.status else chunk.finish.reason
-                    yield chunk
-        except RequestError as error:
-            reason = error.code
-            raise
-        finally:
-            seconds = time.perf_counter() - began_s
-            for meter in self._meters:
-                meter.ended(Course(request, usage, reason, seconds, first_s))
+            return self._inner.generate(request)
+        tally = _Tally(request, self._meters)
+        return watched(tally, lambda: self._inner.generate(request))
+
+
+class _Tally:
+    """Onlooker of one request for all meters."""
+
+    def __init__(self, request: TextRequest, meters: Sequence[Meter]) -> None:
+        self._request = request
+        self._meters = meters
+        self._began_s = self._last_s = time.perf_counter()
+        self._usage: Usage | None = None
+        self._reason = CLOSED
+        self._told = 0
+        self._first_s: float | None = None
+
+    def take(self, chunk: TextChunk) -> None:
+        self._usage = chunk.usage
+        if count := chunk.usage.output_tokens - self._told:
+            now_s = time.perf_counter()
+            if self._first_s is None:
+                self._first_s = now_s - self._began_s
+                for meter in self._meters:
+                    meter.first_tokens(self._first_s)
+            else:
+                for meter in self._meters:
+                    meter.next_tokens(now_s - self._last_s, count)
+            self._told, self._last_s = chunk.usage.output_tokens, now_s
+        if chunk.finish is not None:
+            self._reason = chunk.finish.code if chunk.finish.status else chunk.finish.reason
+
+    def refuse(self, error: RequestError) -> None:
+        self._reason = error.code
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self._began_s
+        for meter in self._meters:
+            meter.ended(Course(self._request, self._usage, self._reason, seconds, self._first_s))

@@ -7,10 +7,10 @@ prompt and answer too, 3 = all of them.
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 
@@ -18,7 +18,9 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
 from banyan.config.serving import ObserveConfig
+from banyan.frontend.requests.chunks import Chunks
 from banyan.frontend.requests.generation import Finish, Generator, TextChunk, TextRequest, Usage
+from banyan.frontend.requests.onlooker import watched
 
 log = logger(__name__)
 
@@ -56,18 +58,10 @@ class RequestLog:
         self._clock = clock or WallClock()
         self._observe = observe
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        course = _Course(self._clock.now(), Usage(len(request.prompt), 0))
-        try:
-            async with aclosing(self.inner.generate(request)) as chunks:
-                async for chunk in chunks:
-                    course.take(chunk, self._clock.now(), self._most_text)
-                    yield chunk
-        except RequestError as error:
-            course.reason = error.code
-            raise
-        finally:
-            self._log(request, course, self._clock.now())
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+        usage = Usage(len(request.prompt), 0)
+        course = _Course(self._clock, self._most_text, partial(self._log, request), usage)
+        return watched(course, lambda: self.inner.generate(request))
 
     def check(self, requests: Sequence[TextRequest]) -> None:
         self.inner.check(requests)
@@ -124,8 +118,12 @@ class RequestLog:
 class _Course:
     """What one request has come to so far."""
 
-    began_s: float
+    clock: Clock
+    most_text: int
+    """Characters of an answer that are kept for its line; -1 = all."""
+    log_end: Callable[["_Course", float], None]
     usage: Usage
+    began_s: float = field(init=False)
     reason: str = "closed"
     text: list[str] = field(default_factory=list)
     _length: int = 0
@@ -134,7 +132,11 @@ class _Course:
     """When the first tokens came, and how many."""
     _last_s: float = 0.0
 
-    def take(self, chunk: TextChunk, now: float, most_text: int) -> None:
+    def __post_init__(self) -> None:
+        self.began_s = self.clock.now()
+
+    def take(self, chunk: TextChunk) -> None:
+        now, most_text = self.clock.now(), self.most_text
         self.usage = chunk.usage
         if chunk.finish is not None:
             self.reason = _reason(chunk.finish)
@@ -145,6 +147,12 @@ class _Course:
         if kept and (most_text < 0 or self._length < most_text):
             self.text.append(kept)
             self._length += len(kept)
+
+    def refuse(self, error: RequestError) -> None:
+        self.reason = error.code
+
+    def end(self) -> None:
+        self.log_end(self, self.clock.now())
 
     def ttft(self) -> float | None:
         """Seconds to the first token; None before it."""

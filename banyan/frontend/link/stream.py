@@ -1,11 +1,11 @@
 """EventStream: the events of one request on their way to whoever reads its answer."""
 
-import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from banyan.base.ids import RequestId
+from banyan.frontend.requests.chunks import Chunks
 from banyan.messages.events import Failed, Finished, Tokens
 from banyan.messages.requests import Generate
 
@@ -20,10 +20,8 @@ class Owner(Protocol):
     def abort(self, request: RequestId) -> None: ...
 
 
-class EventStream:
+class EventStream(Chunks[StreamEvent]):
     """The events of one request, in order; ends after its Finished or Failed.
-
-    The caller owns the stream and closes it; closing before the end aborts the request.
 
     Args:
         owner: whoever has the request now.
@@ -42,37 +40,20 @@ class EventStream:
         """The request as long as it may run once more; None else."""
         self._max_waiting = max_waiting
         self._waiting: deque[StreamEvent] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        """Of the reader who waits; a bare future, because one is made for every token."""
+        self._more: Callable[[], None] | None = None
         self.is_complete = False
         """The last event has been put."""
         self._is_closed = False
 
-    def __aiter__(self) -> "EventStream":
-        return self
+    @property
+    def is_over(self) -> bool:
+        return not self._waiting and (self.is_complete or self._is_closed)
 
-    async def __anext__(self) -> StreamEvent:
-        if not self._waiting:
-            self._waiting.extend(await self.batch())
-        if not self._waiting:
-            raise StopAsyncIteration
-        return self._waiting.popleft()
+    def take(self) -> StreamEvent | None:
+        return self._waiting.popleft() if self._waiting else None
 
-    async def batch(self) -> list[StreamEvent]:
-        """Every event that waits, at least one; [] after the end."""
-        while not self._waiting:
-            if self.is_complete or self._is_closed:
-                return []
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if len(self._waiting) == 1:  # as nearly always: one for each token
-            return [self._waiting.popleft()]
-        events = list(self._waiting)
-        self._waiting.clear()
-        return events
-
-    async def aclose(self) -> None:
-        self.close()
+    def tell(self, more: Callable[[], None] | None) -> None:
+        self._more = more
 
     def close(self) -> None:
         """Let go of the request; it is aborted if it still runs."""
@@ -81,7 +62,8 @@ class EventStream:
         self._is_closed = True
         self.unanswered = None
         self._waiting.clear()
-        self._wake()
+        if self._more is not None:
+            self._more()
         if not self.is_complete:
             self.owner.abort(self.request)
 
@@ -101,12 +83,8 @@ class EventStream:
             )
             self.is_complete = True
             self.owner.abort(self.request)
-        self._wake()
-
-    def _wake(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        if self._more is not None:
+            self._more()
 
 
 class OpenStreams:

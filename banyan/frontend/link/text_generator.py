@@ -5,7 +5,7 @@ decided token by token, scores by position.
 """
 
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
@@ -15,8 +15,9 @@ from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.link.meter import Meter, Metered
 from banyan.frontend.link.records import meters_of
 from banyan.frontend.link.request_log import RequestLog
-from banyan.frontend.link.stream import StreamEvent
+from banyan.frontend.link.stream import EventStream, StreamEvent
 from banyan.frontend.requests.budget import check_budget
+from banyan.frontend.requests.chunks import Chunks
 from banyan.frontend.requests.generation import (
     ALL_HIDDEN,
     LAST_HIDDEN,
@@ -31,7 +32,7 @@ from banyan.frontend.requests.rooms import check_room, with_room
 from banyan.frontend.requests.sampling import Limits
 from banyan.frontend.words.stop import StopChecker
 from banyan.frontend.words.tokenizer import Tokenizer
-from banyan.messages.events import Failed, Finished, Tokens
+from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 
@@ -66,11 +67,11 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        """Chunks until one has `finish`. Closing early aborts.
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+        """Begin it; chunks until one has `finish`. Closing early aborts.
 
         Raises:
-            RequestError: the request is refused (before the first chunk).
+            RequestError: the request is refused.
         """
         self._check(request)
         words = None
@@ -78,22 +79,7 @@ class TextGenerator:
             words = Words(request, self._tokenizer)
         reader = OutputReader(request, words, told_width(request, self._limits))
         message = _message(with_room(request, self._limits), self._weight_of(request.caller))
-        stream = self._client.submit(message)
-        has_stopped = False
-        try:
-            while events := await stream.batch():
-                for event in events:
-                    reader.take(event)
-                if reader.stopped_by is not None and not has_stopped:
-                    has_stopped = True
-                    self._client.stop_at(request.id, reader.num_tokens)
-                chunk = reader.chunk()
-                if chunk is not None:
-                    yield chunk
-                    if chunk.finish is not None:
-                        return
-        finally:
-            stream.close()
+        return _Output(self._client, self._client.submit(message), reader)
 
     def check(self, requests: Sequence[TextRequest]) -> None:
         check_budget(requests, self._limits)
@@ -154,6 +140,39 @@ class TextGenerator:
                 )
 
 
+class _Output(Chunks[TextChunk]):
+    """What one request has come to, as chunks of all that is new."""
+
+    def __init__(self, client: Engines, stream: EventStream, reader: "OutputReader") -> None:
+        self._client = client
+        self._stream = stream
+        self._reader = reader
+        self._has_stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._stream.is_over
+
+    def take(self) -> TextChunk | None:
+        stream, reader = self._stream, self._reader
+        event = stream.take()
+        if event is None:
+            return None
+        while event is not None:
+            reader.take(event)
+            event = stream.take()
+        if reader.stopped_by is not None and not self._has_stopped:
+            self._has_stopped = True
+            self._client.stop_at(stream.request, reader.num_tokens)
+        return reader.chunk()
+
+    def tell(self, more: Callable[[], None] | None) -> None:
+        self._stream.tell(more)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 def open_generator(
     client: Engines,
     tokenizer: Tokenizer | None,
@@ -188,6 +207,7 @@ class Words:
         options = request.text
         tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
+        self._push = self._detokenizer.push
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
         self.has_stops = bool(options.stop or options.stop_regex)
 
@@ -198,7 +218,7 @@ class Words:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that became certain; several tokens at once where no stop can end in between."""
-        text = self._detokenizer.push(tokens)
+        text = self._push(tokens)
         return self._checker.push(text) if self.has_stops else text
 
     def finish(self) -> str:
@@ -223,6 +243,7 @@ class OutputReader:
         self._text: list[str] = []
         self._held: int | None = None
         """A token that ends the request: its text shows only under no_stop_trim."""
+        self._is_scored = request.scores.start != NO_SCORES
         self._scored_to = max(0, request.scores.start)
         """Positions below are scored already or not wanted."""
         self._prompt_scores: list[TokenScore] = []
@@ -237,18 +258,15 @@ class OutputReader:
             self._scored_to = 1
 
     def take(self, event: StreamEvent) -> None:
-        match event:
-            case Tokens():
-                self._latest = event
-                self._vector = event.vector or self._vector
-                self._take_tokens(event)
-                if event.hidden:
-                    self._hidden.take(event, self.num_tokens)
-            case Finished():
-                self._latest = event
-                self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
-            case Failed():
-                self._end(Finish("abort", None, event.status, event.text, event.code))
+        if isinstance(event, Tokens):
+            self._latest = event
+            self._take_tokens(event)
+            return
+        if isinstance(event, Finished):
+            self._latest = event
+            self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
+        else:
+            self._end(Finish("abort", None, event.status, event.text, event.code))
 
     def chunk(self) -> TextChunk | None:
         """Everything since the last call; None when that is nothing."""
@@ -273,18 +291,21 @@ class OutputReader:
             assert event.first == self.num_tokens, (
                 f"{self._request.id}: token {event.first} came where {self.num_tokens} was due"
             )
-            self._append_all(tokens)
-        if self._request.scores.start != NO_SCORES:
+            if not self._watches and self._held is None and self._stop_ids.isdisjoint(tokens):
+                self._tokens.extend(tokens)
+                self.num_tokens += len(tokens)
+                if self._words is not None:
+                    self._text.append(self._words.push(tokens))
+            else:
+                self._append_all(tokens)
+        if self._is_scored:
             for scores in event.scores:
                 self._take_scores(scores)
+        self._vector = event.vector or self._vector
+        if event.hidden:
+            self._hidden.take(event, self.num_tokens)
 
     def _append_all(self, tokens: Sequence[int]) -> None:
-        if not self._watches and self._held is None and self._stop_ids.isdisjoint(tokens):
-            self._tokens.extend(tokens)
-            self.num_tokens += len(tokens)
-            if self._words is not None:
-                self._text.append(self._words.push(tokens))
-            return
         for token in tokens:
             self._append(token)
             if self.stopped_by is not None:

@@ -4,16 +4,17 @@ Turns a TextRequest into engine messages, and engine events into TextChunks: det
 stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.frontend.requests.chunks import Chunks, Through
 from banyan.messages.events import DraftReport
 from banyan.messages.requests import NO_HIDDEN, NO_SCORES
 from banyan.messages.sampling import SamplingParams
@@ -168,9 +169,11 @@ class TextChunk(msgspec.Struct, frozen=True):
 
 
 class Generator(Protocol):
-    """What routes and the offline API call. Closing the iterator early aborts the request."""
+    """What routes and the offline API call. Closing the chunks early aborts the request."""
 
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]: ...
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+        """Begin it; RequestError when it is refused."""
+        ...
 
     def check(self, requests: Sequence[TextRequest]) -> None:
         """RequestError when these sequences together ask for more than one request may."""
@@ -205,67 +208,119 @@ def join(chunks: Sequence[TextChunk]) -> TextChunk:
     )
 
 
-async def in_strides(
-    chunks: AsyncGenerator[TextChunk, None], stride: int
-) -> AsyncGenerator[TextChunk, None]:
-    """The same stream in chunks of at least `stride` tokens; the first token is not held back."""
-    held: list[TextChunk] = []
-    num_tokens, wanted = 0, 1
-    async with aclosing(chunks) as stream:
-        async for chunk in stream:
-            held.append(chunk)
-            num_tokens += len(chunk.tokens)
-            if chunk.finish is None and num_tokens < wanted:
-                continue
-            yield join(held)
-            held, num_tokens, wanted = [], 0, stride
+class InStrides(Through[TextChunk]):
+    """The same chunks in pieces of at least `stride` tokens; the first token is not held back."""
+
+    def __init__(self, inner: Chunks[TextChunk], stride: int) -> None:
+        super().__init__(inner)
+        self._stride = stride
+        self._held: list[TextChunk] = []
+        self._missing = 1
+
+    def take(self) -> TextChunk | None:
+        while (chunk := self.inner.take()) is not None:
+            self._held.append(chunk)
+            self._missing -= len(chunk.tokens)
+            if self._missing <= 0 or chunk.finish is not None:
+                whole = join(self._held)
+                self._held, self._missing = [], self._stride
+                return whole
+        return None
 
 
-async def run(
-    generator: Generator, requests: Sequence[TextRequest]
-) -> AsyncGenerator[tuple[int, TextChunk], None]:
-    """(index, chunk) of requests that run side by side, as they come, each at its stride.
+Arrival = tuple[int, TextChunk]
+"""A chunk of the request with that index."""
 
-    Closing it ends every request. A reader who is slow holds all of them back.
+
+class _Numbered(Chunks[Arrival]):
+    """The chunks of one request of several; `take` raises RequestError when it has failed."""
+
+    def __init__(self, index: int, inner: Chunks[TextChunk]) -> None:
+        self._index = index
+        self._inner = inner
+
+    @property
+    def is_over(self) -> bool:
+        return self._inner.is_over
+
+    def take(self) -> Arrival | None:
+        chunk = self._inner.take()
+        if chunk is None:
+            return None
+        finish = chunk.finish
+        if finish is not None and finish.status:
+            raise RequestError(finish.text, status=finish.status, code=finish.code)
+        return self._index, chunk
+
+    def tell(self, more: Callable[[], None] | None) -> None:
+        self._inner.tell(more)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _SideBySide(Chunks[Arrival]):
+    """Those of several requests as they come. A reader who is slow holds all of them back."""
+
+    def __init__(self, parts: Sequence[Chunks[Arrival]]) -> None:
+        self._parts = parts
+        self._more: Callable[[], None] | None = None
+        self._ready = dict.fromkeys(range(len(parts)))
+        """Those which may have something; of several that do, each has its turn."""
+        self._open = set(self._ready)
+        for index, part in enumerate(parts):
+            part.tell(partial(self._has_more, index))
+
+    @property
+    def is_over(self) -> bool:
+        return not self._open
+
+    def take(self) -> Arrival | None:
+        ready = self._ready
+        while ready:
+            index = next(iter(ready))
+            del ready[index]
+            part = self._parts[index]
+            arrival = part.take()
+            if arrival is not None:
+                ready[index] = None
+                return arrival
+            if part.is_over:
+                self._open.discard(index)
+        return None
+
+    def tell(self, more: Callable[[], None] | None) -> None:
+        self._more = more
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.tell(None)
+            part.close()
+        self._open.clear()
+
+    def _has_more(self, index: int) -> None:
+        self._ready[index] = None
+        if self._more is not None:
+            self._more()
+
+
+def run(generator: Generator, requests: Sequence[TextRequest]) -> Chunks[Arrival]:
+    """What requests that run side by side bring, as it comes, each at its stride. Closing it ends
+    all of them.
 
     Raises:
-        RequestError: a request was refused or failed; the others are ended.
+        RequestError: a request was refused, or fails (from `take`); the others are ended.
     """
     generator.check(requests)
-    if len(requests) == 1:
-        async with aclosing(_in_pieces(generator, requests[0])) as chunks:
-            async for chunk in chunks:
-                _raise_if_failed(chunk)
-                yield 0, chunk
-        return
-    arrivals: asyncio.Queue[tuple[int, TextChunk | Exception | None]]
-    arrivals = asyncio.Queue(len(requests))
-
-    async def pump(index: int, request: TextRequest) -> None:
-        try:
-            async with aclosing(_unfailed(generator, request)) as chunks:
-                async for chunk in chunks:
-                    await arrivals.put((index, chunk))
-        except Exception as error:
-            await arrivals.put((index, error))
-        else:
-            await arrivals.put((index, None))
-
-    pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    parts: list[_Numbered] = []
     try:
-        num_open = len(pumps)
-        while num_open:
-            index, arrival = await arrivals.get()
-            if isinstance(arrival, Exception):
-                raise arrival
-            if arrival is None:
-                num_open -= 1
-            else:
-                yield index, arrival
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        for index, request in enumerate(requests):
+            parts.append(_Numbered(index, _in_pieces(generator, request)))
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+    return parts[0] if len(parts) == 1 else _SideBySide(parts)
 
 
 def at_once(requests: Sequence[TextRequest]) -> list[TextRequest]:
@@ -282,21 +337,7 @@ async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list
     return [join(chunks) for chunks in parts]
 
 
-async def _unfailed(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-    """Chunks of one request; a failure of the engine becomes a RequestError with its status."""
-    async with aclosing(_in_pieces(generator, request)) as chunks:
-        async for chunk in chunks:
-            _raise_if_failed(chunk)
-            yield chunk
-
-
-def _in_pieces(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+def _in_pieces(generator: Generator, request: TextRequest) -> Chunks[TextChunk]:
     """Chunks of one request at its stride."""
-    stream = generator.generate(request)
-    return in_strides(stream, request.stride) if request.stride > 1 else stream
-
-
-def _raise_if_failed(chunk: TextChunk) -> None:
-    finish = chunk.finish
-    if finish is not None and finish.status:
-        raise RequestError(finish.text, status=finish.status, code=finish.code)
+    chunks = generator.generate(request)
+    return InStrides(chunks, request.stride) if request.stride > 1 else chunks

@@ -7,9 +7,12 @@ ids into text goes through this table, so a stream and a whole answer cannot dif
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+
+T = TypeVar("T")
 
 SPACE_MARK = "▁"
 
@@ -31,6 +34,8 @@ class PieceTable:
     ) -> None:
         self._spell = spell
         self._bytes = _Filled(self._make)
+        self.texts: Mapping[int, str | None] = _Filled(self._make_text)
+        """The same as text; None where it is a part of a character, or more than whole ones."""
         steps = list(_steps(decoder))
         kinds = [str(step.get("type")) for step in steps]
         unknown = [k for k in kinds if k not in _KNOWN_STEPS]
@@ -62,6 +67,12 @@ class PieceTable:
         text = self.bytes_of(ids).decode("utf-8", "replace")
         return text[1:] if self.strips_first_space and text[:1] == " " else text
 
+    def _make_text(self, id: int) -> str | None:
+        try:
+            return self._bytes[id].decode()
+        except UnicodeDecodeError:
+            return None
+
     def _make(self, id: int) -> bytes:
         token = self._spell(id) if 0 <= id < 1 << 32 else None
         if token is None:
@@ -81,14 +92,14 @@ class PieceTable:
         return token.encode()
 
 
-class _Filled(dict[int, bytes]):
+class _Filled(dict[int, T]):
     """What has been made of ids; what is missing is made when it is asked for."""
 
-    def __init__(self, make: Callable[[int], bytes]) -> None:
+    def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, id: int) -> bytes:
+    def __missing__(self, id: int) -> T:
         piece = self[id] = self._make(id)
         return piece
 

@@ -8,9 +8,9 @@ spans are batched, is the SDK's to know (OTEL_TRACES_SAMPLER, OTEL_BSP_…).
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -21,7 +21,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from banyan.base.errors import RequestError
 from banyan.frontend.link.meter import CLOSED, OWN
+from banyan.frontend.requests.chunks import Chunks
 from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.frontend.requests.onlooker import watched
 from banyan.server.http.exchange import Exchange
 
 _NS = 1_000_000_000
@@ -91,11 +93,27 @@ class _Course:
     """What one sequence has come to so far; moments in nanoseconds, 0 = not yet."""
 
     began_ns: int
+    tell: Callable[["_Course"], None]
     first_ns: int = 0
     usage: Usage | None = None
     reason: str = CLOSED
     is_error: bool = False
     has_ended: bool = False
+
+    def take(self, chunk: TextChunk) -> None:
+        if not self.first_ns and chunk.usage.output_tokens:
+            self.first_ns = time.time_ns()
+        if chunk.finish is not None:
+            finish, self.has_ended = chunk.finish, True
+            self.is_error = finish.status >= 500
+            self.reason = finish.code if finish.status else finish.reason
+        self.usage = chunk.usage
+
+    def refuse(self, error: RequestError) -> None:
+        self.reason, self.is_error = error.code, error.status >= 500
+
+    def end(self) -> None:
+        self.tell(self)
 
 
 class _Watched:
@@ -109,34 +127,15 @@ class _Watched:
     def check(self, requests: Sequence[TextRequest]) -> None:
         self._inner.check(requests)
 
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
-        course = _Course(time.time_ns())
-        span = self._tracer.start_span("generate", start_time=course.began_ns)
+        began_ns = time.time_ns()
+        span = self._tracer.start_span("generate", start_time=began_ns)
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
-        return self._watched(request, span, course)
-
-    async def _watched(
-        self, request: TextRequest, span: Span, course: _Course
-    ) -> AsyncGenerator[TextChunk, None]:
-        try:
-            async with aclosing(self._inner.generate(request)) as chunks:
-                async for chunk in chunks:
-                    if not course.first_ns and chunk.usage.output_tokens:
-                        course.first_ns = time.time_ns()
-                    if chunk.finish is not None:
-                        finish, course.has_ended = chunk.finish, True
-                        course.is_error = finish.status >= 500
-                        course.reason = finish.code if finish.status else finish.reason
-                    course.usage = chunk.usage
-                    yield chunk
-        except RequestError as error:
-            course.reason, course.is_error = error.code, error.status >= 500
-            raise
-        finally:
-            self._tell(span, request, course)
+        course = _Course(began_ns, partial(self._tell, span, request))
+        return watched(course, lambda: self._inner.generate(request))
 
     def _tell(self, span: Span, request: TextRequest, course: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""

@@ -78,7 +78,7 @@ class Connection(HttpToolsProtocol):
             )
             return
         super().on_headers_complete()
-        if self.cycle is not None:  # None where another protocol is asked for
+        if self.cycle is not None and self.cycle.scope["method"] != "HEAD":  # or is no HTTP
             cast(Scope, self.cycle.scope)[WRITE] = partial(_write, self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -132,7 +132,7 @@ def _write(cycle: RequestResponseCycle, piece: bytes) -> bool:
     """Write a piece of an answer that comes in chunks, if the client's buffer has room: what the
     cycle's own `send` does then, in a third of the time. False = nothing was written."""
     is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
-    if not is_open or cycle.flow.write_paused or not piece or cycle.scope["method"] == "HEAD":
+    if not is_open or cycle.flow.write_paused or not piece:
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
     return True

@@ -110,7 +110,8 @@ class Exchange:
         """Why `work` was cancelled by `stop`."""
         self.work: asyncio.Task[None] | None = None
         self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
-        self._write: Callable[[bytes], bool] = scope.get(WRITE, _never)
+        self.write: Callable[[bytes], bool] = scope.get(WRITE, _never)
+        """Writes a frame if that needs no waiting, and says so; its caller counts the bytes."""
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
         self._words_wait = words_wait
@@ -228,7 +229,7 @@ class Exchange:
         """Send one event, or some that are frames already; waits while the client's buffer is full,
         at most until ClientGone."""
         frame = body if isinstance(body, bytes) else self.dialect.frame(body)
-        if self._write(frame):
+        if self.write(frame):
             self.num_sent += len(frame)
         else:
             await self._put(frame)

@@ -7,6 +7,7 @@ from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.frontend.requests.generation import (
+    Arrival,
     ScoreOptions,
     TextChunk,
     TextRequest,
@@ -16,10 +17,11 @@ from banyan.frontend.requests.generation import (
     shown_bytes,
 )
 from banyan.frontend.requests.sampling import fit_prompt, merged, parse_sampling
-from banyan.frontend.threads import off_loop
+from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.exchange import Exchange
+from banyan.server.http.follow import Later, follow
 from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.fields import (
@@ -232,19 +234,44 @@ class CompletionAnswer:
         self._top = request.logprobs
         self._echo = bool(request.echo)
         options = request.stream_options
-        self.counts_along = bool(options and options.continuous_usage_stats)
+        self._counts_along = bool(options and options.continuous_usage_stats)
         """Every chunk of a stream tells the usage so far."""
         self._id = rid
         self._model = model
         self._created = int(time.time())
+        self._opened: set[int] = set()
         self._molds: dict[int, Mold] = {}
         """By choice, of the frames that have nothing but text."""
 
-    def plain(self, index: int, text: str) -> bytes:
+    def frames(self, arrival: Arrival) -> bytes | Later:
+        """The events that a piece of an answer becomes; made in a thread where many
+        log-probabilities are shown."""
+        index, chunk = arrival
+        self.usage.take(index, chunk.usage)
+        is_first = index not in self._opened
+        self._opened.add(index)
+        has_scores = bool(chunk.output_scores or chunk.prompt_scores)
+        if not (is_first or has_scores or chunk.finish or self._counts_along):
+            return self._plain(index, chunk.text) if chunk.text else b""
+        work = partial(self._frames, index, chunk, is_first)
+        size = shown_bytes([chunk])
+        return work() if size <= THREAD_BYTES else partial(off_loop, size, work)
+
+    def _frames(self, index: int, chunk: TextChunk, is_first: bool) -> bytes:
+        bodies: list[Json] = []
+        if is_first or chunk.text or chunk.output_scores or chunk.finish:
+            body = self._chunk(index, chunk, is_first)
+            if self._counts_along:
+                body["usage"] = self.usage.of(index)
+            bodies.append(body)
+        bodies += self._hidden(index, chunk)
+        return b"".join(map(OPENAI.frame, bodies))
+
+    def _plain(self, index: int, text: str) -> bytes:
         """The event of a chunk that has nothing but text."""
         mold = self._molds.get(index)
         if mold is None:
-            body = self.chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
+            body = self._chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
             mold = self._molds[index] = Mold(OPENAI.frame(body))
         return mold.fill(text)
 
@@ -261,11 +288,11 @@ class CompletionAnswer:
         told = self._extension.of(self.usage)
         return {**self._head(), "choices": choices, "usage": self.usage.total(), **told}
 
-    def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
+    def _chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
         text = (self._plan.echo_of(index) if is_first else "") + chunk.text
         return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
 
-    def hidden(self, index: int, chunk: TextChunk) -> list[Json]:
+    def _hidden(self, index: int, chunk: TextChunk) -> list[Json]:
         """The chunk that follows the end of a choice whose last hidden state was asked for."""
         self._extension.take(chunk)
         if not chunk.hidden:
@@ -321,28 +348,8 @@ async def _stream(
     plan: Plan,
 ) -> None:
     options = request.stream_options
-    opened: set[int] = set()
     async with aclosing(run(service.generator, plan.asked)) as chunks:
-        async for index, chunk in chunks:
-            if not exchange.streaming:
-                await exchange.begin_events()
-            answer.usage.take(index, chunk.usage)
-            is_first = index not in opened
-            opened.add(index)
-            has_more = is_first or chunk.output_scores or chunk.finish or answer.counts_along
-            if chunk.text and not has_more:
-                await exchange.event(answer.plain(index, chunk.text))
-            elif is_first or chunk.text or chunk.output_scores or chunk.finish:
-                if chunk.output_scores or chunk.prompt_scores:
-                    work = partial(answer.chunk, index, chunk, is_first)
-                    body = await off_loop(shown_bytes([chunk]), work)
-                else:
-                    body = answer.chunk(index, chunk, is_first)
-                if answer.counts_along:
-                    body["usage"] = answer.usage.of(index)
-                await exchange.event(body)
-            for body in answer.hidden(index, chunk):
-                await exchange.event(body)
+        await follow(exchange, chunks, answer.frames)
     for body in answer.last():
         await exchange.event(body)
     if options and options.include_usage:

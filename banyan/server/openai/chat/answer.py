@@ -6,7 +6,7 @@ import time
 from banyan.frontend.answers.answer import AnswerParser
 from banyan.frontend.answers.reasoning.count import ThinkingTokens
 from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
-from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore
+from banyan.frontend.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.state import Service
@@ -111,12 +111,16 @@ class ChatAnswer:
             **self._extension.of(self.usage),
         }
 
-    def frames(self, index: int, chunk: TextChunk) -> bytes:
+    def frames(self, arrival: Arrival) -> bytes:
         """The events that a piece of an answer becomes, its choice's beginning and end included."""
+        index, chunk = arrival
         choice = self._choices[index]
         parts = choice.read(chunk)
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
-        if not parts and chunk.output_scores:
+        if choice.is_open and not (chunk.output_scores or chunk.finish):
+            if len(parts) == 1:  # as nearly always
+                return self._part(index, choice, parts[0], None)
+        elif not parts and chunk.output_scores:
             parts = [Said("")]
         logprobs = self._logprobs(chunk.output_scores)
         frames = []

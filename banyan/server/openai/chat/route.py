@@ -6,6 +6,7 @@ from banyan.base.errors import RequestError
 from banyan.frontend.requests.generation import at_once, run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
+from banyan.server.http.follow import follow
 from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.chat.answer import ChatAnswer
@@ -61,11 +62,7 @@ async def _stream(
 ) -> None:
     options = request.stream_options
     async with aclosing(run(service.generator, plan.asked)) as chunks:
-        async for index, chunk in chunks:
-            if not exchange.streaming:
-                await exchange.begin_events()
-            if frames := answer.frames(index, chunk):
-                await exchange.event(frames)
+        await follow(exchange, chunks, answer.frames)
     for body in answer.last():
         await exchange.event(body)
     if options and options.include_usage:
