@@ -1,6 +1,6 @@
 """Checkpoints of random weights as safetensors, dense and of any size: to measure, not to talk to.
 
-python -m benchmarks.random_floats bf16|fp8-block|int8 FOLDER [LAYERS] [WIDTH] [VOCAB]
+python -m benchmarks.random_floats bf16|fp8|fp8-block|int8 FOLDER [LAYERS] [WIDTH] [VOCAB]
 """
 
 import json
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMS = ("bf16", "fp8-block", "int8")
+FORMS = ("bf16", "fp8", "fp8-block", "int8")
 HEAD_DIM, BLOCK = 64, 128
 INTS = {
     "num_bits": 8,
@@ -21,6 +21,14 @@ INTS = {
     "dynamic": False,
 }
 SETTINGS = {
+    "fp8": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**INTS, "type": "float"}},
+        },
+    },
     "fp8-block": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -88,6 +96,9 @@ def _weight(form: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if form == "bf16":
         return {"weight": _floats(outputs, inputs)}
     scale = inputs**-0.5
+    if form == "fp8":
+        numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        return {"weight": numbers, "weight_scale": torch.full((outputs, 1), scale).bfloat16()}
     if form == "fp8-block":
         numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
         blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
