@@ -67,6 +67,7 @@ class Distributed:
         moe_expert_num: int,
         *,
         expert_scales: Tensor | None = None,
+        quant_mode: int = 0,
         **given: object,
     ) -> tuple[Tensor, ...]:
         ranks, limits = Ranks(group_ep, ep_rank_id, ep_world_size), self._limits
@@ -78,7 +79,13 @@ class Distributed:
         self._fits(ranks, tokens, x.shape[1], per_token, moe_expert_num)
         local = moe_expert_num // ep_world_size
         room = tokens * ep_world_size * min(local, per_token)
-        rows = self._gathered(_DISPATCH, ranks, x).flatten(0, 1)
+        require(quant_mode in (0, 2), _DISPATCH, f"quant_mode is 0 or 2, not {quant_mode}")
+        rows, units = self._host(x), torch.zeros(tokens)
+        if quant_mode:
+            units = rows.float().abs().amax(-1).clamp(min=1e-12) / 127
+            rows = (rows.float() / units.unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
+        rows = self._exchanged(_DISPATCH, ranks, rows.contiguous()).flatten(0, 1)
+        units = self._exchanged(_DISPATCH, ranks, units).flatten()
         ids = self._gathered(_DISPATCH, ranks, expert_ids).flatten().long()
         require(
             bool(((ids >= 0) & (ids < moe_expert_num)).all()),
@@ -88,8 +95,11 @@ class Distributed:
         )
         mine = (ids // local == ep_rank_id).nonzero().flatten()
         mine = mine[ids[mine].argsort(stable=True)]  # by expert, then by rank, then by token
-        taken = torch.full((room, x.shape[1]), _ANYTHING, dtype=rows.dtype)
+        anything = _ANYTHING if rows.is_floating_point() else 77
+        taken = torch.full((room, x.shape[1]), anything, dtype=rows.dtype)
         taken[: len(mine)] = rows[mine // per_token]
+        of_row = torch.full((room,), _ANYTHING)
+        of_row[: len(mine)] = units[mine // per_token]
         info = torch.full((max(tokens * per_token, room * _INFO),), -1, dtype=torch.int32)
         info[: len(mine) * _INFO : _INFO] = mine.int()
         from_rank = mine // (tokens * per_token)
@@ -104,7 +114,7 @@ class Distributed:
             scales[: len(mine)] = self._gathered(_DISPATCH, ranks, expert_scales).flatten()[mine]
         of_expert = counts.view(local, -1).sum(1)
         nothing = torch.zeros(0, dtype=torch.int32)
-        found = (taken, torch.zeros(room), info, of_expert, received, nothing, scales)
+        found = (taken, of_row, info, of_expert, received, nothing, scales)
         return tuple(self._device(part, x.device.index) for part in found)
 
     def npu_moe_distribute_combine_v2(

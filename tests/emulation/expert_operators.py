@@ -26,6 +26,7 @@ SCHEMAS = {
     "npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, "
     "Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
 }
+_DTYPES = {5: torch.float16, 15: torch.bfloat16}
 _ANYTHING = float("nan")
 """What lies where an operator writes nothing."""
 
@@ -79,14 +80,31 @@ class Experts:
         weight: list[Tensor],
         *,
         group_list: Tensor | None = None,
+        scale: list[Tensor] | None = None,
+        per_token_scale: list[Tensor] | None = None,
+        output_dtype: int | None = None,
         **given: object,
     ) -> list[Tensor]:
         name = "npu_grouped_matmul"
         require(len(x) == len(weight) == 1, name, "one x and one weight are served here")
         require(group_list is not None, name, "group_list must be given")
         assert group_list is not None
-        expert_contracts.grouped_matmul(x[0], weight[0], group_list)
         _only(name, given, {"split_item": 2, "group_type": 0, "group_list_type": 1})
+        is_rounded = scale is not None or per_token_scale is not None or output_dtype is not None
+        if is_rounded:
+            require(
+                bool(scale and per_token_scale) and output_dtype in _DTYPES,
+                name,
+                "scale, per_token_scale and output_dtype go together",
+            )
+            assert scale and per_token_scale and output_dtype
+            dtype, factors = _DTYPES[output_dtype], (scale[0], per_token_scale[0])
+            given_all = (x[0], weight[0], group_list, *factors, dtype)
+            expert_contracts.grouped_quant_matmul(*given_all)
+            factor, units = (self._host(part).float() for part in factors)
+        else:
+            expert_contracts.grouped_matmul(x[0], weight[0], group_list)
+            dtype, factor, units = x[0].dtype, None, None
         rows, columns = self._host(x[0]), self._host(weight[0])
         counts = self._host(group_list).tolist()
         require(
@@ -94,11 +112,15 @@ class Experts:
             name,
             f"the groups have {sum(counts)} rows together, there are {len(rows)}",
         )
-        out = torch.full((len(rows), columns.shape[2]), _ANYTHING, dtype=rows.dtype)
+        out = torch.full((len(rows), columns.shape[2]), _ANYTHING, dtype=dtype)
         start = 0
         for group, count in enumerate(counts):
             mine = slice(start, start + count)
-            out[mine] = (rows[mine].float() @ columns[group].float()).to(rows.dtype)
+            if factor is None or units is None:
+                out[mine] = (rows[mine].float() @ columns[group].float()).to(dtype)
+            else:
+                total = (rows[mine].int() @ columns[group].int()).float()
+                out[mine] = (total * factor[group] * units[mine].unsqueeze(1)).to(dtype)
             start += count
         return [self._device(out, x[0].device.index)]
 

@@ -16,6 +16,7 @@ from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.npu.contracts import ContractError
 from banyan.ops.npu.exchange_cases import exchange_cases
 from banyan.ops.npu.operators import Operators
+from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
 from banyan.platform.base import Dispatch
@@ -26,18 +27,29 @@ from tests.parallel.ranks import together
 
 IN_ALL = pytest.mark.skipif(os.environ.get("NPU_CASES") != "all", reason="NPU_CASES is not all")
 EXPERTS, PER_TOKEN, DIM, INNER = 6, 3, 1024, 32
+PLAIN, BIASED, ROUNDED = "plain", "with biases", "of 8 bits"
+NEAR = {PLAIN: 0.02, BIASED: 0.02, ROUNDED: 0.15}
+"""Rows of 8 bits are rounded twice."""
 
 
-def weights(has_biases: bool) -> StoredExperts:
+def stored(x: torch.Tensor, kind: str) -> StoredWeight:
+    if kind != ROUNDED:
+        return StoredWeight.from_tensor(x)
+    scale = x.abs().amax(1) / 127
+    numbers = (x / scale.unsqueeze(1)).round().to(torch.int8)
+    return StoredWeight(DYNAMIC, tuple(x.shape), Rounding(numbers, scale).raw)
+
+
+def weights(kind: str) -> StoredExperts:
     """All of them."""
     draw = torch.Generator().manual_seed(3)
 
     def matrices(*shape: int) -> tuple[StoredWeight, ...]:
         each = (torch.randn(shape, generator=draw) / shape[1] ** 0.5 for _ in range(EXPERTS))
-        return tuple(StoredWeight.from_tensor(x) for x in each)
+        return tuple(stored(x, kind) for x in each)
 
     biases = None
-    if has_biases:
+    if kind == BIASED:
         a, b, c = (torch.randn(EXPERTS, n, generator=draw) for n in (INNER, INNER, DIM))
         biases = (a, b, c)
     gate, up, down = matrices(INNER, DIM), matrices(INNER, DIM), matrices(DIM, INNER)
@@ -72,14 +84,15 @@ def bound(rank: int):
     return platform, bind("npu", device, torch.float16, *kinds, toolkit=toolkit, page_size=128)
 
 
-def exchange(rank: int, size: int, address: str, has_biases: bool) -> list:
+def exchange(rank: int, size: int, address: str, kind: str) -> list:
     """Of each of several steps: how far the rows of this rank are from what they should be."""
     platform, ops = bound(rank)
     groups = open_groups(
         *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
     )
-    ranks, whole = groups.exchange.ranks, weights(has_biases)
+    ranks, whole = groups.exchange.ranks, weights(kind)
     packed = ops.pack_experts(half(whole, rank))
+    assert packed._gate_up.rounds == packed._down.rounds == (kind == ROUNDED)
     dense = reference.pack_experts(whole, torch.float32, torch.device("cpu"))
     device = torch.device("npu", rank)
     found = []
@@ -104,11 +117,35 @@ def exchange(rank: int, size: int, address: str, has_biases: bool) -> list:
     return found
 
 
-@pytest.mark.parametrize("has_biases", [True, pytest.param(False, marks=IN_ALL)])
-def test_what_comes_back_is_the_sum_over_the_experts(npu: EmulatedNpu, tmp_path, has_biases):
-    for found in together(2, tmp_path, exchange, has_biases):
+@pytest.mark.parametrize("kind", [BIASED, ROUNDED, pytest.param(PLAIN, marks=IN_ALL)])
+def test_what_comes_back_is_the_sum_over_the_experts(npu: EmulatedNpu, tmp_path, kind: str) -> None:
+    for found in together(2, tmp_path, exchange, kind):
         assert isinstance(found, list), found
-        assert len(found) == 5 and max(found) < 0.02
+        assert len(found) == 5 and max(found) < NEAR[kind]
+
+
+def test_experts_of_8_bits_are_those_of_the_scheme(npu: EmulatedNpu) -> None:
+    """Rows and what is between the two products have a unit of each; sums are of whole numbers."""
+    _, ops = bound(0)
+    whole, (x, ids, shares) = weights(ROUNDED), tokens_of(0, 5, 9)
+    device = torch.device("npu", 0)
+    packed = ops.pack_experts(whole)
+    found = packed(*(part.to(device) for part in (x, ids, shares))).cpu().float()
+
+    def product(rows: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+        each = Rounding.of(weight.raw, weight.type)
+        unit = rows.float().abs().amax(-1, keepdim=True) / 127
+        numbers = (rows.float() / unit).round()
+        return (numbers @ each.numbers.float().t() * each.scale * unit).half()
+
+    wanted = torch.zeros(5, DIM)
+    for token, of_token in enumerate(ids.tolist()):
+        for at, expert in enumerate(of_token):
+            row = x[token : token + 1]
+            gate, up = product(row, whole.gate[expert]), product(row, whole.up[expert])
+            inner = (torch.nn.functional.silu(gate.float()) * up.float()).half()
+            wanted[token] += (product(inner, whole.down[expert]) * shares[token, at].half())[0]
+    assert (found - wanted).abs().max() < 0.004
 
 
 def unchanged(rank: int, size: int, address: str) -> list[float]:

@@ -108,6 +108,37 @@ def test_products_by_group(operators, on, x, weight, counts, why):
         operators.grouped_matmul(on(x), on(weight), on(torch.tensor(counts)))
 
 
+NUMBERS, COLUMNS = torch.ones(3, 32, dtype=torch.int8), torch.ones(2, 32, 64, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"x": NUMBERS.to(torch.bfloat16)}, "must have one dtype|x must be torch.int8"),
+        ({"weight": COLUMNS[:, :16].contiguous()}, r"weight \[groups, in, out\]"),
+        ({"scale": torch.ones(2, 64)}, "scale must be torch.bfloat16"),
+        ({"scale": torch.ones(2, 63, dtype=torch.bfloat16)}, r"scale must be \[2, 64\]"),
+        ({"units": torch.ones(4)}, r"per_token_scale must be \[3\]"),
+        ({"units": torch.ones(3, dtype=torch.bfloat16)}, "per_token_scale must be torch.float32"),
+        ({"dtype": torch.float16}, "scale must be torch.float32"),
+        ({"dtype": torch.float32}, "output_dtype"),
+        ({"counts": torch.tensor([3, 1])}, "have 4 rows together, there are 3"),
+    ],
+)
+def test_products_by_group_of_8_bits(operators, on, changed, why):
+    given = {
+        "x": NUMBERS,
+        "weight": COLUMNS,
+        "counts": torch.tensor([1, 2]),
+        "scale": torch.ones(2, 64, dtype=torch.bfloat16),
+        "units": torch.ones(3),
+        "dtype": torch.bfloat16,
+    } | changed
+    there = {key: on(value) if torch.is_tensor(value) else value for key, value in given.items()}
+    with pytest.raises(ContractError, match=why):
+        operators.grouped_quant_matmul(**there)
+
+
 @pytest.mark.parametrize(
     ("rows", "places", "weights", "why"),
     [

@@ -435,6 +435,24 @@ def _products(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         lambda: [(total + bias).float() * scale],
         _SLACK[dtype],
     )
+    many = torch.stack([columns, columns.flip(1)])
+    factors = torch.stack([scale, scale.flip(0)])
+    factors = factors.to(dtype if dtype == torch.bfloat16 else torch.float32)
+    counts = torch.tensor([2, 3])
+
+    def by_group(ops: Operators, place: Place) -> list[Tensor]:
+        given = (place(counts), place(factors), place(units), dtype)
+        return [ops.grouped_quant_matmul(place(numbers), ops.cast_fractal(place(many)), *given)]
+
+    each = [numbers[:2].int() @ many[0].int(), numbers[2:].int() @ many[1].int()]
+    wanted = torch.cat([part.float() * factors[at].float() for at, part in enumerate(each)])
+    yield Case(
+        "npu_grouped_matmul",
+        f"of 8 bits, {kind}",
+        by_group,
+        lambda: [wanted * units.unsqueeze(1)],
+        _SLACK[dtype],
+    )
     yield Case(
         "npu_format_cast",
         kind,

@@ -8,6 +8,7 @@ from banyan.ops.npu.contracts import HALVES, placed, require, shape_of, typed
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import obstacle
 
+_GROUPED = "npu_grouped_matmul"
 _MOST_PER_TOKEN, _MOST_GROUPS, _WIDEST = 512, 1024, 65536
 
 
@@ -38,9 +39,37 @@ def init_routing(x: Tensor, ids: Tensor, experts: int, first: int, last: int) ->
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> None:
     """x: [rows, in]; weight: [groups, in, out]; counts: [groups], rows of each."""
-    name = "npu_grouped_matmul"
-    placed(name, x=x, weight=weight, group_list=counts)
-    typed(name, (*HALVES, torch.float32), x=x, weight=weight)
+    placed(_GROUPED, x=x, weight=weight, group_list=counts)
+    typed(_GROUPED, (*HALVES, torch.float32), x=x, weight=weight)
+    _grouped(x, weight, counts)
+
+
+def grouped_quant_matmul(
+    x: Tensor, weight: Tensor, counts: Tensor, scale: Tensor, units: Tensor, dtype: torch.dtype
+) -> None:
+    """The same of int8 numbers; scale: [groups, out]; units: [rows]; dtype: of what is made."""
+    placed(_GROUPED, x=x, weight=weight, group_list=counts, scale=scale, per_token_scale=units)
+    typed(_GROUPED, (torch.int8,), x=x, weight=weight)
+    require(dtype in HALVES, _GROUPED, f"output_dtype must be one of {HALVES}, it is {dtype}")
+    kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    typed(_GROUPED, (kind,), scale=scale)
+    typed(_GROUPED, (torch.float32,), per_token_scale=units)
+    _grouped(x, weight, counts)
+    wanted = (len(weight), weight.shape[2])
+    require(
+        tuple(scale.shape) == wanted,
+        _GROUPED,
+        f"scale must be {list(wanted)}, it is {shape_of(scale)}",
+    )
+    require(
+        tuple(units.shape) == (len(x),),
+        _GROUPED,
+        f"per_token_scale must be [{len(x)}], it is {shape_of(units)}",
+    )
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> None:
+    name = _GROUPED
     typed(name, (torch.int64,), group_list=counts)
     require(
         x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1],

@@ -2,7 +2,7 @@
 experts, two products by group, and each token's rows together again. Nothing waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,14 +11,15 @@ from torch.nn.functional import pad
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
 from banyan.ops.experts_api import Ranks, StoredExperts
+from banyan.ops.npu.expert_products import product_of
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.operators import Operators
-from banyan.ops.stored import StoredWeight, stack
+from banyan.ops.stored import stack
 from banyan.platform.base import Dispatch
 
 
 class GroupedExperts:
-    """gate_up: [experts, dim, 2·inner]; down: [experts, inner, dim]; of the activations' dtype."""
+    """Of this rank, each with both of its first matrices in one."""
 
     def __init__(
         self,
@@ -35,8 +36,8 @@ class GroupedExperts:
         self._activation = experts.activation
         self._clamp = experts.clamp
         pairs = zip(experts.gate, experts.up, strict=True)
-        self._gate_up = _columns([stack(pair) for pair in pairs], dtype, device)
-        self._down = _columns(experts.down, dtype, device)
+        self._gate_up = product_of(operators, [stack(pair) for pair in pairs], dtype, device)
+        self._down = product_of(operators, experts.down, dtype, device)
         self._biases: tuple[Tensor, Tensor] | None = None
         if experts.biases is not None:
             gate, up, down = (part.to(device, dtype) for part in experts.biases)
@@ -46,13 +47,13 @@ class GroupedExperts:
         operators, chosen = self._operators, ids.to(torch.int32)
         first, last, total = self._range
         rows, places, counts = operators.init_routing(x.contiguous(), chosen, *self._range)
-        inner = operators.grouped_matmul(rows, self._gate_up, counts)
+        inner = self._gate_up(rows, counts)
         outer_bias = None
         if self._biases is not None:
             of_row = self._rows_of(chosen)
             inner = inner + self._biases[0][of_row]
             outer_bias = self._biases[1][of_row]
-        outer = operators.grouped_matmul(self._gated(inner), self._down, counts)
+        outer = self._down(self._gated(inner), counts)
         if outer_bias is not None:
             outer = outer + outer_bias
         weights = weights.to(x.dtype)
@@ -75,16 +76,17 @@ class GroupedExperts:
             weights = pad(weights, (0, 0, 0, room))
         x, chosen = x.contiguous(), ids.to(torch.int32)
         weights = weights.float().contiguous()
-        sent = operators.dispatch(x, chosen, weights, ranks, total, limits)
-        inner = operators.grouped_matmul(sent.rows, self._gate_up, sent.counts)
+        given = (x, chosen, weights, ranks, total, limits)
+        sent = operators.dispatch(*given, is_rounded=self._gate_up.rounds)
+        inner = self._gate_up(sent.rows, sent.counts, sent.units)
         if self._biases is None:
-            outer = operators.grouped_matmul(self._gated(inner), self._down, sent.counts)
+            outer = self._down(self._gated(inner), sent.counts)
         else:
             at = torch.arange(len(sent.rows), device=x.device)
             of_row = torch.searchsorted(sent.counts.cumsum(0), at, right=True)
             of_row = of_row.clamp(max=len(sent.counts) - 1)
             inner = inner + self._biases[0][of_row]
-            outer = operators.grouped_matmul(self._gated(inner), self._down, sent.counts)
+            outer = self._down(self._gated(inner), sent.counts)
             outer = outer + self._biases[1][of_row]
         return operators.combine(outer, sent, chosen, weights, ranks, total, limits)
 
@@ -103,11 +105,6 @@ class GroupedExperts:
             return self._operators.swiglu(gate_up)
         exact = self._activation == "gelu"
         return (reference.gelu_and_mul if exact else reference.gelu_tanh_and_mul)(gate_up)
-
-
-def _columns(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[experts, in, out]"""
-    return torch.stack([weight.dense.to(device, dtype).t() for weight in weights])
 
 
 def _experts(toolkit: NpuToolkit) -> Callable[..., object]:

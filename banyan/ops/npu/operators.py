@@ -4,7 +4,7 @@ Names and arguments are torch_npu's; what the kernels beside do not use is left 
 each call is held against its contract first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
 from banyan.ops.npu.quant_contracts import COLUMN_STEP, ROW_STEP
 from banyan.platform.base import Dispatch
 
+_BY_ROW = 2
+"""Rows are rounded to int8 on their way, each with a unit of its own."""
 _FRACTAL = 29
 """The number of the form NZ."""
 _NEWER_NAMES = {
@@ -32,16 +34,17 @@ class Sent:
     """What came to this rank in an exchange.
 
     Attributes:
-        rows: by expert, and then anything.
+        rows: by expert, and then anything; of int8 where they have units.
         counts: rows of each expert here.
         places, received, weights: for the way back.
     """
 
     rows: Tensor
+    units: Tensor | None
     counts: Tensor
     places: Tensor
     received: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
 
 
 class Operators:
@@ -274,22 +277,24 @@ class Operators:
         ranks: Ranks,
         experts: int,
         limits: Dispatch,
+        is_rounded: bool = False,
     ) -> Sent:
         """Rows to the ranks of their experts, an exchange of a fixed size: all ranks bring as many.
         x: [tokens, dim]; ids: [tokens, per_token] of int32; weights: of fp32; experts: of all
-        ranks."""
+        ranks; is_rounded: they travel as int8, with a unit of each."""
         if self._is_checked:
             expert_contracts.distribute_dispatch(x, ids, weights, ranks, experts, limits)
-        rows, _, places, counts, received, _, scales = self._npu.npu_moe_distribute_dispatch_v2(
+        rows, units, places, counts, received, _, scales = self._npu.npu_moe_distribute_dispatch_v2(
             x,
             ids,
             *(ranks.name, ranks.size, ranks.rank, experts),
             expert_scales=weights if limits.takes_weights else None,
-            quant_mode=0,
+            quant_mode=_BY_ROW if is_rounded else 0,
             global_bs=0,
             expert_token_nums_type=1,
         )
-        return Sent(rows, counts, places, received, scales if limits.takes_weights else None)
+        sent = Sent(rows, units if is_rounded else None, counts, places, received)
+        return replace(sent, weights=scales) if limits.takes_weights else sent
 
     def combine(
         self,
@@ -321,6 +326,31 @@ class Operators:
             [x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1
         )[0]
 
+    def grouped_quant_matmul(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        scale: Tensor,
+        units: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """As `grouped_matmul`, of int8 numbers, times scale and units: scale [groups, out] is of
+        bf16 where `dtype` is, else of fp32; units: [rows] fp32."""
+        if self._is_checked:
+            expert_contracts.grouped_quant_matmul(x, weight, counts, scale, units, dtype)
+        return self._npu.npu_grouped_matmul(
+            [x],
+            [weight],
+            scale=[scale],
+            per_token_scale=[units],
+            group_list=counts,
+            split_item=2,
+            group_type=0,
+            group_list_type=1,
+            output_dtype=dtype,
+        )[0]
+
     def token_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """The sum of each token's rows by weight. places: as `init_routing` gives them."""
         if self._is_checked:
@@ -341,8 +371,8 @@ class Operators:
 
     def cast_fractal(self, columns: Tensor) -> Tensor:
         """In the form that products read best; as it is where its sizes do not allow that, or where
-        weights are to stay plain. columns: [in, out] int8."""
-        if self._keeps_plain or columns.shape[0] % ROW_STEP or columns.shape[1] % COLUMN_STEP:
+        weights are to stay plain. columns: [..., in, out] int8."""
+        if self._keeps_plain or columns.shape[-2] % ROW_STEP or columns.shape[-1] % COLUMN_STEP:
             return columns
         if self._is_checked:
             quant_contracts.format_cast(columns)
