@@ -10,9 +10,10 @@ import pytest
 from banyan.llm import Engine
 from tests.emulation.test_ranks import IN_ALL
 from tests.system.checkpoint import write_tiny_model
-from tests.system.handing import FLAGS, WAIT_S, Pair, engines
-from tests.system.serving import free_port, wait_until
+from tests.system.handing import FLAGS, WAIT_S, Pair, Servers, engines
+from tests.system.serving import free_port, settled, wait_until
 from tests.system.test_handoff import is_whole
+from tests.system.test_nodes import over_nodes
 from tests.system.test_transfer_engines import PACKAGES, needs
 
 ON_NPU = {**FLAGS, "device": "npu", "dtype": "bfloat16", "page_size": 128, "max_total_tokens": 2048}
@@ -106,3 +107,33 @@ def test_ranks_of_npus_hand_over_what_one_computes(
         pair.ask(input_ids=[9, *PROMPT], sampling_params=GREEDY)
         wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"
+
+
+@IN_ALL
+def test_ranks_of_npus_on_several_nodes_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages leave a device of another node, and come to one."""
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model, port = write_tiny_model(tmp_path / "model"), free_port()
+    prompts = [[(x * n) % 61 + 2 for x in PROMPT] for n in (1, 2, 3)]
+    with Engine(str(model), **ON_NPU) as single:
+        right = [
+            single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts
+        ]
+    flags = ("--device", "npu", "--dtype", "bfloat16", "--skip-server-warmup")
+    rooms = ("--disaggregation-bootstrap-port", str(port))
+    with (
+        over_nodes(
+            tmp_path / "first", model, *flags, "--disaggregation-mode", "prefill", *rooms
+        ) as first,
+        over_nodes(tmp_path / "second", model, *flags, "--disaggregation-mode", "decode") as second,
+    ):
+        pair = Servers(first, second, port)
+        for prompt, whole in zip(prompts, right, strict=True):
+            body = {"input_ids": prompt, "sampling_params": GREEDY}
+            answers = [each.result(WAIT_S) for each in pair.start("/generate", body)]
+            assert answers[1].json()["output_ids"] == whole, answers[0].text
+        stats = settled(second.stats, len(prompts))
+        assert stats["computed_tokens"] <= len(prompts) * (300 - 256 + 8), "pages came"
