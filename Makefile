@@ -142,10 +142,11 @@ bench-fidelity: $(VENV)/.demo
 	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
 
 # Prefill and decode servers under a trace in Mooncake's form (make bench-pairs TRACE=FILE): tokens lost or
-# duplicated, what the router adds, gaps of streams beside long prompts, and how far `banyan simulate` is off; 5 minutes.
+# duplicated, what the router adds, gaps of streams beside long prompts, and how far `banyan simulate` is off; 5 minutes,
+# with ARGS="--seconds 600" a quarter of an hour.
 bench-pairs: $(VENV)/.installed
 	@test -f "$(TRACE)" || { echo "name a trace: make bench-pairs TRACE=conversation.jsonl" >&2; exit 1; }
-	@timeout 600 $(BIN)/python -m benchmarks.pairs $(TRACE) $(ARGS)
+	@timeout 1500 $(BIN)/python -m benchmarks.pairs $(TRACE) $(ARGS)
 	@timeout 120 $(BIN)/python -m benchmarks.router --pairs --policy round_robin
 	@timeout 240 $(BIN)/python -m benchmarks.pair_gaps --picture docs/pairs.svg
 
