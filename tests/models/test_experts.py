@@ -14,6 +14,7 @@ from banyan.parallel.groups import Groups, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
+from tests.models.test_step import first
 from tests.parallel.ranks import rank_processes
 
 CPU = torch.device("cpu")
@@ -49,6 +50,9 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
         ]
     for variant in variants:
         tiny(variant, tmp_path / variant)
+    if taken == "tp":
+        variants.append("step 3")
+        first(tmp_path / "step 3")
     cards = [read_card(str(tmp_path / variant)) for variant in variants]
     context = rank_processes()
     results = context.Queue()

@@ -11,18 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
+import banyan
 from banyan.base.errors import ModelError
 from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from banyan.ops.bind import bind
-from banyan.parallel.groups import open_groups
-from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
-from tests.parallel.ranks import rank_processes
+from tests.runner.driver import Driver
+from tests.runner.test_recorded_families import open_runner, requests, scores
 
-CPU = torch.device("cpu")
 FIRST = {
     "hidden_size": 48,
     "intermediate_size": 40,
@@ -45,12 +43,12 @@ FIRST = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    dim, heads, rank, inner, count, shared = 48, 60, 22, 20, 5, 12
+def shapes(head_dim: int) -> dict[str, tuple[int, ...]]:
+    dim, heads, rank, inner, count, shared = 48, 6 * head_dim, 22, 20, 5, 12
     found = {"model.embed_tokens": (97, dim), "model.norm": (dim,), "lm_head": (97, dim)}
     for layer in range(3):
         block = {"input_layernorm": (dim,), "post_attention_layernorm": (dim,)}
-        block |= {f"self_attn.{name}_proj": (10, dim) for name in "kv"}
+        block |= {f"self_attn.{name}_proj": (head_dim, dim) for name in "kv"}
         block |= {"self_attn.q_proj": (rank, dim), "self_attn.inter_norm": (rank,)}
         block |= {"self_attn.wq": (heads, rank), "self_attn.o_proj": (dim, heads)}
         if layer:
@@ -69,7 +67,8 @@ def first(folder, sees: bool = False, **changes) -> dict[str, torch.Tensor]:
     """A random checkpoint as published, of the model for text or of the one that sees."""
     torch.manual_seed(3)
     draws = {
-        n: torch.randn(shape) * (0.2 if len(shape) > 1 else 0.5) for n, shape in shapes().items()
+        n: torch.randn(shape) * (0.2 if len(shape) > 1 else 0.5)
+        for n, shape in shapes(changes.get("head_dim", 10)).items()
     }
     folder.mkdir(exist_ok=True)
     text, name = FIRST | changes, "Step3TextForCausalLM"
@@ -159,6 +158,48 @@ def test_the_first_one_gives_the_logits_of_its_report(sees, ops, paged, tmp_path
     torch.testing.assert_close(torch.cat(chunks), logits[:44], atol=1e-4, rtol=0)
 
 
+def checkpoint(name: str, folder) -> None:
+    """Of sizes that the compiled attention takes."""
+    if name == "first":
+        first(folder, head_dim=16)
+    else:
+        tiny("step 3.7", folder, head_dim=40)
+
+
+def test_recorded_steps_of_the_first_one_have_the_same_bits_in_any_batch(tmp_path):
+    checkpoint("first", tmp_path)
+    recorded, eager = open_runner(tmp_path), open_runner(tmp_path, max_tokens=0)
+    assert (recorded.how, eager.how) == ("recorded", "eager")
+    together, anew, alone = requests(), requests(), requests()
+
+    Driver(recorded).run(together, chunk=7)
+    Driver(eager).run(anew, chunk=16)
+    driver = Driver(open_runner(tmp_path))
+    for request in alone:
+        driver.run([request])
+
+    for one, two, three in zip(together, anew, alone, strict=True):
+        assert one.output == two.output == three.output
+        assert scores(one) == scores(two) == scores(three)
+
+
+@pytest.mark.parametrize("name", ["first", "flash"])
+def test_what_is_read_from_the_cache_gives_the_same_bits(name, tmp_path):
+    checkpoint(name, tmp_path)
+    asked = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    usual = {"skip_tokenizer_init": True, "max_total_tokens": 2048, "page_size": 8, "threads": 1}
+    with banyan.Engine(str(tmp_path), engine_mode="inprocess", **usual) as engine:
+        anew, cached = (
+            engine.generate(input_ids=[PROMPT], sampling_params=asked, return_logprob=True)[0]
+            for _ in range(2)
+        )
+
+    assert anew["output_ids"] == cached["output_ids"]
+    assert anew["meta_info"]["cached_tokens"] == 0 < cached["meta_info"]["cached_tokens"]
+    key = "output_token_logprobs"
+    assert anew["meta_info"][key] == cached["meta_info"][key]
+
+
 def test_the_first_one_keeps_one_head_of_keys_and_values(ops, tmp_path):
     first(tmp_path)
 
@@ -177,31 +218,6 @@ def test_layers_of_more_heads_lie_beside_those_of_fewer(ops, tmp_path):
     assert heads == [4, 6, 6, 4] == [card.heads_of(layer) for layer in range(4)]
     assert [rotary.dim for rotary in model.rotaries.values()] == [6, 10]
     assert {cache.tensors["k"].shape for cache in model.caches} == {(2, 10)}
-
-
-def _rank(rank, card, address, results):
-    torch.set_num_threads(1)
-    groups = open_groups(rank, 2, address, timeout_s=60)
-    ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
-    model = load_model(card, Build(ops, groups))
-    results.put(PagedModel(model).step([(0, PROMPT)])[0].tolist())
-
-
-def test_two_ranks_squeeze_queries_alike_and_share_their_heads(ops, paged, tmp_path):
-    draws = first(tmp_path)
-    card, context = read_card(str(tmp_path)), rank_processes()
-    results = context.Queue()
-    address = f"file://{tmp_path}/meet"
-    ranks = [context.Process(target=_rank, args=(r, card, address, results)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-
-    answers = [results.get(timeout=120) for _ in ranks]
-
-    for rank in ranks:
-        rank.join(60)
-    for answer in answers:
-        torch.testing.assert_close(torch.tensor(answer), first_logits(draws), atol=1e-4, rtol=0)
 
 
 def in_makers_words(folder) -> None:
