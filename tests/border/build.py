@@ -111,7 +111,7 @@ def with_store(random: Random, world: World) -> World:
 def with_peer(world: World) -> World:
     """The same world on a server that continues prompts; hidden states are not handed over."""
     groups = tuple(group for group in world.core.groups if group.kind != STATE)
-    core = replace(world.core, share=True, groups=groups, role=TAKES)
+    core = replace(world.core, groups=groups, role=TAKES)
     device = dataclasses.replace(world.device, groups=groups)
     return dataclasses.replace(world, core=core, device=device, has_hidden=False)
 
