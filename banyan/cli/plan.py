@@ -33,6 +33,9 @@ TOO_LITTLE = 1
 _SHORTEST = 1024
 _HUB_KINDS = ("catalogue", "hub file", "hub", "modelscope")
 
+_ROUNDED_TO = {"int8": "Q8_0", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
+"""What --quantization makes of floats -> storage type."""
+
 _ABOUT = """Says what a model takes of this machine and how many requests of which length fit, as
 the engine would divide the memory, without loading it. MODEL and every other flag are the server's
 (--tp-size, --kv-cache-dtype, --mem-fraction-static, --context-length …). Nothing is downloaded: of
@@ -120,8 +123,23 @@ def _weight_bytes(config: Config, card: ModelCard, options: PlanOptions, is_host
         return 2.0 if config.model.activation_dtype != "float32" else 4.0
     if config.model.load_format == "dummy":
         return weight_bytes_of(card)
-    size = kept_size(card.path) if card.format == "gguf" else size_of_weights(card.path)
+    if card.format == "gguf":
+        size = kept_size(card.path)
+    elif card.quant is None:
+        size = size_of_weights(card.path)
+    else:
+        size = _of_quantised(config, card, is_host)
     return size / Weights.of(card).total
+
+
+def _of_quantised(config: Config, card: ModelCard, is_host: bool) -> int:
+    """Bytes of a quantised folder's weights: the form tells which ones stay in few bits."""
+    from banyan.models.weights.quant.sizes import kept_size_of_folder
+
+    # The kernels that multiply with them, and those that round, compute in fp32.
+    has_kernels = is_host and config.model.activation_dtype == "float32"
+    rounded_to = _ROUNDED_TO.get(config.model.quantization, "") if has_kernels else ""
+    return kept_size_of_folder(card, has_kernels, rounded_to)
 
 
 def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[str]:

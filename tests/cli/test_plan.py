@@ -18,6 +18,7 @@ from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
 from banyan.sim.layout import Layout, Weights, cache_groups
 from tests.adapters import write_adapter
 from tests.models.families import tiny
+from tests.models.test_quant import quantised
 from tests.system.checkpoint import write_tiny_model
 
 GIB = 1 << 30
@@ -83,6 +84,26 @@ def test_a_share_of_the_memory_is_left_as_the_flags_say(folder: Path) -> None:
 def test_the_weights_are_those_of_the_files(folder: Path) -> None:
     _, card = opened(str(folder))
     assert 4.0 * Weights.of(card).total == pytest.approx(size_of_weights(card.path), rel=0.05)
+
+
+def test_weights_of_a_quantised_folder_are_those_that_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp8 stays in 8 bits with a scale per 32 where the CPU's kernels multiply with it: they
+    compute in fp32. Else it becomes BF16; --quantization rounds it again."""
+    quantised("fp8 by output", tmp_path, vocab_size=99, intermediate_size=8192)
+    words = (str(tmp_path), "--memory-gib", "1", "--skip-tokenizer-init")
+
+    def weights(*more: str) -> float:
+        found = re.search(r"^weights +([0-9.]+) MiB$", planned(capsys, *words, *more)[1], re.M)
+        assert found is not None
+        return float(found[1])
+
+    count = 2 * (128 * 128 * 3 + 3 * 128 * 8192) / 2**20
+    rest = 2 * 99 * 128 * 4 / 2**20
+    assert weights() == pytest.approx(count * 36 / 32 + rest, abs=0.1)
+    assert weights("--dtype", "bfloat16") == pytest.approx(count * 2 + rest, abs=0.1)
+    assert weights("--quantization", "q4_0") == pytest.approx(count * 18 / 32 + rest, abs=0.1)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

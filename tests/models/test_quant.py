@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.checkpoint import read_card
 from banyan.config.quantized import SPELLINGS
+from banyan.formats.kept import kept_bytes
 from banyan.layers.build import Build
 from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model, tensors_of
@@ -18,6 +19,7 @@ from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import restored
 from banyan.models.weights.quant.fp8 import Fp8, plain
 from banyan.models.weights.quant.modelslim import ModelSlim
+from banyan.models.weights.quant.sizes import kept_size_of_folder
 from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.stored import RawTensor, StoredWeight
@@ -84,6 +86,9 @@ def test_weights_are_those_that_are_meant_in_few_bits(name, tmp_path):
         assert error <= values.abs().max() * 2**-8
         assert weights[weight].type in FORMS[name].becomes.split(" or ")
     assert weights["model.norm.weight"].type == "F32"
+    card = read_card(str(tmp_path))
+    kept = [kept_bytes(w.type, w.shape) or w.raw.numel() for w in weights.values()]
+    assert kept_size_of_folder(card, keeps_fp8=False) == sum(kept)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -646,6 +651,7 @@ def test_a_model_in_fp8_keeps_8_bits_and_gives_the_logits_of_these_weights(
     reference, meant = quantised(name, tmp_path)
     stored = restore(tmp_path)
     assert {stored[weight].type for weight in meant} == {"E4M3"}
+    assert kept_size_of_folder(card, keeps_fp8=True) == sum(w.raw.numel() for w in stored.values())
 
     exact = bind(
         "cpu", CPU, torch.float32, frozenset(), 16, exact=True, toolkit=open_toolkit("cpu", 1, {})

@@ -56,7 +56,7 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                     )
                 seen[tensor.name] = path.name
                 raw = as_tensor(file.bytes_of(tensor.name))
-                yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
+                yield tensor.name, as_stored(tensor.name, tensor.type, tensor.shape, raw)
                 read += tensor.size_bytes
                 if read >= at_once:
                     read = 0
@@ -87,7 +87,8 @@ def stamp_of(card: ModelCard) -> list[tuple[str, int, int]]:
     return [(str(path), facts.st_size, facts.st_mtime_ns) for path, facts in found]
 
 
-def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored:
+def as_stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored:
+    """A tensor of a checkpoint from its bytes, [size] uint8."""
     if type in RAW_TYPES:
         return RawTensor(type, shape, raw)
     try:

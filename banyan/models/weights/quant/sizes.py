@@ -1,0 +1,80 @@
+"""How much memory the weights of a quantised folder take, before they are loaded: what a form keeps
+in few bits, and what becomes floats, is told by its own method, of one weight of each kind.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from banyan.config.card import ModelCard
+from banyan.formats.kept import KEPT_BYTES, kept_bytes
+from banyan.formats.mapped import TensorInfo
+from banyan.formats.safetensors import SafetensorsFile
+from banyan.formats.shards import files_of_weights
+from banyan.models.weights.names import split_numbers
+from banyan.models.weights.quant import open_method
+from banyan.models.weights.quant.base import CACHE_SCALES, QuantMethod, Stored
+from banyan.models.weights.reader import as_stored, as_tensor
+from banyan.ops.stored import E4M3, STORAGE_TYPES
+
+_Where = Mapping[str, tuple[Path, TensorInfo]]
+_Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
+"""Of a quantised weight: its name without numbers, and type and shape of each of its tensors."""
+
+
+def kept_size_of_folder(card: ModelCard, keeps_fp8: bool, rounded_to: str = "") -> int:
+    """Bytes of all weights in memory.
+
+    Args:
+        keeps_fp8: the device multiplies with floats of 8 bits.
+        rounded_to: storage type that floats of quantised weights are rounded to, "" = none.
+
+    Raises:
+        ModelError: files are missing or damaged, or a weight is not what the form says.
+    """
+    assert card.quant is not None
+    method = open_method(card.quant, card.path, keeps_fp8=keeps_fp8)
+    where = _found(card.path)
+    stems: dict[str, dict[str, str]] = {}
+    size = 0
+    for name, (_, tensor) in where.items():
+        if name.rpartition(".")[2] in CACHE_SCALES:
+            continue
+        place = method.part_of(name, tensor.type)
+        if place is None:
+            size += tensor.size_bytes
+        else:
+            stems.setdefault(place[0], {})[place[1]] = name
+    known: dict[_Kind, int] = {}
+    for stem, parts in stems.items():
+        told = [(last, where[name][1]) for last, name in sorted(parts.items())]
+        kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in told)
+        if kind not in known:
+            known[kind] = _kept(method, stem, parts, where, rounded_to)
+        size += known[kind]
+    return size
+
+
+def _found(path: str) -> _Where:
+    found: dict[str, tuple[Path, TensorInfo]] = {}
+    for file in files_of_weights(path):
+        with SafetensorsFile.open(str(file)) as opened:
+            found |= {name: (file, tensor) for name, tensor in opened.tensors.items()}
+    return found
+
+
+def _kept(
+    method: QuantMethod, stem: str, parts: Mapping[str, str], where: _Where, rounded_to: str
+) -> int:
+    """Bytes of one weight, restored as it is when it is loaded."""
+    read: dict[str, Stored] = {}
+    for last, name in parts.items():
+        file, tensor = where[name]
+        with SafetensorsFile.open(str(file)) as opened:
+            raw = as_tensor(opened.bytes_of(name)).clone()
+            read[last] = as_stored(name, tensor.type, tensor.shape, raw)
+    restored = method.restore(stem, read)
+    weight, type = restored.weight, restored.weight.type
+    if rounded_to and (STORAGE_TYPES[type].is_float or type == E4M3):
+        type = rounded_to
+    kept = kept_bytes(type, weight.shape) if type in KEPT_BYTES else weight.raw.numel()
+    return kept + (restored.bias.raw.numel() if restored.bias is not None else 0)
