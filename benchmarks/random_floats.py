@@ -1,6 +1,6 @@
 """Checkpoints of random weights as safetensors, dense and of any size: to measure, not to talk to.
 
-python -m benchmarks.random_floats bf16|fp8|fp8-block|int8 FOLDER [LAYERS] [WIDTH] [VOCAB]
+python -m benchmarks.random_floats FORM FOLDER [LAYERS] [WIDTH] [VOCAB]
 """
 
 import json
@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMS = ("bf16", "fp8", "fp8-block", "int8")
+FORMS = ("bf16", "fp8", "fp8-block", "fp8-tensor", "int8", "w4a16")
 HEAD_DIM, BLOCK = 64, 128
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 INTS = {
     "num_bits": 8,
     "type": "int",
@@ -20,6 +21,7 @@ INTS = {
     "symmetric": True,
     "dynamic": False,
 }
+FOURS = INTS | {"num_bits": 4, "strategy": "group", "group_size": BLOCK}
 SETTINGS = {
     "fp8": {
         "quant_method": "compressed-tensors",
@@ -29,16 +31,19 @@ SETTINGS = {
             "group_0": {"targets": ["Linear"], "weights": {**INTS, "type": "float"}},
         },
     },
-    "fp8-block": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    },
+    "fp8-block": {**_FP8, "weight_block_size": [BLOCK, BLOCK]},
+    "fp8-tensor": _FP8,
     "int8": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": INTS}},
+    },
+    "w4a16": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": FOURS}},
     },
 }
 
@@ -99,10 +104,17 @@ def _weight(form: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if form == "fp8":
         numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
         return {"weight": numbers, "weight_scale": torch.full((outputs, 1), scale).bfloat16()}
-    if form == "fp8-block":
+    if form in ("fp8-block", "fp8-tensor"):
         numbers = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        if form == "fp8-tensor":
+            return {"weight": numbers, "weight_scale": torch.full((1,), scale)}
         blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
         return {"weight": numbers, "weight_scale_inv": torch.full(blocks, scale)}
+    if form == "w4a16":
+        words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), dtype=torch.int32)
+        factors = torch.full((outputs, inputs // BLOCK), scale / 4.6).bfloat16()
+        whole = torch.tensor([outputs, inputs])
+        return {"weight_packed": words, "weight_scale": factors, "weight_shape": whole}
     numbers = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
     return {"weight": numbers, "weight_scale": torch.full((outputs, 1), scale / 74).bfloat16()}
 

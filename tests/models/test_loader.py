@@ -280,3 +280,21 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tiny_llama, tmp_path):
         most = max(most, _resident_files() - before)
     assert whole == 12 and most < 20 << 20, f"{most} bytes of {48 << 20} were in memory at once"
     assert all(torch.equal(tensor.values, tensors[name]) for name, tensor in kept)
+
+
+def test_the_tensors_of_a_module_come_together_wherever_they_lie(tiny_llama, tmp_path):
+    """Else the words of all layers wait for scales that lie behind them, in memory."""
+    _, card = tiny_llama()
+    tensors = {
+        **{f"l.{at}.weight_packed": torch.ones(4, 4, dtype=torch.int32) for at in range(3)},
+        **{f"l.{at}.weight_scale": torch.ones(4, 1, dtype=torch.bfloat16) for at in range(3)},
+        "head.weight": torch.ones(3, 3, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    names = [name for name, _ in read_tensors(replace(card, path=str(tmp_path)))]
+
+    assert names == [
+        "head.weight",
+        *(f"l.{at}.weight_{last}" for at in range(3) for last in ("packed", "scale")),
+    ]

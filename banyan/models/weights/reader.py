@@ -4,7 +4,7 @@ Knows formats and shards; knows no models. Bytes stay in the mapped file until a
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from banyan.base.errors import ModelError
 from banyan.base.heap import give_back
 from banyan.config.card import ModelCard
 from banyan.formats.gguf import GGUFFile
-from banyan.formats.mapped import MappedFile
+from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import weight_files
 from banyan.models.weights.quant.base import Stored
@@ -28,7 +28,9 @@ what was made of that and is packed by now, goes back to the system."""
 
 
 def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
-    """Every tensor of the checkpoint, by file and place within the file.
+    """Every tensor of the checkpoint, by file and place within the file, but those of no layer come
+    first, and those of one module together, at the place of the largest. (Files have their widest
+    types first, so the scales of 4-bit words may all be behind the words of all layers.)
 
     A tensor lives as long as its file is mapped: until the iterator has moved to the next file,
     unless the caller keeps it (the mapping then stays with it).
@@ -49,7 +51,7 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
     for path in files:
         with ExitStack() as stack:
             file = stack.enter_context(opened(str(path), is_mapped))
-            for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+            for tensor in _by_module(file.tensors.values()):
                 if tensor.name in seen:
                     raise ModelError(
                         f"tensor {tensor.name!r} is in both {seen[tensor.name]} and {path.name}"
@@ -62,6 +64,23 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                     read = 0
                     file.let_go()
                     give_back()
+
+
+def _by_module(tensors: Collection[TensorInfo]) -> list[TensorInfo]:
+    """What belongs to no layer first: the head is often the largest weight by far, and while it is
+    packed it lies in memory twice."""
+    places: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        module = tensor.name.rpartition(".")[0]
+        place = (tensor.size_bytes, tensor.offset)
+        places[module] = max(places.get(module, place), place)
+
+    def key(tensor: TensorInfo) -> tuple[bool, int, int]:
+        module = tensor.name.rpartition(".")[0]
+        is_of_a_layer = any(part.isdecimal() for part in module.split("."))
+        return is_of_a_layer, places[module][1], tensor.offset
+
+    return sorted(tensors, key=key)
 
 
 def tensor_types(card: ModelCard) -> dict[str, str]:

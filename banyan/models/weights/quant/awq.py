@@ -13,7 +13,7 @@ from torch import Tensor
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.gptq import MAX_GROUP
-from banyan.models.weights.quant.groups import from_groups, groups_of, unpack_words
+from banyan.models.weights.quant.groups import Numbers, from_groups, groups_of, unpack_words
 
 _PARTS = ("qweight", "qzeros", "scales")
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -40,7 +40,13 @@ class Awq:
         groups = groups_of(inputs, group)
         scale = numbers_of(parts, "scales", FLOATS, (groups, outputs))
         zero = numbers_of(parts, "qzeros", ("I32",), (groups, outputs // 8))
-        return from_groups(_values(words).T, _values(zero).T.short(), scale.T, group)
+        numbers = Numbers(outputs, inputs, 4, lambda rows: _outputs(words, rows))
+        return from_groups(numbers, _values(zero).T.short(), scale.T, group)
+
+
+def _outputs(words: Tensor, rows: slice) -> Tensor:
+    """Some outputs, from a multiple of 8 on, [rows, in] uint8."""
+    return _values(words[:, rows.start // 8 : -(-rows.stop // 8)]).T.contiguous()
 
 
 def _values(words: Tensor) -> Tensor:

@@ -30,7 +30,13 @@ from banyan.models.weights.quant.base import (
 from banyan.models.weights.quant.fp4 import from_mxfp4, from_nvfp4
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.gptq import MAX_GROUP
-from banyan.models.weights.quant.groups import by_index, from_groups, groups_of, unpack_words
+from banyan.models.weights.quant.groups import (
+    Numbers,
+    by_index,
+    from_groups,
+    groups_of,
+    unpack_words,
+)
 from banyan.models.weights.quant.patterns import Modules
 from banyan.ops.stored import FLOAT8_TYPES
 
@@ -111,7 +117,9 @@ def _packed(parts: Parts, scheme: Scheme) -> Restored:
     if not (0 < outputs <= 1 << 24 and 0 < inputs <= 1 << 24):
         raise ModelError(f"weight_shape says {shape}")
     words = numbers_of(parts, "weight_packed", ("I32",), (outputs, -(-inputs * bits // 32)))
-    numbers = unpack_words(words, bits)[:, :inputs]
+    numbers = Numbers(
+        outputs, inputs, bits, lambda rows: unpack_words(words[rows], bits)[:, :inputs].contiguous()
+    )
     group = scheme.group or inputs
     groups = groups_of(inputs, group)
     scale = _scale(parts, outputs, groups)

@@ -15,7 +15,13 @@ import torch
 from banyan.base.errors import ModelError
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
-from banyan.models.weights.quant.groups import by_index, from_groups, groups_of, unpack_words
+from banyan.models.weights.quant.groups import (
+    Numbers,
+    by_index,
+    from_groups,
+    groups_of,
+    unpack_words,
+)
 from banyan.models.weights.quant.patterns import pattern
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -63,7 +69,7 @@ class Gptq:
         packed = numbers_of(parts, "qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
         stored = unpack_words(packed, bits)[:, :outputs].T.short()
         zero = (stored + settings.zero_shift) & ((1 << bits) - 1)
-        numbers = unpack_words(words.T, bits)
+        numbers = Numbers(outputs, inputs, bits, lambda rows: unpack_words(words[:, rows].T, bits))
         in_order = torch.arange(inputs) // group
         if settings.has_order or "g_idx" in parts:
             index = numbers_of(parts, "g_idx", ("I32", "I64"), (inputs,))

@@ -2,6 +2,7 @@
 in few bits, and what becomes floats, is told by its own method, of one weight of each kind.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def kept_size_of_folder(card: ModelCard, keeps_fp8: bool, rounded_to: str = "") 
         ModelError: files are missing or damaged, or a weight is not what the form says.
     """
     assert card.quant is not None
-    method = open_method(card.quant, card.path, keeps_fp8=keeps_fp8)
+    method = open_method(card.quant, card.path)
     where = _found(card.path)
     stems: dict[str, dict[str, str]] = {}
     size = 0
@@ -45,11 +46,12 @@ def kept_size_of_folder(card: ModelCard, keeps_fp8: bool, rounded_to: str = "") 
         else:
             stems.setdefault(place[0], {})[place[1]] = name
     known: dict[_Kind, int] = {}
+    floats = rounded_to or (E4M3 if keeps_fp8 else "")
     for stem, parts in stems.items():
         told = [(last, where[name][1]) for last, name in sorted(parts.items())]
         kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in told)
         if kind not in known:
-            known[kind] = _kept(method, stem, parts, where, rounded_to)
+            known[kind] = _kept(method, stem, parts, where, floats)
         size += known[kind]
     return size
 
@@ -63,9 +65,14 @@ def _found(path: str) -> _Where:
 
 
 def _kept(
-    method: QuantMethod, stem: str, parts: Mapping[str, str], where: _Where, rounded_to: str
+    method: QuantMethod, stem: str, parts: Mapping[str, str], where: _Where, floats: str
 ) -> int:
-    """Bytes of one weight, restored as it is when it is loaded."""
+    """Bytes of one weight, restored as it is when it is loaded.
+
+    Args:
+        floats: storage type that floats are rounded to; E4M3 = they stay as they are, "" = those of
+            8 bits become bf16.
+    """
     read: dict[str, Stored] = {}
     for last, name in parts.items():
         file, tensor = where[name]
@@ -73,8 +80,10 @@ def _kept(
             raw = as_tensor(opened.bytes_of(name)).clone()
             read[last] = as_stored(name, tensor.type, tensor.shape, raw)
     restored = method.restore(stem, read)
+    bias = restored.bias.raw.numel() if restored.bias is not None else 0
     weight, type = restored.weight, restored.weight.type
-    if rounded_to and (STORAGE_TYPES[type].is_float or type == E4M3):
-        type = rounded_to
-    kept = kept_bytes(type, weight.shape) if type in KEPT_BYTES else weight.raw.numel()
-    return kept + (restored.bias.raw.numel() if restored.bias is not None else 0)
+    if type == E4M3 and not floats:
+        return bias + 2 * math.prod(weight.shape)
+    if floats != E4M3 and (STORAGE_TYPES[type].is_float or type == E4M3):
+        type = floats or type
+    return bias + (kept_bytes(type, weight.shape) if type in KEPT_BYTES else weight.raw.numel())
