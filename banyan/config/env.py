@@ -32,6 +32,7 @@ class NpuWishes:
         buffer: megabytes of each group of ranks; "" = the library's own choice.
         store: URL at which engines of MemFabric meet.
         exchange_buffer: as buffer, of groups that experts are exchanged in.
+        rounds_sent: rows that are sent by their counts travel as 8 bits.
         protocol: how they copy; "" = as the chip does.
     """
 
@@ -42,6 +43,7 @@ class NpuWishes:
     store: str = ""
     protocol: str = ""
     exchange_buffer: str = ""
+    rounds_sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("ASCEND_MF_STORE_URL", "").strip(),
             given.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip(),
             given.get("DEEPEP_HCCL_BUFFSIZE", "").strip(),
+            is_on("DEEP_NORMAL_MODE_USE_INT8_QUANT"),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

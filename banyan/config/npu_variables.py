@@ -65,7 +65,7 @@ VARIABLES = {
         READ, "as HCCL_BUFFSIZE, of the group that experts are exchanged in; rule 9"
     ),
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": Variable(
-        REFUSED, "rows go to the ranks of their experts in the type of the activations"
+        SET, "--deepep-mode normal and auto: rows sent by their counts are of 8 bits; rule 21"
     ),
     "DEEPEP_NORMAL_LONG_SEQ_ROUND": Variable(REFUSED, "rows of a step go in one round"),
     "DEEP_USE_MODE": Variable(REFUSED, "rows go by one exchange of HCCL, all to all"),

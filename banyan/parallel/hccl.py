@@ -4,24 +4,53 @@ with torch.
 Each group has buffers on each device: twice what HCCL_BUFFSIZE says.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from banyan.ops.npu.collective_contracts import exchanged
 from banyan.parallel.collectives import Meeting, Transport
-from banyan.parallel.process_group import GroupCollectives, open_store
+from banyan.parallel.process_group import Check, GroupCollectives, open_store
 from banyan.platform.npu_driver import open_driver
+
+_MOST, _LEAST = 127, 1e-12
+"""The largest number of 8 bits, and the least that a unit is made of."""
 
 
 class HcclCollectives(GroupCollectives):
-    """Implements `NamedCollectives`."""
+    """Implements `NamedCollectives`.
+
+    Args:
+        is_rounded: rows travel to experts as int8, with a unit of each behind its numbers.
+    """
+
+    def __init__(self, group: Any, meeting: Meeting, check: Check | None, is_rounded: bool) -> None:
+        super().__init__(group, meeting, check)
+        self._is_rounded = is_rounded
 
     def name(self) -> str:
         return self.group.get_hccl_comm_name(self._rank)
+
+    def _carry(self, sent: list[Tensor], coming: list[int]) -> Tensor:
+        if not self._is_rounded:
+            return super()._carry(sent, coming)
+        rows, dtype = torch.cat(sent).float(), sent[0].dtype
+        units = rows.abs().amax(1, keepdim=True).clamp(min=_LEAST) / _MOST  # [rows, 1]
+        numbers = (rows / units).round().to(torch.int8)
+        packed = torch.cat([numbers, units.view(torch.int8)], 1)
+        came = self._exchange(list(packed.split([len(part) for part in sent])), coming)
+        size = units.element_size()
+        units = came[:, -size:].contiguous().view(torch.float32)
+        return (came[:, :-size].float() * units).to(dtype)
 
 
 def _open(meeting: Meeting) -> HcclCollectives:
     driver = open_driver()
     met = (open_store(meeting), meeting.rank, meeting.size, meeting.timeout_s, meeting.name)
     group = driver.group(*met, is_exchange=meeting.is_exchange)
-    return HcclCollectives(group, meeting, exchanged if driver.is_checked else None)
+    check = exchanged if driver.is_checked else None
+    return HcclCollectives(group, meeting, check, driver.rounds_sent)
 
 
 HCCL = Transport(declines=lambda meeting: None, open=_open)

@@ -86,7 +86,7 @@ class GroupCollectives:
         sent = [x[: given[self._rank]][part[self._rank]] for part in of_giver]
         coming = [int(part.sum()) for part in of_giver[self._rank]]
         out = x.new_zeros(len(places), x.shape[1])
-        out[needs[self._rank]] = self._exchange(sent, coming)
+        out[needs[self._rank]] = self._carry(sent, coming)
         return out
 
     def combine_rows(
@@ -113,6 +113,10 @@ class GroupCollectives:
         for mask, part in zip(own, parts, strict=True):
             out[mask] += part.float()
         return out.to(x.dtype).flatten(1)
+
+    def _carry(self, sent: list[Tensor], coming: list[int]) -> Tensor:
+        """As `_exchange`, in whatever form rows travel to experts."""
+        return self._exchange(sent, coming)
 
     def _exchange(self, sent: list[Tensor], coming: list[int]) -> Tensor:
         """The rows that come to this rank, those of rank 0 first. sent: those for each rank."""

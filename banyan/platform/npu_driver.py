@@ -42,6 +42,7 @@ class Driver:
         is_checked: calls of operators are to be held against their contracts.
         options: of a process group of its collectives.
         buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
+        rounds_sent: rows that go to the ranks of their experts by counts travel as 8 bits.
         exchange_buffer: the same of groups that experts are exchanged in (DEEPEP_HCCL_BUFFSIZE).
     """
 
@@ -50,6 +51,7 @@ class Driver:
     options: Callable[[], Any]
     buffer: str
     exchange_buffer: str = ""
+    rounds_sent: bool = False
 
     def group(
         self,
@@ -102,7 +104,8 @@ def open_driver() -> Driver:
         options = _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    return Driver(npu, wishes.is_checked, options, wishes.buffer, wishes.exchange_buffer)
+    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent)
+    return Driver(npu, wishes.is_checked, options, *wanted)
 
 
 def open_interconnect(chip: str) -> Interconnect:

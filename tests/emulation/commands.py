@@ -36,7 +36,6 @@ _DRAFTS = (
 )
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows travel in the type of the activations",
     "SGLANG_NPU_USE_MLAPO": "what comes before latent attention is several operators",
     **{f"--speculative-{name}": _DRAFTS for name in DRAFTING},
     "SGLANG_USE_AG_AFTER_QLORA": "latents are not divided among ranks",

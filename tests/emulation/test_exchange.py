@@ -19,6 +19,7 @@ from banyan.ops.npu.operators import Operators
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
+from banyan.parallel.hccl import HcclCollectives
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A2, A3, MIB, buffer_bytes, dispatch_of, obstacle
 from banyan.platform.npu import NpuPlatform
@@ -146,6 +147,41 @@ def test_experts_of_8_bits_are_those_of_the_scheme(npu: EmulatedNpu) -> None:
             inner = (torch.nn.functional.silu(gate.float()) * up.float()).half()
             wanted[token] += (product(inner, whole.down[expert]) * shares[token, at].half())[0]
     assert (found - wanted).abs().max() < 0.004
+
+
+def counted(rank: int, size: int, address: str, is_rounded: bool) -> tuple[list, float, int]:
+    """Types of what was exchanged, how far the rows that came are off, and how many these are."""
+    os.environ["DEEP_NORMAL_MODE_USE_INT8_QUANT"] = str(int(is_rounded))
+    bound(rank)
+    groups = open_groups(
+        *(0, 1, address, ("hccl",), 60), replica=rank, replicas=2, are_experts_apart=True
+    )
+    assert groups.joint is not None
+    groups.joint.tokens.enter([4, 3])
+    device, kinds = torch.device("npu", rank), list[torch.dtype]()
+    exchange = HcclCollectives._exchange
+
+    def watched(group: HcclCollectives, sent: list, coming: list) -> torch.Tensor:
+        kinds.append(sent[0].dtype)
+        return exchange(group, sent, coming)
+
+    HcclCollectives._exchange = watched
+    rows = [tokens_of(r, 4 - r, 1) for r in range(2)]
+    ids = torch.cat([part[1] for part in rows])
+    came = groups.experts.dispatch_rows(rows[rank][0].to(device), ids.to(device), EXPERTS // 2)
+    mine = (ids // (EXPERTS // 2) == rank).any(1)
+    whole = torch.cat([part[0] for part in rows]).float()
+    off = (came.cpu().float() - whole)[mine].abs() / whole[mine].abs().amax(1, keepdim=True)
+    return kinds, float(off.max()), int(mine.sum())
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_rows_that_are_sent_by_their_counts_are_of_8_bits_if_asked_for(npu, tmp_path, is_rounded):
+    for found in together(2, tmp_path, counted, is_rounded):
+        assert isinstance(found, tuple), found
+        kinds, off, count = found
+        assert kinds == [torch.int8 if is_rounded else torch.float16] and count > 3
+        assert 0 < off < 0.5 / 127 + 1e-3 if is_rounded else off == 0
 
 
 def unchanged(rank: int, size: int, address: str) -> list[float]:
