@@ -56,7 +56,7 @@ VARIABLES = {
     "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),
     "SGLANG_NPU_FUSED_MOE_MODE": _NO_EXPERTS,
     "SGLANG_USE_AG_AFTER_QLORA": Variable(
-        REFUSED, "no ranks share the prompts' tokens of latent attention"
+        SO, "ranks gather latents and keys alone, behind the projections; no inputs before them"
     ),
     "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": Variable(
         SET, "--deepep-mode low_latency and auto: tokens of a rank in one exchange; rules 7 and 8"

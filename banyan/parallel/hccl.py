@@ -14,8 +14,8 @@ from banyan.parallel.collectives import Meeting, Transport
 from banyan.parallel.process_group import Check, GroupCollectives, open_store
 from banyan.platform.npu_driver import open_driver
 
-_MOST, _LEAST = 127, 1e-12
-"""The largest number of 8 bits, and the least that a unit is made of."""
+_MOST, _LEAST, _OF_UNIT = 127, 1e-12, 4
+"""The largest number of 8 bits, the least that a unit is made of, and the bytes of one."""
 
 
 class HcclCollectives(GroupCollectives):
@@ -36,13 +36,12 @@ class HcclCollectives(GroupCollectives):
         if not self._is_rounded:
             return super()._carry(sent, coming)
         rows, dtype = torch.cat(sent).float(), sent[0].dtype
-        units = rows.abs().amax(1, keepdim=True).clamp(min=_LEAST) / _MOST  # [rows, 1]
-        numbers = (rows / units).round().to(torch.int8)
-        packed = torch.cat([numbers, units.view(torch.int8)], 1)
+        units = rows.abs().amax(1).clamp(min=_LEAST) / _MOST  # [rows]
+        numbers = (rows / units.unsqueeze(1)).round().to(torch.int8)
+        packed = torch.cat([numbers, units.view(torch.int8).view(len(rows), _OF_UNIT)], 1)
         came = self._exchange(list(packed.split([len(part) for part in sent])), coming)
-        size = units.element_size()
-        units = came[:, -size:].contiguous().view(torch.float32)
-        return (came[:, :-size].float() * units).to(dtype)
+        units = came[:, -_OF_UNIT:].flatten().view(torch.float32).unsqueeze(1)
+        return (came[:, :-_OF_UNIT].float() * units).to(dtype)
 
 
 def _open(meeting: Meeting) -> HcclCollectives:
