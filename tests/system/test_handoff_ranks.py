@@ -124,7 +124,7 @@ def finished(engine: Engine) -> list[int]:
     return [part.stats.finished for part in engine._live().client.replicas()]
 
 
-@pytest.mark.parametrize("layout", REPLICAS if ALL else ["joined 2 to joined 2"])
+@pytest.mark.parametrize("layout", REPLICAS if ALL else ["dp 2 to joined 2"])
 def test_replicas_have_rooms_of_their_own(layout: str, tiny_model: Path, single: Engine) -> None:
     """Who gives follows from the room; who takes is free to choose, and finds them all."""
     prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 30 * i]] for i in range(6)]
