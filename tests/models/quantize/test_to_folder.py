@@ -240,7 +240,7 @@ def check_words(file: Path, folder: Path, texts: tuple[str, ...]) -> None:
         assert mine.encode(text) == its.encode(text) == theirs(text)["input_ids"], text
         bare = mine.encode(text, add_special_tokens=False)
         assert bare == theirs(text, add_special_tokens=False)["input_ids"], text
-    assert (mine.special_ids, {*mine.eos_ids}) == (its.special_ids, {*its.eos_ids})
+    assert mine.special_ids == its.special_ids and {*mine.eos_ids} <= {*its.eos_ids}
 
 
 def test_a_published_vocabulary_comes_back(tmp_path):
