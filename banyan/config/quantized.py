@@ -28,7 +28,7 @@ _OLDER = MappingProxyType(
 )
 """What older checkpoints call a form -> that form."""
 FLOAT_FORMS = ("fp8", "bitsandbytes", "modelopt")
-"""Forms whose weights become plain floats, which --quantization may round again."""
+"""Forms whose weights are floats, which --quantization may round again."""
 
 
 def form_of(name: str) -> str:

@@ -209,6 +209,11 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
                 hint="leave the flag out; int8, q8_0, q4_0 and q4_1 round float weights, and so "
                 "does --torchao-config fp8wo, to floats of 8 bits",
             )
+        if wanted != card.quant.method:
+            log.info(
+                "--quantization %s: the weights are read as %s, as their checkpoint says",
+                *(wanted, card.quant.method),
+            )
         return replace(config, model=replace(config.model, quantization=""))
     if wanted and card.quant is not None and card.quant.method not in FLOAT_FORMS:
         raise ConfigError(

@@ -4,8 +4,7 @@ Step-3: queries that are squeezed, normed and widened beside one head of keys an
 (arXiv 2507.19427), experts chosen by softmax scores. Of both that is the part for text.
 
 Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, in their
-makers' words and in those of transformers; GGUF architecture
-"step35" (Step-3.5).
+makers' words and in those of transformers; GGUF architecture "step35" (Step-3.5).
 """
 
 from collections.abc import Container, Mapping

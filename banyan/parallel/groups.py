@@ -313,19 +313,19 @@ def open_groups(
         has_exchange: the device exchanges the rows of experts by operators.
     """
 
-    def meet(name: str, place: int, of: int) -> Group:
+    def meet(name: str, place: int, of: int, is_exchange: bool = False) -> Group:
         if of == 1:
             return Group()
-        meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name, slot_bytes)
-        meeting = replace(meeting, is_exchange=name.startswith(".sent"))
-        return Group(place, of, open_collectives(meeting, libraries))
+        who = (place, of, address, timeout_s, recorder, is_crowded, name)
+        met = open_collectives(Meeting(*who, slot_bytes, is_exchange), libraries)
+        return Group(place, of, met)
 
     def finished(groups: Groups, name: str, place: int, of: int) -> Groups:
         """With what every layout may have; name: of those that share experts."""
-        if is_dense_whole:
-            groups = groups.with_dense_whole()
-        is_alone = not has_exchange or of == 1
-        return groups if is_alone else replace(groups, exchange=meet(f".sent{name}", place, of))
+        groups = groups.with_dense_whole() if is_dense_whole else groups
+        if has_exchange:
+            groups = replace(groups, exchange=meet(f".sent{name}", place, of, is_exchange=True))
+        return groups
 
     if size * stages * replicas * shares == 1:
         return ALONE

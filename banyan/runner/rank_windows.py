@@ -178,9 +178,10 @@ class DistantWindow:
     def _hear(self) -> list[bytes]:
         until = time.monotonic() + self._timeout_s
         while not self._rank.poll(_LOOK_MS):
-            if self._is_lost():
-                raise OSError("another rank of this server has gone")
-            if time.monotonic() >= until:
-                self._rank.close()
+            is_lost = self._is_lost()
+            if is_lost or time.monotonic() >= until:
+                self._rank.close()  # what it may still say is about a page that nobody means
+                if is_lost:
+                    raise OSError("another rank of this server has gone")
                 raise TimeoutError(f"another rank of this server is silent for {self._timeout_s} s")
         return self._rank.recv_multipart()

@@ -125,6 +125,16 @@ def test_only_float_weights_are_rounded(
         resolve(config, card, Environment())
 
 
+@pytest.mark.parametrize(("wanted", "lines"), [("fp8", 0), ("w8a8_fp8", 1)])
+def test_a_name_that_is_not_the_checkpoints_own_is_told(
+    wanted: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(model=ModelConfig(source="m", quantization=wanted))
+    with caplog.at_level("INFO", "banyan"):
+        resolve(config, replace(CARD, quant=QuantFacts("fp8", "{}")), Environment())
+    assert caplog.text.count(f"--quantization {wanted}: the weights are read as fp8") == lines
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [

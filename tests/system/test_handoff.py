@@ -209,6 +209,8 @@ def test_requests_that_do_not_go_with_the_role_are_refused(pair: Pair, single: E
             side.generate(**body)
     with pytest.raises(BanyanError, match="--disaggregation-mode"):
         single.generate(**body, **pair.meeting())
+    with pytest.raises(BanyanError, match="disagg_prefill_dp_rank asks for a server that shares"):
+        single.generate(**body, disagg_prefill_dp_rank=0)
     with pytest.raises(BanyanError, match="bootstrap_host must name the server"):
         pair.decode.generate(**body, bootstrap_room=fresh_room())
     with pytest.raises(BanyanError, match="on another machine, and this server has no secret"):

@@ -96,10 +96,11 @@ def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, obje
 def check_room(request: "TextRequest", limits: "Limits") -> None:
     """Whether a sequence goes with the role of this server; RequestError when it does not."""
     if not limits.role:
-        if request.room:
+        name = _ROOMS[2] if request.room else _THERE if request.giver >= 0 else ""
+        if name:
             raise RequestError(
-                "bootstrap_room asks for a server that shares the work with another one",
-                param="bootstrap_room",
+                f"{name} asks for a server that shares the work with another one",
+                param=name,
                 code="not_available",
                 hint="Start the server with --disaggregation-mode prefill or decode.",
             )
