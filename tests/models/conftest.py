@@ -9,7 +9,7 @@ from banyan.config.card import ModelCard, RopeFacts
 from banyan.layers.cache import group_caches
 from banyan.layers.step import StepInputs
 from banyan.models.base import Model
-from banyan.ops.bind import bind
+from banyan.ops.bind import BoundOps, bind, open_toolkit
 from banyan.runner.attention.base import GroupView, StepGeometry
 from banyan.runner.attention.reference import ReferenceAttention
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -152,3 +152,11 @@ def tiny_llama(tmp_path):
         return model, card_of(config, folder)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def compiled() -> BoundOps:
+    toolkit = open_toolkit("cpu", 1, {})
+    if toolkit.absence:
+        pytest.skip(f"the compiled kernels cannot be built here: {toolkit.absence}")
+    return bind("cpu", CPU, torch.float32, frozenset(), 16, toolkit=toolkit)
