@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from banyan.base.ids import PADDING_PAGE
 from banyan.memory.groups import STATE, WINDOW, CacheGroup
 from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
-from banyan.messages.plan import DEVICE, PEER, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
+from banyan.messages.plan import (
+    DEVICE,
+    PEER,
+    SAMPLE,
+    STORE,
+    Join,
+    Mask,
+    PageCopy,
+    Row,
+    StepPlan,
+    StepResult,
+)
 
 
 class BorderError(AssertionError):
@@ -296,3 +307,26 @@ class Laws:
         self.seen["shared page reads"] += bool(writers)
         promised = [step for step in writers if step > launched.completed_before]
         self.seen["promised page reads"] += bool(promised)
+
+
+def check_result(
+    launched: Launched, rows: list[Row], result: StepResult, seen: Counter[str]
+) -> None:
+    """Whether a result is one of a plan whose rows ran as `rows`."""
+    plan = launched.plan
+    require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
+    if result.error:
+        require("Injected" in result.error, f"step {plan.step} fails: {result.error}")
+        return
+    failed = {failure.row for failure in result.failed}
+    for index, row in enumerate(rows):
+        count = len(result.tokens[index]) // 4
+        right = int(bool(row.want & SAMPLE) and index not in failed)
+        most = right * (1 + row.drafts)
+        where = launched.where(index)
+        require(right <= count <= most, f"{where}: {count} tokens, not {right} to {most}")
+        seen["accepted drafts"] += max(0, count - 1)
+        seen["rejected drafts"] += most - count
+    seen["failed rows"] += len(failed)
+    seen["masked rows"] += sum(row.masked for row in plan.rows)
+    seen["jumps"] += sum(bool(row.given) for row in plan.rows)

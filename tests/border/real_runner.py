@@ -51,7 +51,7 @@ from banyan.runner.orders import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Hurry
-from tests.border.laws import Device, Launched, Laws, Tenancy, require
+from tests.border.laws import Device, Launched, Laws, Tenancy, check_result, require
 from tests.border.page_model import bytes_of
 from tests.border.page_numbers import LAYERS, VOCAB
 from tests.border.real_store import Shelf
@@ -176,7 +176,7 @@ class RealRunner:
         assert started.launched is launched
         result = started.pending.result()
         self.laws.completed = launched.plan.step
-        self._check_result(launched, started.rows, result)
+        check_result(launched, started.rows, result, self.seen)
         return result
 
     def report_copies(self, count: int) -> CopyResult:
@@ -584,22 +584,3 @@ class RealRunner:
                 changed = set(np.flatnonzero(differ.reshape(len(then), -1).any(1)).tolist())
                 stray = sorted(changed - allowed[g])
                 require(not stray, f"{where} writes pages {stray} of group {g}")
-
-    def _check_result(self, launched: Launched, rows: list[Row], result: StepResult) -> None:
-        plan = launched.plan
-        require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
-        if result.error:
-            require("Injected" in result.error, f"step {plan.step} fails: {result.error}")
-            return
-        failed = {failure.row for failure in result.failed}
-        for index, row in enumerate(rows):
-            count = len(result.tokens[index]) // 4
-            right = int(bool(row.want & SAMPLE) and index not in failed)
-            most = right * (1 + row.drafts)
-            where = launched.where(index)
-            require(right <= count <= most, f"{where}: {count} tokens, not {right} to {most}")
-            self.seen["accepted drafts"] += max(0, count - 1)
-            self.seen["rejected drafts"] += most - count
-        self.seen["failed rows"] += len(failed)
-        self.seen["masked rows"] += sum(row.masked for row in plan.rows)
-        self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)
