@@ -4,6 +4,7 @@ Knows no files and no layers. A block is 32 or 256 values along the input dimens
 so rows can be cut and reordered without unpacking.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -218,6 +219,13 @@ class StoredWeight:
         return storage.unpack(units).reshape(self.shape)
 
 
+def room_for(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Memory of the host for a weight, with anything in it. torch's own is aligned so that a freed
+    piece never fits the next of its size: a load would leave a hole for every weight it makes."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(*shape)
+
+
 def stack(weights: Sequence[StoredWeight]) -> StoredWeight:
     """Lay weights over one another along the output dimension; mixed types become fp32."""
     if len(weights) == 1:
@@ -225,10 +233,7 @@ def stack(weights: Sequence[StoredWeight]) -> StoredWeight:
     shape = (sum(w.shape[0] for w in weights), *weights[0].shape[1:])
     if all(w.type == weights[0].type for w in weights):
         raws = [w.raw.reshape(w.shape[0], -1) for w in weights]
-        # torch's own memory is aligned so that a freed piece never fits the next of its size: a
-        # load would leave a hole for every weight it stacks.
-        size = (shape[0], raws[0].shape[1])
-        room = torch.from_numpy(np.empty(size, np.uint8)) if raws[0].is_cpu else None
+        room = room_for((shape[0], raws[0].shape[1])) if raws[0].is_cpu else None
         raw = torch.cat(raws, out=room)
         return StoredWeight(weights[0].type, shape, raw if len(shape) > 1 else raw.view(-1))
     return StoredWeight.from_tensor(torch.cat([w.dense.float() for w in weights]))

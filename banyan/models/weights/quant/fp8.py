@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from banyan.models.weights.quant.base import (
     part_among,
 )
 from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import E4M3, FLOAT8_TYPES, StoredWeight
+from banyan.ops.stored import E4M3, FLOAT8_TYPES, StoredWeight, room_for
 
 log = logger(__name__)
 
@@ -78,7 +77,7 @@ class Fp8:
         why = _misfit(values, block)
         if not why:
             return Restored(_kept(values, spread))
-        found = torch.from_numpy(np.empty(values.shape, np.int16)).view(torch.bfloat16)
+        found = room_for(values.shape, torch.bfloat16)
         for first in range(0, len(values), _STRIP):  # what is made in between is small
             rows = slice(first, first + _STRIP)
             found[rows] = values[rows].float() * spread(rows)
@@ -128,7 +127,7 @@ def plain(weight: StoredWeight) -> StoredWeight:
     if len(weight.shape) == _STACKED:
         each = [plain(weight.at(index)) for index in range(weight.shape[0])]
         return StoredWeight("BF16", weight.shape, torch.stack([one.raw for one in each]))
-    found = torch.from_numpy(np.empty(weight.shape, np.int16)).view(torch.bfloat16)
+    found = room_for(weight.shape, torch.bfloat16)
     for first in range(0, len(found), _STRIP):
         last = min(first + _STRIP, len(found))
         found[first:last] = weight.cut(0, first, last).dense
@@ -174,7 +173,7 @@ def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:
     """Numbers [out, in] with the scale of each block behind it."""
     outputs, inputs = values.shape
     shape = (outputs, inputs // BLOCK, BLOCK + 4)
-    raw = torch.from_numpy(np.empty(shape, np.uint8))
+    raw = room_for(shape)
     raw[..., :BLOCK] = values.view(torch.uint8).view(*shape[:2], BLOCK)
     for first in range(0, outputs, _STRIP):
         rows = slice(first, first + _STRIP)

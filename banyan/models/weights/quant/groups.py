@@ -8,7 +8,6 @@ Q8_0; both want groups of whole blocks of 32. Whatever fits none of them becomes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from banyan.base.errors import ModelError
 from banyan.models.weights.quant.base import Restored
 from banyan.ops import blocks
 from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight, room_for
 
 _WORD = 32
 _STRIP = 64
@@ -73,8 +72,7 @@ class Numbers:
 
     def floats(self, make: Callable[[slice, Tensor], Tensor]) -> StoredWeight:
         """A weight in bf16 of what is made of some outputs at a time."""
-        made = torch.from_numpy(np.empty((self.outputs, self.inputs), np.int16))
-        found = made.view(torch.bfloat16)
+        found = room_for((self.outputs, self.inputs), torch.bfloat16)
         for rows in self.strips():
             found[rows] = make(rows, self.rows(rows))
         return StoredWeight.from_tensor(found)
@@ -174,7 +172,7 @@ def _in_blocks(
     """Blocks of numbers - zero + more, in bytes that wrap around."""
     unit = STORAGE_TYPES[type]
     row_bytes = numbers.inputs // unit.values * unit.size_bytes
-    raw = torch.from_numpy(np.empty((numbers.outputs, row_bytes), np.uint8))
+    raw = room_for((numbers.outputs, row_bytes))
     for rows in numbers.strips():
         mine = zero if isinstance(zero, int) else zero[rows]
         levels = _less(numbers.rows(rows), mine, group) + more
