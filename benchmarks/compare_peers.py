@@ -85,9 +85,7 @@ def _contest(name: str, model: Model, place: Place, options: argparse.Namespace)
         for number in range(options.rounds):
             turn = list(servers.items())
             for key in options.workloads:
-                workload = WORKLOADS[key]
-                if options.share < 1:
-                    workload = shortened(workload, options.share)
+                workload = shortened(WORKLOADS[key], options.share)
                 for peer, server in turn if number % 2 == 0 else reversed(turn):
                     if not _is_too_slow(contest, peer, key, options.max_run_s):
                         _one_run(contest, peer, server, workload, model, number, options)

