@@ -33,6 +33,7 @@ class NpuWishes:
         store: URL at which engines of MemFabric meet.
         exchange_buffer: as buffer, of groups that experts are exchanged in.
         rounds_sent: rows that are sent by their counts travel as 8 bits.
+        fuses_latents: what comes before latent attention is to be one operator.
         protocol: how they copy; "" = as the chip does.
     """
 
@@ -44,6 +45,7 @@ class NpuWishes:
     protocol: str = ""
     exchange_buffer: str = ""
     rounds_sent: bool = False
+    fuses_latents: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip(),
             given.get("DEEPEP_HCCL_BUFFSIZE", "").strip(),
             is_on("DEEP_NORMAL_MODE_USE_INT8_QUANT"),
+            is_on("SGLANG_NPU_USE_MLAPO"),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

@@ -50,7 +50,9 @@ VARIABLES = {
     "SGLANG_ENABLE_SPEC_V2": Variable(SO, "what follows is planned while drafts are verified"),
     "ASCEND_USE_FIA": Variable(SO, "the fused infer attention is what attends"),
     "SGLANG_NPU_USE_MLAPO": Variable(
-        REFUSED, "what comes before latent attention is several operators here"
+        SET,
+        "what comes before latent attention is one operator (`npu_mla_prolog_v3`), or the log says "
+        "why not; rules 5",
     ),
     "SGLANG_USE_FIA_NZ": Variable(REFUSED, "pages have the plain form (ND)"),
     "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),

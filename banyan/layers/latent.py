@@ -5,6 +5,7 @@ would expand it to keys and values per head are moved to the other side of the p
 brought into the latent space, and values leave it after the weighted sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
 from banyan.layers.step import LatentSpec, StepInputs
 from banyan.ops.packed import PackedHeadLinear
 from banyan.ops.pages import stored_width
+from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.groups import Group
 
@@ -39,11 +41,29 @@ class LatentShape:
     has_bias: bool = False
 
 
+Tell = Callable[[str, StoredWeight], None]
+"""Hears of a part of the prologue, as `LatentPrologue.take`."""
+
+
+class ToldLinear(ColumnLinear):
+    """A projection of one part, of whose weight somebody else is told too."""
+
+    part = ""
+    tell: Tell | None = None
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        super().fill(slot, parts)
+        if slot == "weight" and self.tell is not None:
+            self.tell(self.part, self.rules[""].cut(parts[0], self.group))
+
+
 class HeadExpansion(Layer):
     """The matrix that expands latents to keys and values, kept as two matrices per head.
 
     Filled with the checkpoint's [heads · (plain_dim + value_dim), rank].
     """
+
+    tell: Tell | None = None
 
     def __init__(self, shape: LatentShape, build: Build) -> None:
         super().__init__()
@@ -70,6 +90,8 @@ class HeadExpansion(Layer):
             self.ops.pack_head_linear(StoredWeight.from_tensor(part), is_in_blocks)
             for part in (keys.transpose(1, 2), values)
         )
+        if self.tell is not None:
+            self.tell(KEYS, StoredWeight.from_tensor(keys))
 
     def narrow(self, q: Tensor) -> Tensor:
         """[tokens, heads, plain_dim] -> [tokens, heads, rank]"""
@@ -95,12 +117,12 @@ class LatentAttention(Caching):
         self.spec = LatentSpec(shape.layer, shape.scale, facts.index_top)
         self.indexer = Indexer(shape.dim, facts, build) if facts.index_heads else None
         self.cache = _cache(shape, build)
-        self.squeeze: ColumnLinear | None = None
+        self.squeeze: ToldLinear | None = None
         if facts.query_rank:
             outputs = {"": facts.query_rank}
-            self.squeeze = ColumnLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
+            self.squeeze = ToldLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
             self.query_norm = RMSNorm(facts.query_rank, norm_eps, build)
-        self.query = ColumnLinear(
+        self.query = ToldLinear(
             facts.query_rank or shape.dim,
             {"": shape.heads * head},
             {"": ShardRule(0, head)},
@@ -111,7 +133,7 @@ class LatentAttention(Caching):
             pieces={"": (facts.plain_dim, facts.rope_dim)},
         )
         kept = facts.rank + facts.rope_dim
-        self.latent = ColumnLinear(
+        self.latent = ToldLinear(
             shape.dim,
             {"": kept},
             _WHOLE,
@@ -124,10 +146,49 @@ class LatentAttention(Caching):
         self.expansion = HeadExpansion(shape, build)
         rule = ShardRule(1, facts.value_dim)
         self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
+        self.prologue = build.ops.open_prologue(_prologue_shape(shape, self.heads, build))
+        self.is_fused = False
+        """The prologue does it all, and alone has the weights for it."""
+        if self.prologue is not None:
+            assert self.squeeze is not None
+            told = ((SQUEEZE, self.squeeze), (QUERY, self.query), (LATENT, self.latent))
+            for part, layer in told:
+                layer.part, layer.tell = part, self._take
+            self.expansion.tell = self._take
+
+    def _take(self, part: str, weight: StoredWeight) -> None:
+        assert self.prologue is not None and self.squeeze is not None
+        self.prologue.take(part, weight)
+        self.is_fused = self.prologue.is_ready()
+        if self.is_fused:  # nobody else multiplies with these
+            self.squeeze.weight = self.query.weight = self.latent.weight = None
+            self.expansion.into = None
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None where
         nothing rotates; returns [tokens, dim]."""
+        kept: tuple[Tensor, Tensor] | None = None
+        if self.is_fused:
+            q, turned, squeezed = self._together(x, angles, step)
+        else:
+            q, turned, squeezed, kept = self._one_by_one(x, angles)
+        indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)
+        attended = step.attention.latent(self.spec, q, turned, kept, indexed)
+        values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
+        return self.out(values.flatten(1))
+
+    def _together(
+        self, x: Tensor, angles: Angles | None, step: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.prologue is not None
+        pages, locations = step.attention.latent_pages(self.spec.layer)
+        gammas = (self.query_norm.weight, self.latent_norm.weight)
+        return self.prologue(x, gammas, angles, pages, locations)
+
+    def _one_by_one(
+        self, x: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Queries in the latent space, turned ones, squeezed ones; latent and key to keep."""
         facts, ops = self.facts, self.ops
         squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
         widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]
@@ -139,11 +200,29 @@ class LatentAttention(Caching):
         if angles is not None:
             turned, key = ops.rotary(turned, key, *angles)
         q = self.expansion.narrow(plain)  # [tokens, heads, rank]
-        latent = self.latent_norm(latent)
-        indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)
-        attended = step.attention.latent(self.spec, q, turned, latent, key.squeeze(1), indexed)
-        values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
-        return self.out(values.flatten(1))
+        return q, turned, squeezed, (self.latent_norm(latent), key.squeeze(1))
+
+
+def _prologue_shape(shape: LatentShape, heads: int, build: Build) -> PrologueShape:
+    facts = shape.facts
+    eps = facts.norm_eps or shape.norm_eps
+    obstacles = {
+        "projections have biases": shape.has_bias,
+        "adapters may lie beside projections": build.adapters is not None,
+        "ranks compute shares of a step": build.groups.divided is not None,
+    }
+    return PrologueShape(
+        dim=shape.dim,
+        query_rank=facts.query_rank,
+        heads=heads,
+        rank=facts.rank,
+        plain_dim=facts.plain_dim,
+        rope_dim=facts.rope_dim,
+        query_eps=eps,
+        latent_eps=eps,
+        reads_squeezed=facts.index_heads > 0,
+        obstacle=next((why for why, is_so in obstacles.items() if is_so), ""),
+    )
 
 
 def _cache(shape: LatentShape, build: Build) -> LayerCache:

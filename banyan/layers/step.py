@@ -89,17 +89,21 @@ class StepAttention(Protocol):
         spec: LatentSpec,
         q: Tensor,
         q_turned: Tensor,
-        latent: Tensor,
-        key: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
         indexed: Indexed | None = None,
     ) -> Tensor:
-        """Write `latent` and `key` into the pages of this step's positions, then attend over each
-        row's context: `ops.api.Ops.latent_attention`.
+        """Write what is `kept`, latent and key, into the pages of this step's positions, then
+        attend over each row's context: `ops.api.Ops.latent_attention`.
 
-        q: [tokens, heads, rank]; q_turned: [tokens, heads, rope_dim]; latent: [tokens, rank];
-        key: [tokens, rope_dim], rotated already like q_turned.
+        q: [tokens, heads, rank]; q_turned: [tokens, heads, rope_dim]; kept: [tokens, rank] and
+        [tokens, rope_dim], rotated already like q_turned; None = they lie in the pages.
         returns: [tokens, heads, rank], same dtype as q.
         """
+        ...
+
+    def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Where latents and keys of a layer lie, and the place of each token there, for whoever
+        writes them before `latent`: `ops.prologue_api.LatentPrologue`."""
         ...
 
 

@@ -20,6 +20,7 @@ from banyan.ops.experts_api import ExpertOps
 from banyan.ops.index_api import IndexOps
 from banyan.ops.logits_api import LogitOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
+from banyan.ops.prologue_api import PrologueOps
 from banyan.ops.sampling import SampleRows
 from banyan.ops.state_api import StateOps
 from banyan.ops.stored import StoredWeight
@@ -128,7 +129,9 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, Protocol):
+class Ops(
+    ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, PrologueOps, Protocol
+):
     """One bound implementation per op. Never dispatches per call."""
 
     @property

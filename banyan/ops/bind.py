@@ -17,6 +17,7 @@ from banyan.base.table import Table
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Recorder
 from banyan.ops.index_api import IndexShape
+from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.ops.rounded_inputs import STATIC
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
@@ -56,6 +57,13 @@ class Toolkit(Protocol):
         """Whether pages keep both parts of such an indexer's keys side by side."""
         ...
 
+    def open_prologue(
+        self, shape: PrologueShape, dtype: torch.dtype, device: torch.device
+    ) -> LatentPrologue | None:
+        """One operator for all that comes before latent attention; None where it is not wanted, or
+        has no such shape."""
+        ...
+
 
 @dataclass(frozen=True)
 class NoToolkit:
@@ -69,6 +77,11 @@ class NoToolkit:
 
     def joins_index(self, shape: IndexShape) -> bool:
         return False
+
+    def open_prologue(
+        self, shape: PrologueShape, dtype: torch.dtype, device: torch.device
+    ) -> LatentPrologue | None:
+        return None
 
 
 NO_TOOLKIT = NoToolkit()
@@ -217,10 +230,10 @@ class BoundOps:
         "choices",
         "recorder",
         "cache_dtype",
-        "_toolkit",
+        "_spec",
     )
     choices: tuple[Choice, ...]
-    _toolkit: Toolkit
+    _spec: OpSpec
 
     def __init__(
         self, functions: Mapping[str, object], choices: tuple[Choice, ...], spec: OpSpec
@@ -230,10 +243,16 @@ class BoundOps:
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "cache_dtype", spec.cache_dtype)
         object.__setattr__(self, "recorder", spec.toolkit.recorder)
-        object.__setattr__(self, "_toolkit", spec.toolkit)
+        object.__setattr__(self, "_spec", spec)
 
     def joins_index(self, shape: IndexShape) -> bool:
-        return self._toolkit.joins_index(shape) and not self.is_reference("choose_positions")
+        is_joined = self._spec.toolkit.joins_index(shape)
+        return is_joined and not self.is_reference("choose_positions")
+
+    def open_prologue(self, shape: PrologueShape) -> LatentPrologue | None:
+        if self.is_reference("write_latent"):
+            return None
+        return self._spec.toolkit.open_prologue(shape, self._spec.dtype, self._spec.device)
 
     def is_reference(self, op: str) -> bool:
         """The plain reference serves this op."""

@@ -43,6 +43,7 @@ class Driver:
         options: of a process group of its collectives.
         buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
         rounds_sent: rows that go to the ranks of their experts by counts travel as 8 bits.
+        fuses_latents: what comes before latent attention is to be one operator.
         exchange_buffer: the same of groups that experts are exchanged in (DEEPEP_HCCL_BUFFSIZE).
     """
 
@@ -52,6 +53,7 @@ class Driver:
     buffer: str
     exchange_buffer: str = ""
     rounds_sent: bool = False
+    fuses_latents: bool = False
 
     def group(
         self,
@@ -104,7 +106,7 @@ def open_driver() -> Driver:
         options = _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent)
+    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent, wishes.fuses_latents)
     return Driver(npu, wishes.is_checked, options, *wanted)
 
 

@@ -36,7 +36,6 @@ _DRAFTS = (
 )
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
-    "SGLANG_NPU_USE_MLAPO": "what comes before latent attention is several operators",
     **{f"--speculative-{name}": _DRAFTS for name in DRAFTING},
 }
 """Flags and variables of these lines that this build refuses on an NPU, or that belong to such."""

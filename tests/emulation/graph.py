@@ -28,6 +28,8 @@ UPDATABLE = {
 Call = tuple[Any, tuple, dict[str, Any], list[Tensor]]
 """An operator, what it was given by place and by name, and its results."""
 _SCATTER = "npu::npu_scatter_nd_update_"
+_PROLOG, _LATENTS = "npu::npu_mla_prolog_v3", 9
+"""An operator that writes latents, and which of its arguments they are."""
 _SPARSE = "npu::npu_sparse_flash_attention"
 """Attention that finds its lengths on the device; they may be wrong all the same."""
 
@@ -94,6 +96,9 @@ class Graph:
         if name == _SCATTER:
             places = self.core.host_alias(args[1]).flatten().tolist()
             self._written[args[0].data_ptr()] = set(places)
+        if name == _PROLOG:
+            places = self.core.host_alias(named["cache_index"]).tolist()
+            self._written[args[_LATENTS].data_ptr()] = set(places)
         attends = name in UPDATABLE or name == _SPARSE
         written = self._written.get(args[1].data_ptr()) if attends else None
         if written is None:

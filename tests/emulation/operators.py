@@ -18,6 +18,7 @@ from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
 from tests.emulation import (
     dispatch_operators,
     expert_operators,
+    latent_operators,
     quant_operators,
     sparse_operators,
 )
@@ -74,6 +75,7 @@ SCHEMAS = {
     "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
     **expert_operators.SCHEMAS,
     **dispatch_operators.SCHEMAS,
+    **latent_operators.SCHEMAS,
     **quant_operators.SCHEMAS,
     **sparse_operators.SCHEMAS,
 }
@@ -85,10 +87,12 @@ def register(core: ModuleType, exchanges: Exchanges, chip: str) -> torch.library
     library = torch.library.Library("npu", "DEF")
     computing = Computing(core)
     distributed = dispatch_operators.Distributed(core, exchanges, chip)
+    products = quant_operators.Products(core)
     others = {
         **dict.fromkeys(dispatch_operators.SCHEMAS, distributed),
         **dict.fromkeys(expert_operators.SCHEMAS, expert_operators.Experts(core)),
-        **dict.fromkeys(quant_operators.SCHEMAS, quant_operators.Products(core)),
+        **dict.fromkeys(quant_operators.SCHEMAS, products),
+        **dict.fromkeys(latent_operators.SCHEMAS, latent_operators.Latents(core, products.fractal)),
         **dict.fromkeys(sparse_operators.SCHEMAS, sparse_operators.Sparse(core)),
     }
     for name, schema in SCHEMAS.items():

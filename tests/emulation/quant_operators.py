@@ -29,12 +29,19 @@ _FRACTAL, _QINT8 = 29, 12
 _DTYPES = {5: torch.float16, 15: torch.bfloat16}
 
 
+def multiply(rows: Tensor, columns: Tensor) -> Tensor:
+    """A product of int8 numbers, [rows, in] by [in, out]; exact, because doubles hold all sums."""
+    return rows.double() @ columns.double()
+
+
 class Products:
     """The operators by their names."""
 
     def __init__(self, core: ModuleType) -> None:
         self._host: Callable[[Tensor], Tensor] = core.host_alias
         self._device: Callable[[Tensor, int], Tensor] = core.device_alias
+        self.fractal: set[int] = set()
+        """Addresses of what was brought to the fractal form."""
 
     def npu_dynamic_quant(self, x: Tensor, **given: object) -> tuple[Tensor, Tensor]:
         name = "npu_dynamic_quant"
@@ -73,7 +80,9 @@ class Products:
         quant_contracts.format_cast(x)
         allowed = torch.get_device_module("npu").config.allow_internal_format
         require(allowed, name, "torch.npu.config.allow_internal_format must be set")
-        return self._device(self._host(x).clone(), x.device.index)
+        found = self._device(self._host(x).clone(), x.device.index)
+        self.fractal.add(found.data_ptr())
+        return found
 
     def npu_quant_matmul(
         self,
@@ -91,7 +100,7 @@ class Products:
         require(not unused, name, f"{', '.join(unused)} are not served here")
         dtype = _DTYPES.get(output_dtype or 0, torch.int8)
         quant_contracts.quant_matmul(x1, x2, scale, dtype, pertoken_scale, bias)
-        total = self._host(x1).int() @ self._host(x2).int()  # exact: below 2**31 up to 65535 inputs
+        total = multiply(self._host(x1), self._host(x2))
         if bias is not None:
             total = total + self._host(bias)
         out = total.float() * self._host(scale)

@@ -24,13 +24,15 @@ SIZES = {
 }
 
 
-def rewrite_weights(folder: Path, form) -> dict[str, torch.Tensor]:
-    """Replace each projection's weight by what the form makes of it; returns the meant weights by
-    name."""
+def rewrite_weights(
+    folder: Path, form, endings: tuple[str, ...] = ("_proj.weight",)
+) -> dict[str, torch.Tensor]:
+    """Replace the weight of each projection with such a name by what the form makes of it; returns
+    the meant weights by name."""
     path = folder / "model.safetensors"
     tensors, meant = {}, {}
     for name, tensor in load_file(path).items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(endings):
             tensors[name] = tensor
             continue
         stem = name.removesuffix(".weight")

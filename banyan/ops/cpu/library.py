@@ -27,6 +27,7 @@ from banyan.base.log import logger
 from banyan.ops.api import BurstInputs, NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
 from banyan.ops.index_api import IndexShape
+from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
@@ -121,6 +122,11 @@ class Library:
 
     def joins_index(self, shape: IndexShape) -> bool:
         return False
+
+    def open_prologue(
+        self, shape: PrologueShape, dtype: torch.dtype, device: torch.device
+    ) -> LatentPrologue | None:
+        return None
 
     @property
     def isa(self) -> str:

@@ -39,4 +39,5 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
         raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
     driver = open_driver()
     operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
-    return NpuToolkit(operators, dispatch_of(driver.npu.get_device_name()))
+    limits = dispatch_of(driver.npu.get_device_name())
+    return NpuToolkit(operators, limits, fuses_latents=driver.fuses_latents)

@@ -5,15 +5,16 @@ kernels compare shapes. Inputs are the same every time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from banyan.base.errors import BanyanError
 from banyan.ops import reference
+from banyan.ops.npu.case import Case, Outcome, Place
 from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.prologue_cases import prologue_cases
 
 HEADS, KV_HEADS, PAGE, PAGES = 8, 2, 128, 16
 LENGTHS: tuple[int, ...] = (130, 257, 5)
@@ -22,34 +23,6 @@ COUNTS = (10, 30, 5)
 _EPSILON = 1e-5
 _SLACK = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 """How far a result may be off, absolutely and relatively: kernels add in an order of their own."""
-
-Place = Callable[[Tensor], Tensor]
-"""Brings a tensor to the device."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """
-    Attributes:
-        operator: torch_npu's name; `name` tells the case apart.
-        run: on a device; wanted: on the host, in float32 where the operator computes so.
-        slack: how far results may be apart.
-    """
-
-    operator: str
-    name: str
-    run: Callable[[Operators, Place], Sequence[Tensor]]
-    wanted: Callable[[], Sequence[Tensor]]
-    slack: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a case ended; `worst` is the largest difference, `why` is empty where it is all right."""
-
-    case: Case
-    worst: float
-    why: str = ""
 
 
 def cases() -> Iterator[Case]:
@@ -63,6 +36,7 @@ def cases() -> Iterator[Case]:
         yield from _experts(dtype, kind)
     yield from products()
     yield _rotary()
+    yield from prologue_cases()
 
 
 def try_out(case: Case, operators: Operators, place: Place) -> Outcome:

@@ -1,9 +1,11 @@
 """What the NPU's kernels share and what they need; imports no driver."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
+from banyan.base.log import logger
 from banyan.ops.api import Recorder
 from banyan.ops.bind import OpSpec
 from banyan.ops.index_api import IndexShape
@@ -15,9 +17,13 @@ from banyan.ops.npu.contracts import (
     PAGE_STEP,
 )
 from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.prologue import open_prologue
 from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_count
+from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A3
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class NpuToolkit:
     """Of the exchanges of rows."""
     absence: str = ""
     recorder: Recorder | None = None
+    fuses_latents: bool = False
+    """What comes before latent attention is to be one operator."""
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
@@ -35,6 +43,19 @@ class NpuToolkit:
         widths = (shape.rank, shape.rope_dim, shape.dim)
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM, INDEX_DIM)
         return is_served and shape.heads <= MOST_INDEX_HEADS and is_count(shape.top)
+
+    def open_prologue(
+        self, shape: PrologueShape, dtype: torch.dtype, device: torch.device
+    ) -> LatentPrologue | None:
+        if not self.fuses_latents:
+            return None
+        return open_prologue(self.operators, shape, dtype, device, _tell)
+
+
+@cache
+def _tell(why: str) -> None:
+    """Once: all layers have the same reason."""
+    log.warning("SGLANG_NPU_USE_MLAPO: several operators come before latent attention: %s", why)
 
 
 def declines(spec: OpSpec) -> str | None:

@@ -1,4 +1,5 @@
-"""The operators of an Ascend NPU, one function each: the only place that calls them.
+"""The operators of an Ascend NPU, one function each: the only place that calls them, beside
+`latent_operators.py`.
 
 Names and arguments are torch_npu's; what the kernels beside do not use is left out. With checks on,
 each call is held against its contract first.
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 
 from banyan.ops.experts_api import Ranks
-from banyan.ops.npu import contracts, expert_contracts, quant_contracts, sparse_contracts
+from banyan.ops.npu import (
+    contracts,
+    expert_contracts,
+    quant_contracts,
+    sparse_contracts,
+)
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
-from banyan.ops.npu.quant_contracts import COLUMN_STEP, ROW_STEP
+from banyan.ops.npu.latent_operators import LatentOperators
+from banyan.ops.npu.quant_contracts import COLUMN_STEPS, ROW_STEP
 from banyan.platform.base import Dispatch
 
 _BY_ROW = 2
@@ -57,8 +64,9 @@ class Operators:
 
     def __init__(self, is_checked: bool, namespace: Any = None, keeps_plain: bool = False) -> None:
         self._is_checked = is_checked
-        self._keeps_plain = keeps_plain
+        self.keeps_plain = keeps_plain
         self._npu = torch.ops.npu if namespace is None else namespace
+        self.latents = LatentOperators(is_checked, self._npu)
         self._triangles: dict[torch.device, Tensor] = {}
         self._rows: tuple[torch.device, list[int], list[int], Tensor] | None = None
 
@@ -371,8 +379,9 @@ class Operators:
 
     def cast_fractal(self, columns: Tensor) -> Tensor:
         """In the form that products read best; as it is where its sizes do not allow that, or where
-        weights are to stay plain. columns: [..., in, out] int8."""
-        if self._keeps_plain or columns.shape[-2] % ROW_STEP or columns.shape[-1] % COLUMN_STEP:
+        weights are to stay plain. columns: [..., in, out] int8 or of half precision."""
+        step = COLUMN_STEPS[columns.dtype]
+        if self.keeps_plain or columns.shape[-2] % ROW_STEP or columns.shape[-1] % step:
             return columns
         if self._is_checked:
             quant_contracts.format_cast(columns)

@@ -7,8 +7,8 @@ from banyan.ops.npu.contracts import HALVES, placed, require, shape_of, typed
 
 MOST = 65535
 """Inputs and outputs of a weight."""
-ROW_STEP, COLUMN_STEP = 16, 32
-"""What rows and columns of 8-bit numbers must be multiples of for the fractal form."""
+ROW_STEP, COLUMN_STEPS = 16, {torch.int8: 32, **dict.fromkeys(HALVES, 16)}
+"""What rows must be multiples of for the fractal form, and columns of each type."""
 
 
 def dynamic_quant(x: Tensor) -> None:
@@ -33,12 +33,13 @@ def quantize(x: Tensor, inverse: Tensor, offset: Tensor) -> None:
 def format_cast(x: Tensor) -> None:
     name = "npu_format_cast"
     placed(name, input=x)
-    typed(name, (torch.int8,), input=x)
+    typed(name, tuple(COLUMN_STEPS), input=x)
     rows, columns = x.shape[-2:]
+    step = COLUMN_STEPS[x.dtype]
     require(
-        rows % ROW_STEP == 0 and columns % COLUMN_STEP == 0,
+        rows % ROW_STEP == 0 and columns % step == 0,
         name,
-        f"rows and columns must be multiples of {ROW_STEP} and {COLUMN_STEP}, they are {rows} and "
+        f"rows and columns must be multiples of {ROW_STEP} and {step}, they are {rows} and "
         f"{columns}",
     )
 

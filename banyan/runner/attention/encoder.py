@@ -46,8 +46,10 @@ class _Bound:
         spec: LatentSpec,
         q: Tensor,
         q_turned: Tensor,
-        latent: Tensor,
-        key: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
         indexed: Indexed | None = None,
     ) -> Tensor:
+        raise NotImplementedError("no encoder has latent attention")
+
+    def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         raise NotImplementedError("no encoder has latent attention")

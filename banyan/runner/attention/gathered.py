@@ -44,12 +44,16 @@ class _Bound:
         spec: LatentSpec,
         q: Tensor,
         q_turned: Tensor,
-        latent: Tensor,
-        key: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
         indexed: Indexed | None = None,
     ) -> Tensor:
+        assert kept is not None, "other ranks' latents come from them"
         gather = self.group.gather_rows
         if indexed is not None:
             keys = (gather(indexed.key), gather(indexed.key_turned))
             indexed = replace(indexed, key=keys[0], key_turned=keys[1])
-        return self.inner.latent(spec, q, q_turned, gather(latent), gather(key), indexed)
+        kept = (gather(kept[0]), gather(kept[1]))
+        return self.inner.latent(spec, q, q_turned, kept, indexed)
+
+    def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return self.inner.latent_pages(layer)

@@ -88,13 +88,13 @@ class _Bound:
         spec: LatentSpec,
         q: Tensor,
         q_turned: Tensor,
-        latent: Tensor,
-        key: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
         indexed: Indexed | None = None,
     ) -> Tensor:
         pages = self.store.tensors(spec.layer)
         view = self.step.groups[self.store.group_of(spec.layer)]
-        self.ops.write_latent(latent, key, pages["latent"], pages["key"], view.locations)
+        if kept is not None:
+            self.ops.write_latent(*kept, pages["latent"], pages["key"], view.locations)
         where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
         latents = (q, q_turned, pages["latent"], pages["key"])
         # Kernels of devices where nothing is drafted take no first position.
@@ -103,11 +103,15 @@ class _Bound:
             more["first"] = self.first
         if indexed is None:
             return self.ops.latent_attention(*latents, *where, spec.scale, **more)
-        kept = (pages["index"], pages.get("index_turned", pages["index"]))
-        self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
+        keys = (pages["index"], pages.get("index_turned", pages["index"]))
+        self.ops.write_latent(indexed.key, indexed.key_turned, *keys, view.locations)
         queries = (indexed.q, indexed.q_turned, indexed.weights)
-        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top, **more)
+        chosen = self.ops.choose_positions(*queries, *keys, *where, spec.top, **more)
         return self.ops.latent_attention(*latents, *where, spec.scale, chosen, **more)
+
+    def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        pages, view = self.store.tensors(layer), self.step.groups[self.store.group_of(layer)]
+        return (pages["latent"], pages["key"]), view.locations
 
     @property
     def branching(self) -> _Paths:

@@ -19,8 +19,8 @@ class _Listening(TorchDispatchMode):
     """Writes down what the operators of the NPU give.
 
     Args:
-        absent: operators without a kernel here: they give back what they are given first, and are
-            not written down.
+        absent: operators without a meta kernel: for it they give back what they are given first,
+            and they are not written down.
     """
 
     def __init__(self, absent: Collection[str]) -> None:
@@ -30,7 +30,7 @@ class _Listening(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in self._absent:
-            return args[0]
+            return args[0] if args[0].is_meta else func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func.namespace == "npu":
             each = result if isinstance(result, (tuple, list)) else [result]

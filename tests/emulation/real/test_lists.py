@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from banyan.ops.npu import operators as module
+from banyan.ops.npu import latent_operators, operators
 from banyan.ops.npu.cases import cases
 from banyan.ops.npu.exchange_cases import exchange_cases
 from banyan.ops.npu.operators import Operators
@@ -66,10 +66,10 @@ def test_a_call_that_the_release_does_not_take_is_found(declared: Any, named, wh
 
 
 def test_every_operator_that_is_called_has_a_case() -> None:
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     called = {
         node.attr
-        for node in ast.walk(tree)
+        for module in (operators, latent_operators)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "_npu"
