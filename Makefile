@@ -123,7 +123,7 @@ test-parallel: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py tests/system/test_attached_store.py \
 	  tests/system/test_experts.py tests/system/test_ranks.py tests/system/test_joined.py tests/system/test_context.py tests/system/test_lora_beside.py \
-	  tests/system/test_handoff.py tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_expert_company.py tests/system/test_expert_record.py tests/system/test_expert_adapters.py tests/system/test_hooks_beside.py $(ARGS)
+	  tests/system/test_handoff.py tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_handoff_sizes.py tests/system/test_expert_company.py tests/system/test_expert_record.py tests/system/test_expert_adapters.py tests/system/test_hooks_beside.py $(ARGS)
 
 # Sparse attention over 8,192 tokens against transformers; a minute, and 8 GB.
 test-long: $(VENV)/.test

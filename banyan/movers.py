@@ -12,7 +12,7 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE, ModelCard
 from banyan.config.drafts import draft_of
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import CacheConfig, Config
@@ -23,21 +23,30 @@ from banyan.layers.cache import PageGroup
 from banyan.memory.groups import CacheGroup
 from banyan.memory.tiers import can_be_stored
 from banyan.messages.orders import AttachStore, DetachStore, Order
-from banyan.ops.bind import PLAIN_PAGES, BoundOps
+from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
+from banyan.ops.cpu.paged_attention import blocks_of_page
 from banyan.platform.base import Platform, Traits
 from banyan.runner.device_memory import DeviceMemory
-from banyan.runner.kvstore import KVStore
+from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.orders import Carrier
 from banyan.runner.rank_doors import Door
 from banyan.runner.rank_pages import Ahead, RankPages
-from banyan.runner.shelves import layout_facts, shelves_of
+from banyan.runner.shelves import (
+    Blocks,
+    Shelf,
+    forms_of,
+    layout_facts,
+    shelves_of,
+    token_by_token,
+)
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.store_switch import StoreSwitch, prepare_beside
 from banyan.transfer.base import STORES, Store, StoreOptions
 from banyan.transfer.host import HostTier
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover, PageMover
+from banyan.transfer.rooms.cutting import PageForm
 
 if TYPE_CHECKING:
     from banyan.transfer.rooms.carrier import Fabric
@@ -47,6 +56,8 @@ log = logger(__name__)
 OpenMover = Callable[[KVStore], PageMover]
 _NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
 """Folders whose code decides what bytes a page holds."""
+_BLOCKS: dict[str, Blocks] = {PLAIN_PAGES: token_by_token, BY_HEAD: blocks_of_page}
+"""Layouts of pages that can be cut by tokens."""
 _SHOWN = 16
 """Letters of a digest that people are shown."""
 
@@ -104,12 +115,26 @@ class Served:
     def code_facts(self) -> tuple[object, ...]:
         """Of what computes: other code, or other kernels, may compute other bytes."""
         device = self.config.device
+        choices = cast(BoundOps, self.build.ops).choices
+        unused = ON_PAGES if self.card.latent is not None else ON_LATENTS
         return (
             *(digest_of_code(_NUMERIC_ROOMS), torch.__version__),
             *(sorted(self.traits.features), device.isa, device.exact_head),
-            [(c.label, c.kernel) for c in cast(BoundOps, self.build.ops).choices],
+            [(c.label, c.kernel) for c in choices if c.label not in unused],
             self.config.model.cpu_activations,
         )
+
+    def forms(
+        self, shelves: Sequence[Shelf], groups: Sequence[GroupLayout]
+    ) -> tuple[PageForm, ...]:
+        """How tokens lie in the pages of each group."""
+        builds = [self.build] if self.draft is None else [self.build, self.draft.build]
+        choices = [choice for build in builds for choice in cast(BoundOps, build.ops).choices]
+        layouts = {choice.pages for choice in choices if choice.label in ON_PAGES}
+        lie = _BLOCKS.get(layouts.pop()) if len(layouts) == 1 else None
+        if lie is None:
+            return tuple(PageForm(0 if g.kind == STATE else g.page_size) for g in groups)
+        return forms_of(shelves, groups, lie)
 
     def draft_facts(self) -> tuple[object, ...]:
         """Of a draft model's part of a page."""
@@ -124,12 +149,10 @@ class Served:
         )
 
     def page_facts(self) -> dict[str, str]:
-        """Of a page itself, by name."""
-        config = self.config
+        """Of what a page holds, by name."""
         return {
-            "page size": str(config.cache.page_size),
-            "number type": config.model.activation_dtype,
-            "number type of the cache": config.cache.dtype,
+            "number type": self.config.model.activation_dtype,
+            "number type of the cache": self.config.cache.dtype,
         }
 
 
@@ -203,7 +226,7 @@ def open_store(served: Served, mover: Mover, name: str, rest: dict[str, object])
     open_ = STORES.load(name)
     facts = (
         *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
-        *(served.draft_facts(), served.config.cache.host_layout),
+        *(served.draft_facts(), served.config.cache.page_size, served.config.cache.host_layout),
     )
     return open_(StoreOptions(identity(facts), mover.page_bytes(), rest))
 
@@ -316,9 +339,25 @@ def _rooms_of(
     def open_mover(store: KVStore) -> PageMover:
         pages = _pages_of_all(served, store, doors)
         shelves = pages.shelves if isinstance(pages, RankPages) else shelves_of(store)
+        forms = served.forms(shelves, store.groups)
         layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
-        facts = {**options.facts, "layout of the cache": layout}
-        mover = open_rooms(pages, replace(options, facts=facts), wake)
+        facts = {
+            **options.facts,
+            "layout of the cache": layout,
+            **_facts_of_sizes(store.groups, forms),
+        }
+        mover = open_rooms(pages, replace(options, facts=facts, forms=forms), wake)
         return mover if parallel.world == 1 else Ahead(mover)
 
     return open_mover
+
+
+def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) -> dict[str, str]:
+    """What is not cut, and so must be as long on both servers."""
+    facts: dict[str, str] = {}
+    for group, form in zip(groups, forms, strict=True):
+        if group.kind == STATE:
+            facts["number of tokens between states"] = str(group.page_size)
+        elif form.blocks is None:
+            facts["page size, which cannot be cut here,"] = str(group.page_size)
+    return facts

@@ -33,12 +33,14 @@ class CacheTensor:
     Attributes:
         shape: of one token; in a STATE cache, of one page.
         shared: what shape[axis] consists of; () = each rank keeps all there is.
+        is_spread: it is of the whole page, over whose tokens it is spread.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shared: tuple[Shared, ...] = ()
     axis: int = 0
+    is_spread: bool = False
 
     @property
     def size_bytes(self) -> int:

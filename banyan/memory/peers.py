@@ -1,10 +1,10 @@
 """PeerTier: which pages go to a server that continues a prompt, and which come from one that has
 computed it.
 
-Both servers call a sequence by its room. A page is named by its room, its unit and its place in
-the unit, so a name means something only to those who know the room. Which pages a prefix consists
-of follows from the groups: all of a FULL one, those in reach of the window of a WINDOW one, and of
-a STATE one that behind its last unit.
+Both servers call a sequence by its room. A page is named by its room and its first token, so a name
+means something only to those who know the room, whatever the size of their pages. Which pages a
+prefix consists of follows from the groups: all of a FULL one, those in reach of the window of a
+WINDOW one, and of a STATE one that behind its last unit.
 
 As with a store (memory/tiers.py), pages go once the step that wrote them is complete and their
 bytes are taken in the order of plans, so that nothing is locked meanwhile.
@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.memory.groups import CacheGroup
+from banyan.memory.groups import STATE, WINDOW, CacheGroup
 from banyan.memory.loads import Load, Loads
 from banyan.memory.radix import Node
 from banyan.memory.stamps import Horizon
 from banyan.messages.plan import PageCopy, device_page, peer_page
+
+_COARSEST_TOKENS = 512
+"""The other server may have so large pages, and end a prefix where its last whole one ends: what
+windows read in front of that is given too. Beyond that it computes."""
 
 
 @dataclass
@@ -56,9 +60,9 @@ class PeerTier:
         self.end([], [copy.id for copy in copies])
 
     def pages_of(self, units: int) -> int:
-        """Pages that a prefix of so many units consists of, all groups."""
+        """Pages that are given of a prefix of so many units, all groups."""
         return sum(
-            (units - self.first_needed(group, units)) * (self.unit // group.page_tokens)
+            (units - self._first_given(group, units)) * len(self._positions(group, 0))
             for group in self.groups
         )
 
@@ -67,13 +71,13 @@ class PeerTier:
         more are left out."""
         assert node.promised == NO_STEP
         for g, group in enumerate(self.groups):
-            if at < self.first_needed(group, units):
+            if at < self._first_given(group, units):
                 continue
-            for part, page in enumerate(node.pages[g]):
+            for position, page in zip(self._positions(group, at), node.pages[g], strict=False):
                 copy_id = self.horizon.new_copy()
                 self._gifts[copy_id] = room
                 self._open[room] += 1
-                place = peer_page(room, at, part)
+                place = peer_page(room, position)
                 self.copies.append(PageCopy(copy_id, g, device_page(page), place, "before"))
 
     def is_giving(self, room: bytes) -> bool:
@@ -96,8 +100,8 @@ class PeerTier:
         sources = [
             [
                 [
-                    peer_page(room, at, part)
-                    for part in range(self.unit // group.page_tokens)
+                    peer_page(room, position)
+                    for position in self._positions(group, at)
                     if at >= self.first_needed(group, units)
                 ]
                 for group in self.groups
@@ -121,6 +125,20 @@ class PeerTier:
             self._open[room] -= 1
             if not self._open[room]:
                 del self._open[room]
+
+    def _positions(self, group: CacheGroup, at: int) -> range:
+        """What the pages of unit `at` are called by: their first tokens, and a state by the number
+        of tokens before it."""
+        first, last = at * self.unit, (at + 1) * self.unit
+        if group.kind == STATE:
+            return range(last, last + 1)
+        return range(first, last, group.page_tokens)
+
+    def _first_given(self, group: CacheGroup, units: int) -> int:
+        """As `first_needed`, of the shortest prefix that the other server may make of it."""
+        if group.kind == WINDOW:
+            units = max(0, units - -(-_COARSEST_TOKENS // self.unit))
+        return self.first_needed(group, units)
 
     def _passed(self, load: Load, at: int, node: Node | None) -> None:
         if node is not None:

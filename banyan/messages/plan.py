@@ -253,17 +253,18 @@ def stored_page(key: bytes) -> PageAt:
     return PageAt(STORE, key=key)
 
 
-_PLACE = struct.Struct("<IH")
+_PLACE = struct.Struct("<Q")
 ROOM_BYTES = 12
 """Of the name of a room."""
 
 
-def peer_page(room: bytes, unit: int, part: int) -> PageAt:
-    """Page `part` of a group within unit `unit` of the sequence of a room."""
-    return PageAt(PEER, key=room + _PLACE.pack(unit, part))
+def peer_page(room: bytes, position: int) -> PageAt:
+    """The page of a group that begins with this token of the sequence of a room; of a STATE group,
+    what was behind so many tokens."""
+    return PageAt(PEER, key=room + _PLACE.pack(position))
 
 
-def place_of(key: bytes) -> tuple[bytes, int, int]:
-    """(room, unit, part) of a peer's page."""
-    unit, part = _PLACE.unpack_from(key, ROOM_BYTES)
-    return key[:ROOM_BYTES], unit, part
+def place_of(key: bytes) -> tuple[bytes, int]:
+    """(room, position) of a peer's page."""
+    (position,) = _PLACE.unpack_from(key, ROOM_BYTES)
+    return key[:ROOM_BYTES], position

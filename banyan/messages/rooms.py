@@ -19,8 +19,8 @@ class OpenRoom(msgspec.Struct, frozen=True, tag="open_room"):
     room: bytes
     digest: bytes
     """Of what the pages depend on beside the model: prompt, weights, embeddings."""
-    units: int
-    """Units of the prompt whose pages will come."""
+    tokens: int
+    """Of the prompt, from its first one on, whose pages will come."""
 
 
 class SeekRoom(msgspec.Struct, frozen=True, omit_defaults=True, tag="seek_room"):
@@ -30,7 +30,6 @@ class SeekRoom(msgspec.Struct, frozen=True, omit_defaults=True, tag="seek_room")
     peer: str
     """host:port."""
     digest: bytes
-    units: int
     prompt_len: int
     giver: int = -1
     """Which replica there was told to compute it; -1 = the one that the room belongs to."""
@@ -65,6 +64,8 @@ class RoomFound(msgspec.Struct, frozen=True, tag="room_found"):
     """The room is open at the other server, which runs the same model."""
 
     room: bytes
+    tokens: int
+    """Of the prompt, whose pages come from there: whole pages of that server's size."""
 
 
 class RoomLost(msgspec.Struct, frozen=True, tag="room_lost"):

@@ -37,7 +37,7 @@ class PageEnds(Caching):
 
     def __init__(self, layer: int, width: int, page_size: int, build: Build) -> None:
         super().__init__()
-        kept = CacheTensor((-(-width // page_size),), build.dtype)
+        kept = CacheTensor((-(-width // page_size),), build.dtype, is_spread=True)
         self.cache = LayerCache(layer, {END: kept}, FULL)
 
 

@@ -28,6 +28,8 @@ PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
 ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
+ON_LATENTS = ("write_latent", "latent_attention", "choose_positions")
+"""In their place where pages keep latents."""
 WAITING_REFERENCES = (
     *("paged_attention", "latent_attention", "choose_positions"),
     *("experts", "combine_experts"),

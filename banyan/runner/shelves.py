@@ -1,12 +1,15 @@
 """Shelves: where the pages of one rank lie, tensor by tensor, and what each is a share of."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 
 from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache, Shared
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.transfer.rooms.cutting import Block, PageForm
 
 
 class Shelf(msgspec.Struct, frozen=True):
@@ -19,6 +22,7 @@ class Shelf(msgspec.Struct, frozen=True):
         shared: what ranks share of it, () where each of them has it whole: shape[axis] then counts
             what all of them have.
         is_state: it is kept once in a page, and not for each token.
+        is_spread: it is kept once in a page too, spread over its tokens.
     """
 
     group: int
@@ -31,12 +35,14 @@ class Shelf(msgspec.Struct, frozen=True):
     shared: tuple[Shared, ...]
     axis: int
     is_state: bool
+    is_spread: bool = False
 
     @property
     def fact(self) -> tuple[object, ...]:
-        """What it is on any number of ranks."""
+        """What it is on any number of ranks, and in pages of any size."""
         sizes = tuple(part.size for part in self.shared)
-        return self.group, self.layer, self.name, self.dtype, self.shape, sizes, self.axis
+        shape = () if self.is_spread else self.shape
+        return self.group, self.layer, self.name, self.dtype, shape, sizes, self.axis
 
 
 def shelves_of(store: KVStore) -> list[Shelf]:
@@ -81,14 +87,53 @@ def _shelf(
         shared=tensor.shared,
         axis=tensor.axis,
         is_state=is_state,
+        is_spread=tensor.is_spread,
     )
 
 
 def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tuple[object, ...]:
-    """What two servers have in common whose pages are cut for different numbers of ranks; their
-    page size is another fact, how far states are apart is one of these."""
-    kinds = [
-        (group.kind, group.window, group.page_size if group.kind == STATE else 0)
-        for group in groups
-    ]
+    """What two servers have in common whose pages are cut for different numbers of ranks and for
+    different numbers of tokens."""
+    kinds = [(group.kind, group.window) for group in groups]
     return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
+
+
+Blocks = Callable[[str, int, int, torch.dtype], Sequence[tuple[int, int]]]
+"""(name, heads, width, dtype) of a tensor -> [lines, tokens, bytes] of its pages."""
+
+
+def token_by_token(
+    name: str, heads: int, width: int, dtype: torch.dtype
+) -> Sequence[tuple[int, int]]:
+    """As plain pages lie."""
+    return [(1, heads * width * dtype.itemsize)]
+
+
+def forms_of(
+    shelves: Sequence[Shelf], groups: Sequence[GroupLayout], blocks_of_heads: Blocks
+) -> tuple[PageForm, ...]:
+    """How the tokens lie in pages of each group, as they travel: layers in order, tensors as
+    declared, all heads.
+
+    Args:
+        shelves: of all ranks.
+        blocks_of_heads: of a tensor that has heads.
+    """
+    found = {(shelf.layer, shelf.name): shelf for shelf in shelves}
+    names = list(dict.fromkeys(shelf.name for shelf in shelves))
+    blocks: list[list[Block]] = [[] for _ in groups]
+    for layer, name in sorted(found, key=lambda key: (key[0], names.index(key[1]))):
+        shelf = found[layer, name]
+        if not shelf.is_state:
+            dtype: torch.dtype = getattr(torch, shelf.dtype.removeprefix("torch."))
+            has_heads = bool(shelf.shared)
+            heads, width = shelf.shape if has_heads else (1, math.prod(shelf.shape))
+            lie = blocks_of_heads if has_heads else token_by_token
+            blocks[shelf.group] += [Block(*block) for block in lie(name, heads, width, dtype)]
+    fixed = {shelf.group for shelf in shelves if shelf.is_spread}
+    return tuple(
+        PageForm(0)
+        if group.kind == STATE
+        else PageForm(group.page_size, None if at in fixed else tuple(mine))
+        for at, (group, mine) in enumerate(zip(groups, blocks, strict=True))
+    )

@@ -2,8 +2,9 @@
 part of the scheduler, the Taker the second one's.
 
 A request that waits for its room never holds up another one. What it gets are whole units of its
-prompt and its first token; the few tokens behind the last unit are computed where it goes on. A
-page that does not come is computed too. Where nothing comes at all the request fails alone.
+prompt and its first token; the few tokens behind the last unit are computed where it goes on, those
+behind the last one of the server that gives too, whose pages may be longer. A page that does not
+come is computed. Where nothing comes at all the request fails alone.
 
 A request that gives has its end only once its room is closed. Whoever asked for it can so take it
 back for as long as anything of it is kept, by leaving: pages that nobody will take do not stay.
@@ -165,7 +166,8 @@ class Giver:
             return
         units = request.prompt_len // self._cache.unit
         self._gifts[room] = _Gift(units, max(1, self._peers.pages_of(units)))
-        self.orders.append(OpenRoom(room, digest_of(request.generate, self._cache), units))
+        digest = digest_of(request.generate, self._cache)
+        self.orders.append(OpenRoom(room, digest, units * self._cache.unit))
 
     def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
         """Pages wait for whoever takes them in memory of the host, which is bounded: a request
@@ -299,8 +301,8 @@ class Taker:
         request.taking = Taking(request.prompt_len // self._cache.unit)
         self._takers[generate.room] = request
         digest = digest_of(generate, self._cache)
-        sizes = request.taking.units, request.prompt_len
-        order = SeekRoom(generate.room, generate.peer, digest, *sizes, generate.giver)
+        length = request.prompt_len
+        order = SeekRoom(generate.room, generate.peer, digest, length, generate.giver)
         self.orders.append(order)
 
     def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
@@ -350,7 +352,9 @@ class Taker:
         if request is None or request.taking is None or request.taking.has_handoff:
             return None
         if isinstance(news, RoomFound):
-            request.taking.is_found = True
+            taking = request.taking
+            taking.units = min(taking.units, news.tokens // self._cache.unit)
+            taking.is_found = True
             return None
         if isinstance(news, HandOff):
             request.taking.has_handoff = True

@@ -94,7 +94,7 @@ class Taking:
     """What one request is to get from the server that computes its prompt."""
 
     units: int
-    """Of the prompt, whose pages that server has."""
+    """Of the prompt; once the room is found, those whose pages that server has."""
     is_found: bool = False
     is_asked: bool = False
     """For the pages that are wanted, and the rest."""

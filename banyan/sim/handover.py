@@ -29,6 +29,8 @@ Place = tuple[int, bytes]
 @dataclass
 class _Room:
     giver: Replica | None = None
+    tokens: int = 0
+    """Whose pages the giver has."""
     taker: Replica | None = None
     given: dict[Place, None] = field(default_factory=dict[Place, None])
     wanted: list[PageCopy] = field(default_factory=list[PageCopy])
@@ -60,7 +62,7 @@ class Handover:
             if copy.is_on_device:
                 continue
             key = copy.dst.key or copy.src.key
-            name, _, _ = place_of(key)
+            name, _ = place_of(key)
             room = self._rooms.get(name)
             if room is None:  # its request has ended
                 gone.append(copy.id)
@@ -82,7 +84,7 @@ class Handover:
             room = self._rooms.setdefault(order.room, _Room())
             match order:
                 case OpenRoom():
-                    room.giver = replica
+                    room.giver, room.tokens = replica, order.tokens
                 case SeekRoom():
                     room.taker = replica
                 case TakeRoom():
@@ -93,7 +95,7 @@ class Handover:
                     self._close(order.room)
                     continue
             if isinstance(order, OpenRoom | SeekRoom) and room.giver and room.taker:
-                self._say(room.taker, RoomFound(order.room))
+                self._say(room.taker, RoomFound(order.room, room.tokens))
             self._go_on(order.room)
 
     def _go_on(self, name: bytes) -> None:

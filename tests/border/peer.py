@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from random import Random
 
+from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.plan import RowScores, place_of
 from banyan.messages.requests import Generate
 from banyan.messages.rooms import (
@@ -34,6 +35,8 @@ class FakePeer:
         self.requests: dict[bytes, Generate] = {}
         """By room."""
         self._unit = unit
+        self._given: dict[bytes, int] = {}
+        """Tokens whose pages are there, by room."""
         self._random = random
         self._failed = failed
         self._seen = seen
@@ -72,21 +75,23 @@ class FakePeer:
             self._seen["lost rooms"] += 1
             return RoomLost(room, 503, "injected")
         if waiting is self._sought:
-            return RoomFound(room)
+            whole = self._random.choice((1, self._unit, 3 * self._unit))  # tokens of its pages
+            self._given[room] = len(self.requests[room].tokens) // TOKEN_BYTES // whole * whole
+            return RoomFound(room, self._given[room])
         self._seen["handoffs"] += 1
         return handoff
 
     def page(self, key: bytes, page_tokens: int) -> list[int] | None:
         """Hashes of the positions of a page; None where it is missing."""
-        room, unit, part = place_of(key)
+        room, first = place_of(key)
         if self._random.random() < MISSING:
             return None
         generate = self.requests[room]
         hashes = [start_of(generate.namespace)]
         for token in array("i", generate.tokens):
             hashes.append(mix(hashes[-1], token))
-        first = unit * self._unit + part * page_tokens + 1
-        return hashes[first : first + page_tokens]
+        assert first + page_tokens <= self._given[room], "a page that the other server has not"
+        return hashes[first + 1 : first + 1 + page_tokens]
 
     def _handoff(self, room: bytes) -> HandOff | None:
         """None where the prompt's own server finds no token that is allowed."""

@@ -30,10 +30,11 @@ def emulated(npu: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def both(model: Path, **flags: object) -> Iterator[tuple[Pair, Engine]]:
+    """A pair whose pages are cut on their way, and one engine."""
     given = {**ON_NPU, **flags}
     with (
         Engine(str(model), **given) as single,
-        engines(model, {**given, "chunked_prefill_size": 128}, given) as pair,
+        engines(model, {**given, "chunked_prefill_size": 128, "page_size": 256}, given) as pair,
     ):
         yield pair, single
 

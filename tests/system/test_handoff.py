@@ -263,15 +263,6 @@ def test_a_prompt_that_nobody_will_take_goes_with_whoever_asked_for_it(pair: Pai
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
 
 
-def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
-    with engines(tiny_model, {"page_size": 32}) as uneven:
-        first, second = uneven.start(**body)
-        with pytest.raises(BanyanError, match=r"page size differs: 32 there, 16 here"):
-            second.result(WAIT_S)
-        first.result(WAIT_S)
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [

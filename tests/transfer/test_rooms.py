@@ -1,6 +1,7 @@
 """What is said between two servers, and what whoever else is connected can reach."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -10,7 +11,15 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.messages.plan import CopyResult, PageAt, PageCopy, RowScores, device_page, peer_page
+from banyan.messages.plan import (
+    CopyResult,
+    PageAt,
+    PageCopy,
+    RowScores,
+    device_page,
+    peer_page,
+    place_of,
+)
 from banyan.messages.rooms import (
     CloseRoom,
     HandOff,
@@ -23,13 +32,15 @@ from banyan.messages.rooms import (
 )
 from banyan.transfer.rooms import wire
 from banyan.transfer.rooms.base import RoomOptions
+from banyan.transfer.rooms.cutting import Block, PageForm
 from banyan.transfer.rooms.giving import GivingRooms
 from banyan.transfer.rooms.taking import TakingRooms
 
 WAIT_S = 20.0
-SIZE = 32
+SIZE, TOKENS = 32, 16
 ROOM, DIGEST = b"room of this", b"d" * 32
-FACTS = {"page size": "16"}
+FACTS = {"number type": "16"}
+FORMS = (PageForm(TOKENS, (Block(1, SIZE // TOKENS),)),)
 
 
 class Pages:
@@ -65,6 +76,7 @@ class Side:
             "vocab_size": 100,
             "lease_s": 30.0,
             "patience_s": 30.0,
+            "forms": FORMS,
         }
         options = RoomOptions(**{**given, **changed})
         self.mover = kind(self.pages, options, self._bell.release)
@@ -105,9 +117,9 @@ def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
 
 def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
     """Open a room with these pages and complete it."""
-    giver.mover.obey([OpenRoom(room, DIGEST, len(pages))])
+    giver.mover.obey([OpenRoom(room, DIGEST, TOKENS * len(pages))])
     copies = [
-        PageCopy(i + 1, 0, device_page(page), peer_page(room, i, 0), "before")
+        PageCopy(i + 1, 0, device_page(page), peer_page(room, TOKENS * i), "before")
         for i, page in enumerate(pages)
     ]
     giver.mover.start(copies)
@@ -116,12 +128,12 @@ def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
 
 
 def seek(taker: Side, units: int, room: bytes = ROOM, digest: bytes = DIGEST) -> None:
-    taker.mover.obey([SeekRoom(room, taker.peer, digest, units, 16 * units)])
+    taker.mover.obey([SeekRoom(room, taker.peer, digest, TOKENS * units)])
 
 
 def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
     copies = [
-        PageCopy(unit + 1, 0, peer_page(room, unit, 0), device_page(unit + 1), "before")
+        PageCopy(unit + 1, 0, peer_page(room, TOKENS * unit), device_page(unit + 1), "before")
         for unit in units
     ]
     taker.mover.obey([TakeRoom(room, len(copies))])
@@ -157,7 +169,7 @@ def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
     [
         ({}, {"secret": "another"}, 503, "lost"),
         ({"secret": ""}, {}, 503, "lost"),
-        ({"facts": {"page size": "32"}}, {}, 503, "page size differs: 32 there, 16 here"),
+        ({"facts": {"number type": "32"}}, {}, 503, "number type differs: 32 there, 16 here"),
         ({"facts": {**FACTS, "draft": "x"}}, {}, 503, "draft differs: x there, nothing here"),
     ],
 )
@@ -170,6 +182,95 @@ def test_servers_that_do_not_belong_together_share_nothing(
     lost = takes.hear(RoomLost)
     assert lost.status == status and why in lost.text
     assert not takes.pages.bytes.any()
+
+
+SMALL = (PageForm(8, FORMS[0].blocks),)
+LARGE = (PageForm(32, FORMS[0].blocks),)
+
+
+@pytest.mark.parametrize("forms", [SMALL, LARGE])
+def test_pages_come_in_the_size_that_is_wanted(sides, forms) -> None:
+    giver, taker = sides(taker={"forms": forms})
+    giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
+    (form,) = forms
+    taker.pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
+    taker.pages.page_bytes = lambda group: form.size_bytes
+    seek(taker, 2)
+    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    assert taker.hear(RoomFound).tokens == 2 * TOKENS
+    places = range(0, 2 * TOKENS, form.tokens)
+    copies = [
+        PageCopy(at + 1, 0, peer_page(ROOM, first), device_page(at), "before")
+        for at, first in enumerate((*places, 2 * TOKENS))  # and one that is not there
+    ]
+    taker.mover.obey([TakeRoom(ROOM, len(copies))])
+    taker.mover.start(copies)
+    for at in range(2):  # as if computed one after another
+        place = peer_page(ROOM, TOKENS * at)
+        giver.mover.start([PageCopy(at + 1, 0, device_page(4 + at), place, "before")])
+    giver.mover.obey([HandOff(ROOM)])
+    assert taker.hear(HandOff).room == ROOM
+    told = [end for end in taker.told if isinstance(end, CopyResult)]
+    assert [i for end in told for i in end.ids] == [copy.id for copy in copies[:-1]]
+    assert [i for end in told for i in end.failed] == [copies[-1].id]
+    assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
+    assert not taker.pages.bytes[len(places) :].any()
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wants"),
+    [
+        ([TOKENS], [(0, 0), (0, 0)]),
+        ([TOKENS], [(8, 0)]),
+        ([8], [(0, 0), (4, 0)]),
+        ([TOKENS], [(0, 1)]),
+        ([0], [(0, 0)]),
+        ([-1], [(0, 0)]),
+        ([], []),
+        ([TOKENS, TOKENS], [(0, 1)]),
+    ],
+)
+def test_who_wants_a_token_twice_or_pages_of_no_size_gets_nothing(
+    sides, sizes: list[int], wants: list[tuple[int, int]]
+) -> None:
+    """A hostile server that knows the secret."""
+    giver, _ = sides()
+    give(giver, [4])
+    assert _asked(giver.port, sizes, wants) == []
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+@pytest.mark.parametrize("size", [2**31, 2**53, 2**63 - 1, 2**64 - 1])
+def test_a_page_beyond_the_room_takes_no_memory(sides, size: int) -> None:
+    giver, _ = sides()
+    give(giver, [4])
+    assert _asked(giver.port, [size], [(0, 0)]) == [wire.ABSENT, wire.HANDOFF]
+    give(giver, [4], b"another room")
+    places = [(2**64 - TOKENS, 0), (0, 0)]
+    assert _asked(giver.port, [TOKENS], places, b"another room")[:2] == [wire.ABSENT, wire.PAGE]
+
+
+def _asked(
+    port: int, sizes: list[int], wants: list[tuple[int, int]], room: bytes = ROOM
+) -> list[int]:
+    """Kinds of what comes when these pages are wanted."""
+
+    async def ask() -> list[int]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(room, DIGEST, sizes)))
+        most = dict.fromkeys((wire.FOUND, wire.PAGE, wire.ABSENT, wire.HANDOFF, wire.GONE), 1 << 16)
+        assert (await channel.receive(most, WAIT_S))[0] == wire.FOUND
+        await channel.send(wire.WANT, wire.pack_wants(wants))
+        come: list[int] = []
+        with contextlib.suppress(OSError, EOFError):
+            while not come or come[-1] != wire.HANDOFF:
+                come.append((await channel.receive(most, WAIT_S))[0])
+        writer.close()
+        return come
+
+    return asyncio.run(ask())
 
 
 def test_another_sequence_finds_nothing_and_leaves_the_room_as_it_is(sides) -> None:
@@ -185,7 +286,7 @@ def test_another_sequence_finds_nothing_and_leaves_the_room_as_it_is(sides) -> N
 
 def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
     giver, taker = sides()
-    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2)])
+    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
     seek(taker, 2)
     taker.hear(RoomFound)
     take(taker, [0, 1])
@@ -243,7 +344,7 @@ def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=True)
         await channel.receive(wire.MAX_SEEK, WAIT_S)
-        await channel.send(wire.FOUND, wire.pack(wire.Found(1, FACTS)))
+        await channel.send(wire.FOUND, wire.pack(wire.Found(TOKENS, FACTS)))
         await channel.receive({wire.WANT: 1 << 10}, WAIT_S)
         await channel.send(wire.PAGE, b"\xff" * size)
         await reader.read()
@@ -293,9 +394,10 @@ def test_what_an_engine_says_is_read() -> None:
 
 
 def test_a_page_has_its_own_place() -> None:
-    place = peer_page(ROOM, 70_000, 3)
+    place = peer_page(ROOM, 1 << 40)
     assert isinstance(place, PageAt) and place.tier == "peer"
-    assert peer_page(ROOM, 70_000, 2) != place != peer_page(ROOM, 3, 70)
+    assert peer_page(ROOM, 0) != place != peer_page(b"another room", 1 << 40)
+    assert place_of(place.key) == (ROOM, 1 << 40)
 
 
 def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeypatch) -> None:
@@ -307,7 +409,7 @@ def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeyp
     async def seek_and_wait() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", giver.port)
         channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
-        await channel.send(wire.SEEK, wire.pack(wire.Seek(ROOM, DIGEST)))
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(ROOM, DIGEST, [TOKENS])))
         with pytest.raises((OSError, EOFError)):
             await channel.receive(dict.fromkeys((wire.FOUND, wire.GONE), 1 << 16), WAIT_S)
             await channel.receive({}, WAIT_S)

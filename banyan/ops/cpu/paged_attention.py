@@ -176,6 +176,21 @@ def _as_they_lie(pages: Tensor, is_turned: bool) -> tuple[Tensor, Tensor | None]
     return numbers.transpose(-1, -2) if is_turned else numbers, scales
 
 
+def blocks_of_page(
+    name: str, kv_heads: int, width: int, dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """Where the tokens of a page lie: (lines, bytes) of its parts [lines, page_size, bytes].
+
+    name: "k" | "v".
+    """
+    if dtype != torch.int8:
+        lines, numbers = (width, dtype.itemsize) if name == "k" else (1, width * dtype.itemsize)
+        return [(kv_heads * lines, numbers)]
+    head_dim = width - 4
+    numbers = (head_dim, 1) if name == "k" else (1, head_dim)
+    return [numbers, (1, 4)] * kv_heads
+
+
 def _rows(x: Tensor) -> tuple[int, int]:
     """Address and token stride of fp32 heads [tokens, heads, head_dim]."""
     assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"

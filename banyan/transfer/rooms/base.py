@@ -14,6 +14,7 @@ from banyan.messages.plan import CopyResult, Held
 from banyan.messages.rooms import RoomNews
 from banyan.transfer.mover import PageMover, Pages
 from banyan.transfer.rooms.carrier import Carrier, Fabric
+from banyan.transfer.rooms.cutting import PageForm
 
 _GRACE_S = 2.0
 End = CopyResult | Held | RoomNews
@@ -32,6 +33,7 @@ class RoomOptions:
         vocab_size: of the model.
         lease_s: how long a room is kept for whoever takes it, once it is complete.
         patience_s: how long a room that is not there yet is waited for.
+        forms: of the pages of each group.
         fabric: opens what copies from device to device; it gives None where nothing does.
     """
 
@@ -45,6 +47,7 @@ class RoomOptions:
     patience_s: float
     replica: int = 0
     replicas: int = 1
+    forms: tuple[PageForm, ...] = ()
     fabric: Callable[[], Fabric | None] = lambda: None
 
 

@@ -48,7 +48,7 @@ class FakeRooms:
         for order in orders:
             match order:
                 case SeekRoom():
-                    self._out.tell(RoomFound(order.room))
+                    self._out.tell(RoomFound(order.room, order.prompt_len))
                 case TakeRoom():
                     self._out.tell(HandOff(order.room, _FIRST))
                 case HandOff() | CloseRoom():

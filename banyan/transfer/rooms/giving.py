@@ -5,7 +5,7 @@ same sequence; once. What nobody takes goes when its lease is over.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from banyan.transfer.mover import Pages
 from banyan.transfer.rooms import wire
 from banyan.transfer.rooms.base import End, LoopThread, Outbox, RoomOptions
 from banyan.transfer.rooms.carrier import Carrier, Landing, code_of, write_beside
+from banyan.transfer.rooms.cutting import PageForm
 
 log = logger(__name__)
 T = TypeVar("T")
@@ -42,15 +43,24 @@ _EXPIRED = wire.Gone(504, "nobody took it in time")
 
 
 @dataclass
+class _Kept:
+    """A page that waits for whoever takes it."""
+
+    payload: np.ndarray
+    left: int
+    """Tokens that have not been given."""
+
+
+@dataclass
 class _Room:
     """A room that is open."""
 
     digest: bytes
-    units: int
-    pages: dict[tuple[int, int, int], np.ndarray] = field(
-        default_factory=dict[tuple[int, int, int], np.ndarray]
-    )
-    """By unit, place in the unit, and group."""
+    tokens: int
+    pages: dict[tuple[int, int], _Kept] = field(default_factory=dict[tuple[int, int], _Kept])
+    """By group and position."""
+    sizes: list[int] = field(default_factory=list[int])
+    """Tokens of a page of whoever takes it, by group."""
     handoff: HandOff | None = None
     taker: wire.Channel | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,11 +140,12 @@ class GivingRooms:
     def _keep(self, taken: list[tuple[PageCopy, np.ndarray]]) -> None:
         ids, failed = list[int](), list[int]()
         for copy, payload in taken:
-            name, unit, part = place_of(copy.dst.key)
+            name, position = place_of(copy.dst.key)
             room = self._rooms.get(name)
             (failed if room is None else ids).append(copy.id)
             if room is not None:
-                room.pages[unit, part, copy.group] = payload
+                tokens = self._options.forms[copy.group].tokens
+                room.pages[copy.group, position] = _Kept(payload, tokens)
                 room.changed.set()
         self._out.tell(CopyResult(ids, failed))
 
@@ -142,7 +153,7 @@ class GivingRooms:
         match order:
             case OpenRoom():
                 self._gone.pop(order.room, None)
-                self._rooms[order.room] = _Room(order.digest, order.units)
+                self._rooms[order.room] = _Room(order.digest, order.tokens)
                 self._call(order.room)
             case HandOff():
                 room = self._rooms.get(order.room)
@@ -220,7 +231,7 @@ class GivingRooms:
             other = wire.Gone(400, "it computes another prompt there, or with other weights")
             await channel.send(wire.GONE, wire.pack(other))
             return
-        room.taker = channel
+        room.taker, room.sizes = channel, seek.sizes
         try:
             await self._hand_over(channel, room)
         finally:
@@ -239,7 +250,7 @@ class GivingRooms:
         return room
 
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
-        facts = wire.Found(room.units, self._options.facts)
+        facts = wire.Found(room.tokens, self._options.facts)
         await channel.send(wire.FOUND, wire.pack(facts))
         heard: _Heard = asyncio.Queue(1)
         listening = self._thread.run(_listen(channel, heard))
@@ -250,6 +261,7 @@ class GivingRooms:
 
     async def _give(self, channel: wire.Channel, room: _Room, heard: _Heard) -> None:
         wants = wire.unpack_wants(await self._next(channel, heard, wire.WANT))
+        _check_wants(wants, room.sizes, self._options.forms)
         if self._carrier is not None:
             await self._write_all(self._carrier, channel, room, wants, heard)
         else:
@@ -266,20 +278,34 @@ class GivingRooms:
         await self._next(channel, heard, wire.DONE)
 
     async def _computed(
-        self, channel: wire.Channel, room: _Room, want: tuple[int, int, int]
+        self, channel: wire.Channel, room: _Room, want: tuple[int, int]
     ) -> np.ndarray | None:
-        """A page, when it has been computed; None when it never will be."""
-        while want not in room.pages and room.handoff is None:
+        """A page of the other server's size, when its tokens have been computed; None when they
+        never will be."""
+        position, group = want
+        form, tokens = self._options.forms[group], room.sizes[group]
+        if position + tokens > room.tokens:
+            return None
+        places = [(group, at) for at in form.sources(position, tokens)]
+        while any(place not in room.pages for place in places) and room.handoff is None:
             await self._news(channel, room.changed)
             room.changed.clear()
-        return room.pages.pop(want, None)
+        if any(place not in room.pages for place in places):
+            return None
+        page = form.cut({at: room.pages[group, at].payload for _, at in places}, position, tokens)
+        for place in places:
+            kept = room.pages[place]
+            kept.left -= form.overlap(place[1], position, tokens)
+            if kept.left <= 0:
+                del room.pages[place]
+        return page
 
     async def _write_all(
         self,
         carrier: Carrier,
         channel: wire.Channel,
         room: _Room,
-        wants: list[tuple[int, int, int]],
+        wants: list[tuple[int, int]],
         heard: _Heard,
     ) -> None:
         """Write what is wanted where it is wanted, in grants of one page or more."""
@@ -354,6 +380,19 @@ class GivingRooms:
             await channel.send(wire.PING)
         if channel.reader.at_eof():
             raise EOFError("the server that takes has gone")
+
+
+def _check_wants(
+    wants: list[tuple[int, int]], sizes: Sequence[int], forms: Sequence[PageForm]
+) -> None:
+    """Broken unless pages can be cut to the size that is wanted, and no token goes twice."""
+    if len(sizes) != len(forms) or not all(map(PageForm.takes, forms, sizes)):
+        raise wire.Broken(f"pages of {printable(str(sizes), 80)} tokens are wanted")
+    for position, group in wants:
+        if group >= len(sizes) or sizes[group] and position % sizes[group]:
+            raise wire.Broken(f"a page of group {group} that begins at {position:,} is wanted")
+    if len(dict.fromkeys(wants)) != len(wants):
+        raise wire.Broken("a page is wanted twice")
 
 
 async def _listen(channel: wire.Channel, heard: _Heard) -> None:

@@ -137,9 +137,9 @@ class TakingRooms:
         writers: list[asyncio.StreamWriter] = []
         sign: asyncio.Task[None] | None = None
         try:
-            channel = await self._find(order, where, writers)
+            channel, tokens = await self._find(order, where, writers)
             sign = self._thread.run(channel.say_often())
-            self._out.tell(RoomFound(order.room))
+            self._out.tell(RoomFound(order.room, tokens))
             await sought.ready.wait()
             await self._take(order, channel, sought, where)
         except _Lost as lost:
@@ -162,8 +162,9 @@ class TakingRooms:
 
     async def _find(
         self, order: SeekRoom, where: str, writers: list[asyncio.StreamWriter]
-    ) -> wire.Channel:
-        """A connection to the room, to a server of the same model."""
+    ) -> tuple[wire.Channel, int]:
+        """A connection to the room, to a server of the same model, and the tokens whose pages it
+        gives."""
         host, _, port = order.peer.rpartition(":")
         if not self._options.secret and not is_loopback(host):
             raise _Lost(400, f"{where} is on another machine, and this server has no secret")
@@ -179,9 +180,9 @@ class TakingRooms:
             raise wire.Broken("none of its replicas has the room")
         said = wire.unpack(body, wire.Found)
         _check_facts(said.facts, self._options.facts, where)
-        if said.units != order.units:
-            raise _Lost(503, f"{where} says that the prompt has another length")
-        return channel
+        if not 0 <= said.tokens <= order.prompt_len:
+            raise wire.Broken(f"pages of {said.tokens:,} tokens")
+        return channel, said.tokens
 
     async def _ask(
         self,
@@ -201,7 +202,9 @@ class TakingRooms:
             raise _Lost(503, f"{where} cannot be reached: {error.strerror or error}") from None
         writers.append(writer)
         channel = await wire.greet(reader, writer, self._master, is_giver=False)
-        await channel.send(wire.SEEK, wire.pack(wire.Seek(order.room, order.digest, order.giver)))
+        sizes = [form.tokens for form in self._options.forms]
+        seek = wire.Seek(order.room, order.digest, sizes, order.giver)
+        await channel.send(wire.SEEK, wire.pack(seek))
         patience_s = self._options.patience_s
         try:
             async with asyncio.timeout(patience_s) as patience:
@@ -216,7 +219,7 @@ class TakingRooms:
         self, order: SeekRoom, channel: wire.Channel, sought: _Sought, where: str
     ) -> None:
         """Pages, and then the rest."""
-        wants = [(*place_of(copy.src.key)[1:], copy.group) for copy in sought.copies]
+        wants = [(place_of(copy.src.key)[1], copy.group) for copy in sought.copies]
         await channel.send(wire.WANT, wire.pack_wants(wants))
         asked = len(wants)
         while sought.copies:

@@ -23,7 +23,7 @@ from banyan.messages.plan import ROOM_BYTES
 from banyan.messages.rooms import HandOff
 from banyan.transfer.rooms.carrier import Landing
 
-GREETING = b"banyan rooms 2\n"
+GREETING = b"banyan rooms 3\n"
 SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
 """Kinds of frames: SEEK, WANT, DONE and GRANT come from the server that takes."""
 PING_S = 1.0
@@ -36,7 +36,7 @@ MAX_HANDOFF_BYTES = 64 << 20
 _MAX_WORDS_BYTES = 1 << 16
 _NONCE_BYTES, _CODE_BYTES = 16, 16
 _HEAD = struct.Struct("<IB")
-_WANT = struct.Struct("<IHB")
+_WANT = struct.Struct("<QB")
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class Seek(msgspec.Struct, frozen=True):
 
     room: bytes
     digest: bytes
+    sizes: list[int]
+    """Tokens of a page, by group; 0 = it holds a state."""
     giver: int = -1
     """The replica that was told to compute it; -1 = the one that the room belongs to."""
 
@@ -61,7 +63,8 @@ class Seek(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """The room is there; facts that both servers must have in common."""
 
-    units: int
+    tokens: int
+    """Whose pages will come."""
     facts: dict[str, str]
 
 
@@ -196,15 +199,15 @@ def unpack(body: bytes, kind: type[T]) -> T:
         raise Broken(f"{kind.__name__} does not decode: {error}") from None
 
 
-def pack_wants(wants: list[tuple[int, int, int]]) -> bytes:
-    """(unit, part, group) of each page."""
+def pack_wants(wants: list[tuple[int, int]]) -> bytes:
+    """(position, group) of each page."""
     return b"".join(_WANT.pack(*want) for want in wants)
 
 
-def unpack_wants(body: bytes) -> list[tuple[int, int, int]]:
+def unpack_wants(body: bytes) -> list[tuple[int, int]]:
     if len(body) % _WANT.size:
         raise Broken(f"a list of pages of {len(body)} bytes")
-    return [(unit, part, group) for unit, part, group in _WANT.iter_unpack(body)]
+    return [(position, group) for position, group in _WANT.iter_unpack(body)]
 
 
 def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> HandOff:
@@ -231,7 +234,7 @@ def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> 
 MAX_SEEK = {SEEK: 1 << 10}
 MAX_FOUND = {FOUND: _MAX_WORDS_BYTES, ELSEWHERE: _MAX_WORDS_BYTES}
 MAX_GONE = {GONE: _MAX_WORDS_BYTES}
-MAX_WANT = {WANT: 1 << 23}
+MAX_WANT = {WANT: 1 << 24}
 MAX_GRANT = {GRANT: _MAX_WORDS_BYTES}
 MAX_HEARD = {**MAX_WANT, **MAX_GRANT, DONE: 0}
 MAX_SENT = {SENT: _MAX_WORDS_BYTES}

@@ -1,0 +1,81 @@
+"""Cutting: pages of one size out of pages of another.
+
+A page as it travels is the same on any number of ranks, which cut it by heads
+(`runner/rank_pages.py`). Here it is cut by tokens: it consists of blocks [lines, tokens, width],
+one behind another, and a page of another size has the same blocks with another number of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes [lines, tokens, width] of a page.
+
+    Attributes:
+        lines: how often the tokens follow one another.
+        width: bytes of one token in a line.
+    """
+
+    lines: int
+    width: int
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """What the pages of one group consist of.
+
+    Attributes:
+        tokens: of a page; 0 = it holds none, but a state, and goes as it is.
+        blocks: None = pages cannot be cut, and go as they are too.
+    """
+
+    tokens: int
+    blocks: tuple[Block, ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens * sum(block.lines * block.width for block in self.blocks or ())
+
+    def takes(self, tokens: int) -> bool:
+        """Whether pages of so many tokens can be made of these."""
+        return tokens == self.tokens or self.blocks is not None and tokens > 0
+
+    def sources(self, first: int, tokens: int) -> Sequence[int]:
+        """First tokens of the pages that hold `tokens` tokens from `first` on."""
+        if tokens == self.tokens:
+            return (first,)
+        return range(first // self.tokens * self.tokens, first + tokens, self.tokens)
+
+    def overlap(self, source: int, first: int, tokens: int) -> int:
+        """Tokens of the page at `source` among `tokens` tokens from `first` on."""
+        return min(source + self.tokens, first + tokens) - max(source, first)
+
+    def cut(self, pages: Mapping[int, np.ndarray], first: int, tokens: int) -> np.ndarray:
+        """A page of `tokens` tokens from `first` on.
+
+        pages: all its sources by their first tokens, uint8.
+        """
+        if tokens == self.tokens:
+            return pages[first]
+        target = np.empty(replace(self, tokens=tokens).size_bytes, np.uint8)
+        for at, page in pages.items():
+            low, count = max(at, first), self.overlap(at, first, tokens)
+            here, there = low - at, low - first
+            views = self._views(page, self.tokens), self._views(target, tokens)
+            for source, into in zip(*views, strict=True):
+                into[:, there : there + count] = source[:, here : here + count]
+        return target
+
+    def _views(self, page: np.ndarray, tokens: int) -> list[np.ndarray]:
+        """[lines, tokens, width] of each block."""
+        found, at = list[np.ndarray](), 0
+        for block in self.blocks or ():
+            size = block.lines * tokens * block.width
+            found.append(page[at : at + size].reshape(block.lines, tokens, block.width))
+            at += size
+        assert at == len(page), f"a page of {len(page)} bytes, not {at}"
+        return found
