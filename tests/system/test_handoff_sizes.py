@@ -90,6 +90,7 @@ KINDS = {
     "states": ("qwen3 next", {"cpu_activations": "fp32"}),
     "int8 pages": ("", {"kv_cache_dtype": "int8"}),
     "fp8 pages": ("", {"kv_cache_dtype": "fp8_e4m3"}),
+    "weights of 8 bits": ("", {"quantization": "int8"}),
     "plain kernels": ("", {"attention_backend": "torch_native"}),
 }
 LAYOUTS = {"1 to 1": ({}, {}), "1 to 2": ({}, TP2), "2 to 1": (TP2, {})}
@@ -97,16 +98,20 @@ FEW = [("a window", "1 to 1")]
 MOST = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
 
 
+def written(kind: str, tiny_model: Path, folder: Path) -> tuple[Path, dict[str, object]]:
+    """A model that keeps this, and the flags of whoever serves it."""
+    family, flags = KINDS[kind]
+    if not family:
+        return tiny_model, flags
+    tiny(family, folder, max_position_embeddings=2048, eos_token_id=None)
+    return folder, {**flags, "skip_tokenizer_init": True}
+
+
 @pytest.mark.parametrize(("kind", "layout"), MOST if ALL else FEW)
 def test_pages_of_all_kinds_and_ranks_are_cut(
     kind: str, layout: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    family, flags = KINDS[kind]
-    model = tmp_path / "model" if family else tiny_model
-    if family:
-        sizes = {"max_position_embeddings": 2048, "eos_token_id": None}
-        tiny(family, model, **sizes)
-        flags = {**flags, "skip_tokenizer_init": True}
+    model, flags = written(kind, tiny_model, tmp_path / "model")
     prompts = [[2 + (7 * i * i + k) % 60 for i in range(n)] for k, n in enumerate((300, 256, 90))]
     asked = [{"input_ids": p, "sampling_params": GREEDY} for p in (*prompts, prompts[0])]
     with Engine(str(model), **FLAGS, **flags) as alone:

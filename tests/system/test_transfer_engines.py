@@ -14,9 +14,10 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
 from tests.emulation import build
-from tests.system.handing import WAIT_S, Servers, fresh_room, servers
+from tests.system.handing import WAIT_S, Servers, engines, fresh_room, servers
 from tests.system.serving import free_port, serving, settled, status_of, wait_until
 from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
+from tests.system.test_handoff_sizes import KINDS, computed, settle, written
 
 BACKENDS = ("mooncake", "nixl")
 OF_DEVICES = ("ascend",)
@@ -89,6 +90,33 @@ def test_the_engine_carries_the_pages(pair: Servers) -> None:
         assert (
             "instead" not in server.log.read_text() and "cannot write" not in server.log.read_text()
         )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_carries_pages_of_all_kinds(
+    kind: str, backend: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Into pages of another size too; and states with them."""
+    needs(backend)
+    model, flags = written(kind, tiny_model, tmp_path / "model")
+    carried = {"engine_mode": "normal", "disaggregation_transfer_backend": backend}
+    prompts = [[2 + (7 * i * i + k) % 60 for i in range(n)] for k, n in enumerate((300, 256, 90))]
+    bodies = [
+        {"input_ids": prompt, "sampling_params": params}
+        for params in (GREEDY, {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 8})
+        for prompt in (*prompts, prompts[0])
+    ]
+    with Engine(str(model), **FLAGS, **flags) as alone:
+        right = [alone.generate(**body)["output_ids"] for body in bodies]
+    giving = {**flags, **carried, "page_size": 64, "chunked_prefill_size": 64}
+    with engines(model, giving, {**flags, **carried}) as both:
+        assert [both.ask(**body)["output_ids"] for body in bodies] == right
+        settle(both)
+        before = computed(both.decode)
+        both.ask(input_ids=[3, *prompts[0]], sampling_params=GREEDY)
+        settle(both)
+        assert computed(both.decode) - before < 64 + 16, "the prompt was carried"
 
 
 def test_a_pair_with_different_engines_shares_nothing(tiny_model: Path, tmp_path: Path) -> None:
