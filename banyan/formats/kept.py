@@ -1,7 +1,7 @@
 """How much memory the weights of a GGUF file take where compiled CPU kernels keep them in blocks.
 
-Types that no packing holds are kept in the nearest one that does: most IQ types in 8 bits, which is
-up to four times what they take in the file. Knows sizes, not layouts (ops/cpu/csrc/linear.h).
+Types that no packing holds are kept in the nearest one that does, which is up to three times what
+they take in the file. Knows sizes, not layouts (ops/cpu/csrc/linear.h).
 """
 
 import math
@@ -14,8 +14,8 @@ from banyan.formats.shards import files_of_weights
 KEPT_BYTES = {
     **{"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "MXFP4": 18},
     **{"Q2_K": 24, "Q3_K": 20, "Q4_K": 20, "Q5_K": 24, "Q6_K": 28},
-    **{"IQ4_NL": 34, "IQ4_XS": 34, "IQ3_XXS": 28, "IQ3_S": 22, "IQ2_XXS": 34, "IQ2_XS": 34},
-    **{"IQ2_S": 34, "IQ1_S": 20, "IQ1_M": 28, "TQ1_0": 18, "TQ2_0": 18},
+    **{"IQ4_NL": 18, "IQ4_XS": 18, "IQ3_XXS": 18, "IQ3_S": 22, "IQ2_XXS": 20, "IQ2_XS": 20},
+    **{"IQ2_S": 20, "IQ1_S": 20, "IQ1_M": 28, "TQ1_0": 18, "TQ2_0": 18},
 }
 """Of 32 weights of a matrix, by the type of the file; floats stay as they are."""
 _TOLD_FROM = 1.5

@@ -19,10 +19,12 @@ from tests.ops.conftest import MACHINES, open_library
 
 FLOATS = tuple(name for name in SOURCES if STORAGE_TYPES[name].is_float)
 BLOCKS = tuple(name for name in SOURCES if name not in (*FLOATS, E4M3))
-TABLED = tuple(name for name in SOURCES if name.startswith(("IQ", "TQ")) and name != "IQ4_NL")
+OWN = ("IQ4_NL", "IQ3_XXS", "IQ2_S")
+"""Small types that have a form of their own, which others are packed in too."""
+TABLED = tuple(name for name in SOURCES if name.startswith(("IQ", "TQ")) and name not in OWN)
 """Types that are packed in a form of another one: what runs on them is that one's."""
 PACKED = tuple(name for name in SOURCES if name not in (*FLOATS, E4M3, *TABLED))
-ROUNDED = {"IQ2_XS": 1 / 254 + 2**-11, "IQ2_S": 1 / 254 + 2**-11, "IQ1_S": 2**-10}
+ROUNDED = {"IQ1_S": 2**-10}
 """Types of which more than the scales is rounded in packing -> to what part of the largest."""
 SUPER_BLOCKS = tuple(name for name in BLOCKS if STORAGE_TYPES[name].values == 256)
 HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,)} | {

@@ -41,21 +41,43 @@ enum FormatId : int32_t {
   W5 = 4,             // Q5_0
   W5_MIN = 5,         // Q5_1, Q5_K
   W6_HALVES = 6,      // Q6_K
-  W8 = 7,             // Q8_0, IQ4_NL
-  W4_LEVELS = 8,      // MXFP4
-  NUM_QUANTISED = 9,
-  F32 = 9,
-  F16 = 10,
-  BF16 = 11,
-  E4M3 = 12,
-  NUM_FORMATS = 13,
+  W8 = 7,             // Q8_0
+  W4_E2M1 = 8,        // MXFP4
+  W4_IQ4 = 9,         // IQ4_NL, IQ4_XS
+  W4_IQ3 = 10,        // IQ3_XXS
+  W4_IQ2_HALVES = 11,  // IQ2_XXS, IQ2_XS, IQ2_S
+  NUM_QUANTISED = 12,
+  F32 = 12,
+  F16 = 13,
+  BF16 = 14,
+  E4M3 = 15,
+  NUM_FORMATS = 16,
 };
+
+// What 4 bits stand for where they are no numbers, + the offset of the format.
+struct alignas(16) Levels {
+  uint8_t q[16];
+};
+// Twice the 4-bit floats with two bits of exponent and one of mantissa.
+constexpr Levels E2M1{{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}};
+constexpr Levels IQ4{{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
+// A magnitude, halved, and a bit for its sign above it.
+constexpr Levels IQ3{{34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1}};
+constexpr Levels IQ2{{51, 68, 86, 43, 35, 18, 0, 43}};
 
 struct Format {
   int bits, offset;
   bool has_min, has_halves;
-  bool has_levels = false;  // 4 bits are the number of one of E2M1
+  const Levels* levels = nullptr;  // of 4 bits that are the number of one
 
+  constexpr int number(int q) const { return levels ? levels->q[q] : q; }
+  constexpr int width() const {  // bits of the largest number
+    int most = 1 << bits, n = 0;
+    if (levels) most = 1;
+    for (int i = 0; levels && i < 16; i++) most = number(i) >= most ? number(i) + 1 : most;
+    while (1 << n < most) n++;
+    return n;
+  }
   constexpr int parts() const { return has_halves ? 2 : 1; }
   constexpr int scale_bytes() const { return parts() * GROUP * 2; }
   constexpr int low_at() const { return scale_bytes() * (has_min ? 2 : 1); }
@@ -65,11 +87,9 @@ struct Format {
 constexpr Format FORMATS[NUM_QUANTISED] = {
     {4, 8, false, false}, {4, 0, true, false}, {4, 4, false, true},  {4, 0, true, true},
     {5, 16, false, false}, {5, 0, true, false}, {6, 32, false, true}, {8, 128, false, false},
-    {4, 12, false, false, true},
+    {4, 12, false, false, &E2M1}, {4, 128, false, false, &IQ4}, {4, 32, false, false, &IQ3},
+    {4, 43, false, true, &IQ2},
 };
-
-// Twice the 4-bit floats with two bits of exponent and one of mantissa, + 12.
-constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 constexpr int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
 constexpr int64_t groups_of(int64_t n) { return (n + GROUP - 1) / GROUP; }

@@ -67,8 +67,7 @@ inline void add_apart(const uint8_t* tiles, const Rows& rows, int64_t row, float
         std::memcpy(&top, high + i * LANES * 4, sizeof top);
         q |= (f.bits == 5 ? top >> (byte + g) & 1 : top >> (byte + g % 4 * 2) & 3) << 4;
       }
-      if (f.has_levels)
-        for (int lane = 0; lane < LANES; lane++) q[lane] = E2M1[q[lane]];
+      if (f.levels) q = look_up(f.levels->q, q);
       vf low_end = f.has_min ? load_fp16(minima + i * LANES) : vf{};
       vf weight = fma(load_fp16(scales + i * LANES), to_float(q - f.offset), low_end);
       total[i] = fma(splat(values[e]), weight, total[i]);
@@ -289,10 +288,12 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
     quantize_row,                                                                             \
         {rounded_unit<W4>, rounded_unit<W4_MIN>, rounded_unit<W4_HALVES>,                     \
          rounded_unit<W4_MIN_HALVES>, rounded_unit<W5>, rounded_unit<W5_MIN>,                 \
-         rounded_unit<W6_HALVES>, rounded_unit<W8>, rounded_unit<W4_LEVELS>},                 \
+         rounded_unit<W6_HALVES>, rounded_unit<W8>, rounded_unit<W4_E2M1>,                    \
+         rounded_unit<W4_IQ4>, rounded_unit<W4_IQ3>, rounded_unit<W4_IQ2_HALVES>},            \
         {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
          exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,           \
-         exact_unit<W4_LEVELS>,                                                               \
+         exact_unit<W4_E2M1>, exact_unit<W4_IQ4>, exact_unit<W4_IQ3>,                         \
+         exact_unit<W4_IQ2_HALVES>,                                                           \
          exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>, exact_unit<E4M3>},               \
   }
 

@@ -1,8 +1,8 @@
 // Projections with vpmaddubsw: unsigned weights times signed activations, pairs added in 16 bits.
 //
 // The pair sums of 4-bit weights may be added in 16 bits over a whole block (15 * 127 * 2 * 8 =
-// 30,480), those of 5 bits, and levels up to 24, over half of it (31,496), those of 6 bits over two
-// vectors (32,004).
+// 30,480), those of 5 bits over half of it (31,496), those of 6 bits over two vectors (32,004), those
+// of 7 bits over one (32,258); levels as numbers of their largest's bits.
 // 8 bits do not fit: there the weight's sign moves to the activation, |w| * sign(x, w), and a pair is
 // at most 128 * 127 * 2 = 32,512.
 #include "linear.h"
@@ -44,9 +44,9 @@ struct Tile {
     if (f.bits == 8) return load_bytes(low + g * 64);
     __m256i q = load_bytes(low + g / 2 * 64);
     q = _mm256_and_si256(g % 2 ? _mm256_srli_epi16(q, 4) : q, low_bits);
-    if (f.has_levels)
+    if (f.levels)
       q = _mm256_shuffle_epi8(
-          _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)E2M1)), q);
+          _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)f.levels)), q);
     if (f.bits == 5) {
       __m256i h = load_bytes(high);
       h = g <= 4 ? _mm256_slli_epi16(h, g <= 4 ? 4 - g : 0)
@@ -117,11 +117,11 @@ inline void keep(__m256i& v) { asm("" : "+x"(v)); }
 inline __m256i broadcast(const void* p) { return _mm256_set1_epi32(word(p)); }
 
 // sums[r][half] = products over vectors [first, first + COUNT), exact. x: the rows at this block.
-template <int BITS, int COUNT, int R, class Source>
+template <int WIDTH, int COUNT, int R, class Source>
 inline __attribute__((always_inline)) void dot(const Source& w, int first, const uint8_t* const* x,
                                                __m256i (&sums)[R][2]) {
   const __m256i ones = _mm256_set1_epi16(1);
-  constexpr int STEP = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+  constexpr int STEP = WIDTH == 4 ? 8 : WIDTH == 5 ? 4 : WIDTH == 6 ? 2 : 1;
   constexpr int LENGTH = STEP < COUNT ? STEP : COUNT;
   UNROLL for (int start = 0; start < COUNT; start += LENGTH) {
     __m256i pairs[R][2];
@@ -130,7 +130,7 @@ inline __attribute__((always_inline)) void dot(const Source& w, int first, const
       __m256i v[2], size[2];
       UNROLL for (int h = 0; h < 2; h++) {
         v[h] = w.weights(g, h);
-        if (BITS == 8) {
+        if (WIDTH == 8) {
           v[h] = _mm256_xor_si256(v[h], _mm256_set1_epi8((char)0x80));
           size[h] = _mm256_abs_epi8(v[h]);
         }
@@ -138,7 +138,7 @@ inline __attribute__((always_inline)) void dot(const Source& w, int first, const
       UNROLL for (int r = 0; r < R; r++) {
         const __m256i four = broadcast(x[r] + 4 * g);
         UNROLL for (int h = 0; h < 2; h++) {
-          __m256i product = BITS == 8
+          __m256i product = WIDTH == 8
                                 ? _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(four, v[h]))
                                 : _mm256_maddubs_epi16(v[h], four);
           pairs[r][h] = j ? _mm256_add_epi16(pairs[r][h], product) : product;
@@ -157,7 +157,7 @@ template <class Source, int R>
 inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
                      float* acc) {
   constexpr Format f = FORMATS[Source::format];
-  constexpr int PARTS = f.parts(), OFFSET = f.bits == 8 ? 0 : f.offset;
+  constexpr int PARTS = f.parts(), OFFSET = f.width() == 8 ? 0 : f.offset;
   __m256 total[R][2];
   const uint8_t* x[R];
   UNROLL for (int r = 0; r < R; r++) {
@@ -173,7 +173,7 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
     const int64_t here = scales_at + b * 4 - b * 32;  // x moves on by a block
     UNROLL for (int p = 0; p < PARTS; p++) {
       __m256i sums[R][2];
-      dot<f.has_levels ? 5 : f.bits, 8 / PARTS, R>(w, p * 8 / PARTS, x, sums);
+      dot<f.width(), 8 / PARTS, R>(w, p * 8 / PARTS, x, sums);
       const __m256i pick = _mm256_set1_epi32(PARTS == 1 ? 0x10001 : p ? 0x10000 : 1);
       UNROLL for (int r = 0; r < R; r++) {
         const uint8_t* scales = x[r] + here;

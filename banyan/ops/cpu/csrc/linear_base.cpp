@@ -40,7 +40,7 @@ void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
         int q = f.bits == 8 ? low[g * 64 + i] : low[g / 2 * 64 + i] >> (g % 2 * 4) & 15;
         if (f.bits == 5) q |= (high[i] >> g & 1) << 4;
         if (f.bits == 6) q |= (high[g / 4 * 64 + i] >> (g % 4 * 2) & 3) << 4;
-        panel.q[b][g][i] = f.has_levels ? E2M1[q] : (uint8_t)q;
+        panel.q[b][g][i] = (uint8_t)f.number(q);
       }
   }
 }

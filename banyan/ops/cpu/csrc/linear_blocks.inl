@@ -30,7 +30,6 @@ struct Layout {
   int32_t format;
   int values, bytes;             // of a block
   bool has_wide_scales = false;  // scales are products that fp16 may not hold
-  bool has_more_scales = false;  // than the format, which takes the values rounded to 8 bits
 };
 constexpr Layout LAYOUTS[NUM_SOURCES] = {
     {F32, 1, 4},
@@ -47,21 +46,19 @@ constexpr Layout LAYOUTS[NUM_SOURCES] = {
     {W4_MIN, 256, 144, true},
     {W5_MIN, 256, 176, true},
     {W6_HALVES, 256, 210, true},
-    {W8, 32, 18},
-    {W4_LEVELS, 32, 17, true},
-    {W8, 256, 136, true},
-    {W6_HALVES, 256, 98, true},
+    {W4_IQ4, 32, 18},
+    {W4_E2M1, 32, 17, true},
+    {W4_IQ4, 256, 136, true},
+    {W4_IQ3, 256, 98, true},
     {W5, 256, 110, true},
-    {W8, 256, 66, true},
-    {W8, 256, 74, true, true},
-    {W8, 256, 82, true, true},
+    {W4_IQ2_HALVES, 256, 66, true},
+    {W4_IQ2_HALVES, 256, 74, true},
+    {W4_IQ2_HALVES, 256, 82, true},
     {W4_MIN, 256, 50, true},
     {W6_HALVES, 256, 56, true},
     {W4, 256, 54},
     {W4, 256, 66},
 };
-constexpr uint8_t IQ4_NL_LEVELS[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                       129, 141, 153, 166, 181, 197, 217, 241};  // + 128
 
 inline float half_at(const uint8_t* p) {
   uint16_t v;
@@ -94,18 +91,13 @@ inline void fifth_bits(uint8_t* q, const uint8_t* high) {  // bit i belongs to v
 }
 
 // Eight values of IQ2 and four of IQ3: magnitudes of a vector, and a bit for each sign.
-constexpr uint8_t IQ2_MAGNITUDES[4] = {8, 25, 43, 0};
 inline void eight(uint8_t* q, uint16_t vector, int signs) {
-  for (int i = 0; i < 8; i++) {
-    int m = IQ2_MAGNITUDES[vector >> 2 * i & 3];
-    q[i] = (uint8_t)(128 + (signs >> i & 1 ? -m : m));
-  }
+  for (int i = 0; i < 8; i++) q[i] = (uint8_t)((vector >> 2 * i & 3) | (signs >> i & 1) << 2);
 }
-constexpr uint8_t IQ3_XXS_MAGNITUDES[8] = {2, 6, 10, 14, 18, 22, 26, 31};  // half of the type's
-inline void four(uint8_t* q, uint16_t vector, int signs, int offset, bool is_xxs) {
+inline void four(uint8_t* q, uint16_t vector, int signs, bool is_xxs) {
   for (int i = 0; i < 4; i++) {
-    int place = vector >> 4 * i & 7, m = is_xxs ? IQ3_XXS_MAGNITUDES[place] : 2 * place + 1;
-    q[i] = (uint8_t)(offset + (signs >> i & 1 ? -m : m));
+    int place = vector >> 4 * i & 7, sign = signs >> i & 1, m = 2 * place + 1;
+    q[i] = (uint8_t)(is_xxs ? place | sign << 3 : 16 + (sign ? -m : m));
   }
 }
 // Seven signs are stored; the eighth makes their number even.
@@ -131,10 +123,8 @@ inline void quants(const uint8_t* block, int sub, uint8_t* q) {
   }
   if constexpr (S == S_Q8_0)
     for (int l = 0; l < 32; l++) q[l] = block[2 + l] ^ 0x80;
-  if constexpr (S == S_IQ4_NL || S == S_IQ4_XS) {
-    nibbles(q, S == S_IQ4_NL ? block + 2 : block + 8 + 16 * sub);
-    for (int l = 0; l < 32; l++) q[l] = IQ4_NL_LEVELS[q[l]];
-  }
+  if constexpr (S == S_IQ4_NL) nibbles(q, block + 2);
+  if constexpr (S == S_IQ4_XS) nibbles(q, block + 8 + 16 * sub);
   if constexpr (S == S_MXFP4) nibbles(q, block + 1);
   if constexpr (S == S_Q4_K || S == S_Q5_K) {
     const uint8_t* low = block + (S == S_Q4_K ? 16 : 48) + sub / 2 * 32;
@@ -155,13 +145,13 @@ inline void quants(const uint8_t* block, int sub, uint8_t* q) {
     const uint8_t* at = block + 2 + 8 * sub;
     for (int l = 0; l < 8; l++) {
       int signs = eight_signs(u32_at(block + 66 + 4 * sub) >> 7 * (l / 2)) >> l % 2 * 4;
-      four(q + 4 * l, GRID_IQ3_XXS[at[l]], signs, 32, true);
+      four(q + 4 * l, GRID_IQ3_XXS[at[l]], signs, true);
     }
   }
   if constexpr (S == S_IQ3_S)
     for (int l = 0; l < 8; l++) {
       int vector = block[2 + 8 * sub + l] | (block[66 + sub] >> l & 1) << 8;
-      four(q + 4 * l, GRID_IQ3_S[vector], block[74 + 4 * sub + l / 2] >> l % 2 * 4, 16, false);
+      four(q + 4 * l, GRID_IQ3_S[vector], block[74 + 4 * sub + l / 2] >> l % 2 * 4, false);
     }
   if constexpr (S == S_IQ2_XXS) {
     const uint8_t* at = block + 2 + 8 * sub;
@@ -269,18 +259,6 @@ inline void scales(const uint8_t* block, int sub, Values& v) {
   }
   if constexpr (S == S_TQ1_0) set(v, half_at(block + 52), 0);
   if constexpr (S == S_TQ2_0) set(v, half_at(block + 64), 0);
-}
-
-// 8 bits with two scales to 8 bits with one; the largest value stays exact.
-inline void join_halves(Values& v) {
-  float x[BLOCK], most = 0;
-  for (int l = 0; l < BLOCK; l++) {
-    x[l] = v.scale[l / 16] * (float)(v.q[l] - 128);
-    most = std::fmax(most, std::fabs(x[l]));
-  }
-  float inverse = most > 0 ? 127.0f / most : 0.0f;
-  for (int l = 0; l < BLOCK; l++) v.q[l] = (uint8_t)(128 + (int)std::nearbyint(x[l] * inverse));
-  set(v, most / 127.0f, 0);
 }
 
 }  // namespace

@@ -154,7 +154,6 @@ void pack_blocks(const PackArgs& args, int64_t group, uint8_t* to) {
       Values v;
       scales<S>(block, (int)(b % per), v);
       quants<S>(block, (int)(b % per), v.q);
-      if constexpr (layout.has_more_scales) join_halves(v);
       place<layout.format>(v, i, factors[i], to);
     }
 }
@@ -231,7 +230,7 @@ void read_blocks(const uint8_t* row, int64_t k, float* out) {
     quants<S>(block, (int)(b % per), v.q);
     for (int l = 0; l < BLOCK; l++)
       out[b * BLOCK + l] =
-          v.scale[l / 16] * (float)((f.has_levels ? E2M1[v.q[l]] : v.q[l]) - f.offset) +
+          v.scale[l / 16] * (float)(f.number(v.q[l]) - f.offset) +
           v.minimum[l / 16];
   }
 }

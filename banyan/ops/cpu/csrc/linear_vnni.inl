@@ -30,9 +30,9 @@ struct Tile {
     if (f.bits == 8) return _mm512_loadu_si512(tile + LOW + g * 64);
     __m512i q = _mm512_loadu_si512(tile + LOW + g / 2 * 64);
     q = _mm512_and_si512(g % 2 ? _mm512_srli_epi16(q, 4) : q, _mm512_set1_epi8(15));
-    if (f.has_levels)
+    if (f.levels)
       q = _mm512_shuffle_epi8(
-          _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)E2M1)), q);
+          _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)f.levels)), q);
     if (f.bits == 5) {
       __m512i h = _mm512_loadu_si512(tile + HIGH);
       h = g <= 4 ? _mm512_slli_epi16(h, g <= 4 ? 4 - g : 0)

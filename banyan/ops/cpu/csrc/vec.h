@@ -51,6 +51,19 @@ inline vf fma(vf a, vf b, vf c) {
 inline vf choose(vi mask, vf yes, vf no) {  // lanes of mask are 0 or -1
   return (vf)(((vi)yes & mask) | ((vi)no & ~mask));
 }
+// The bytes of a table of 16 at places 0 ... 15; it begins at a multiple of 16.
+inline vi look_up(const uint8_t* table, vi place) {
+#if defined(__AVX512F__)
+  const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table));
+  return (vi)_mm512_and_si512(_mm512_shuffle_epi8(all, (__m512i)place), _mm512_set1_epi32(255));
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+  return (vi)_mm256_and_si256(_mm256_shuffle_epi8(all, (__m256i)place), _mm256_set1_epi32(255));
+#else
+  for (int i = 0; i < LANES; i++) place[i] = table[place[i]];
+  return place;
+#endif
+}
 // The second where one is not a number.
 inline vf max(vf a, vf b) {
 #if defined(__AVX512F__)
