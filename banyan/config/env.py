@@ -34,6 +34,7 @@ class NpuWishes:
         exchange_buffer: as buffer, of groups that experts are exchanged in.
         rounds_sent: rows that are sent by their counts travel as 8 bits.
         fuses_latents: what comes before latent attention is to be one operator.
+        fractal_pages: pages of latents are to have the fractal form.
         protocol: how they copy; "" = as the chip does.
     """
 
@@ -46,6 +47,7 @@ class NpuWishes:
     exchange_buffer: str = ""
     rounds_sent: bool = False
     fuses_latents: bool = False
+    fractal_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("DEEPEP_HCCL_BUFFSIZE", "").strip(),
             is_on("DEEP_NORMAL_MODE_USE_INT8_QUANT"),
             is_on("SGLANG_NPU_USE_MLAPO"),
+            is_on("SGLANG_USE_FIA_NZ"),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

@@ -54,7 +54,9 @@ VARIABLES = {
         "what comes before latent attention is one operator (`npu_mla_prolog_v3`), or the log says "
         "why not; rules 5",
     ),
-    "SGLANG_USE_FIA_NZ": Variable(REFUSED, "pages have the plain form (ND)"),
+    "SGLANG_USE_FIA_NZ": Variable(
+        SET, "pages of latent attention have the fractal form (NZ); rules 2b and 5"
+    ),
     "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),
     "SGLANG_NPU_FUSED_MOE_MODE": _NO_EXPERTS,
     "SGLANG_USE_AG_AFTER_QLORA": Variable(

@@ -40,7 +40,7 @@ IDLE = {
     "HCCL_OP_EXPANSION_MODE": OF_ASCEND,
     "TASK_QUEUE_ENABLE": OF_ASCEND,
     "SGLANG_NPU_USE_MLAPO": "only Ascend NPUs have an operator for all before latent attention",
-    "SGLANG_USE_FIA_NZ": _NO_ASCEND,
+    "SGLANG_USE_FIA_NZ": "only Ascend NPUs read pages in the fractal form",
     "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,
     "SGLANG_NPU_FUSED_MOE_MODE": _NO_ASCEND,
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,

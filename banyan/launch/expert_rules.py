@@ -40,6 +40,8 @@ def latent(launch: Launch) -> Iterator[Breach]:
         for name in (fractal, prologue):
             if launch.is_set(name):
                 yield breach("5b", name=name, model=model.name)
+    if model is not None and model.is_sparse and launch.is_set(fractal):
+        yield breach("5c", model=model.name)
 
 
 def two_streams(launch: Launch) -> Iterator[Breach]:

@@ -44,6 +44,7 @@ class Driver:
         buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
         rounds_sent: rows that go to the ranks of their experts by counts travel as 8 bits.
         fuses_latents: what comes before latent attention is to be one operator.
+        fractal_pages: pages of latents are to have the fractal form.
         exchange_buffer: the same of groups that experts are exchanged in (DEEPEP_HCCL_BUFFSIZE).
     """
 
@@ -54,6 +55,7 @@ class Driver:
     exchange_buffer: str = ""
     rounds_sent: bool = False
     fuses_latents: bool = False
+    fractal_pages: bool = False
 
     def group(
         self,
@@ -106,8 +108,9 @@ def open_driver() -> Driver:
         options = _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent, wishes.fuses_latents)
-    return Driver(npu, wishes.is_checked, options, *wanted)
+    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent)
+    forms = (wishes.fuses_latents, wishes.fractal_pages)
+    return Driver(npu, wishes.is_checked, options, *wanted, *forms)
 
 
 def open_interconnect(chip: str) -> Interconnect:

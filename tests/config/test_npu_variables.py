@@ -40,8 +40,8 @@ def test_what_counts_is_not_said_to_have_no_effect(name: str) -> None:
 
 def test_each_variable_that_the_rules_read_is_in_the_table() -> None:
     assert set(OF_LAUNCHES) - set(VARIABLES) == {"PYTORCH_ALLOC_CONF"}  # beside the NPU's own
-    of_the_driver = {"DEEP_NORMAL_MODE_USE_INT8_QUANT", "SGLANG_NPU_USE_MLAPO"}
-    assert set(named(SET)) <= {*SETTINGS, *of_the_driver}
+    of_the_driver = {"SGLANG_NPU_USE_MLAPO", "SGLANG_USE_FIA_NZ"}
+    assert set(named(SET)) <= {*SETTINGS, *of_the_driver, "DEEP_NORMAL_MODE_USE_INT8_QUANT"}
 
 
 def test_a_cache_store_of_memfabric_is_refused_by_name() -> None:

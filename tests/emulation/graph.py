@@ -28,6 +28,7 @@ UPDATABLE = {
 Call = tuple[Any, tuple, dict[str, Any], list[Tensor]]
 """An operator, what it was given by place and by name, and its results."""
 _SCATTER = "npu::npu_scatter_nd_update_"
+_SCATTER_PAGES = "npu::npu_scatter_pa_kv_cache"
 _PROLOG, _LATENTS = "npu::npu_mla_prolog_v3", 9
 """An operator that writes latents, and which of its arguments they are."""
 _SPARSE = "npu::npu_sparse_flash_attention"
@@ -99,6 +100,8 @@ class Graph:
         if name == _PROLOG:
             places = self.core.host_alias(named["cache_index"]).tolist()
             self._written[args[_LATENTS].data_ptr()] = set(places)
+        if name == _SCATTER_PAGES:
+            self._written[args[2].data_ptr()] = set(self.core.host_alias(args[4]).tolist())
         attends = name in UPDATABLE or name == _SPARSE
         written = self._written.get(args[1].data_ptr()) if attends else None
         if written is None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from banyan.ops.npu import prologue_contracts
-from banyan.ops.npu.contracts import LATENT_DIM, LATENT_ROPE_DIM, require
-from banyan.ops.npu.prologue_contracts import PLAIN, PLAIN_DIM, PrologWeights
+from banyan.ops.npu.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM, require
+from banyan.ops.npu.prologue_contracts import FRACTAL_PAGES, PLAIN, PLAIN_DIM, PrologWeights
 from tests.emulation.quant_operators import multiply
 
-_PROLOG = "npu_mla_prolog_v3"
+_PROLOG, _SCATTER = "npu_mla_prolog_v3", "npu_scatter_pa_kv_cache"
 SCHEMAS = {
     _PROLOG: "(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
     "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, "
@@ -27,6 +27,9 @@ SCHEMAS = {
     "int tile_size=128, float qc_qr_scale=1.0, float kc_scale=1.0, int? token_x_dtype=None, "
     "int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, int? weight_dkv_kr_dtype=None, "
     "int? kv_cache_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _SCATTER: "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
+    "Tensor? seq_lens=None, str? cache_mode='PA_NZ') -> ()",
 }
 _UNUSED = {"tile_size": 128, "qc_qr_scale": 1.0, "kc_scale": 1.0}
 _HALF = torch.bfloat16
@@ -104,8 +107,10 @@ class Latents:
         both = self._product(x, units, weight_dkv_kr, scales[2]).to(_HALF)
         latent, key = both.split([LATENT_DIM, LATENT_ROPE_DIM], -1)
         latent = _normed(latent.float(), self._host(gammas[1]), rmsnorm_epsilon_ckv)
-        self._write(kv_cache, cache_index, latent)
-        self._write(kr_cache, cache_index, _turned(key.float(), sin, cos))
+        is_fractal = cache_mode == FRACTAL_PAGES
+        key = _turned(key.float(), sin, cos)
+        for part, values in ((kv_cache, latent), (kr_cache, key)):
+            self._write(_PROLOG, part, cache_index, values, part.shape[1], is_fractal)
         normed = squeezed if query_norm_flag else squeezed.new_zeros(1)
         found = (query.to(_HALF), turned.to(_HALF), nothing, normed)
         factors = factors if query_norm_flag else nothing
@@ -120,17 +125,50 @@ class Latents:
         assert units is not None
         return multiply(x, self._host(columns)).float() * units * self._host(scale)
 
-    def _write(self, pages: Tensor, places: Tensor, values: Tensor) -> None:
-        at, room = self._host(places), pages.shape[0] * pages.shape[1]
+    def npu_scatter_pa_kv_cache(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        cache_mode: str | None = FRACTAL_PAGES,
+        **given: object,
+    ) -> None:
+        unused = [name for name, each in given.items() if each is not None]
+        require(not unused, _SCATTER, f"{', '.join(unused)} are not served here")
+        is_served = cache_mode == FRACTAL_PAGES
+        require(is_served, _SCATTER, f"cache_mode {cache_mode} is not served here")
+        prologue_contracts.scatter_pages(key, value, (key_cache, value_cache), slot_mapping)
+        for part, values in ((key_cache, key), (value_cache, value)):
+            rows = self._host(values)[:, 0]
+            self._write(_SCATTER, part, slot_mapping, rows, part.shape[2], True)
+
+    def _write(
+        self,
+        name: str,
+        pages: Tensor,
+        places: Tensor,
+        values: Tensor,
+        size: int,
+        is_fractal: bool,
+    ) -> None:
+        """values: [tokens, width]; size: tokens of a page."""
+        at, room = self._host(places).long(), len(pages) * size
         low, high = (int(at.min()), int(at.max())) if len(at) else (0, 0)
         require(
             low >= 0 and high < room,
-            _PROLOG,
-            f"cache_index must be 0 to {room - 1}, it is {low} to {high}: a device would write "
+            name,
+            f"places must be 0 to {room - 1}, they are {low} to {high}: a device would write "
             "into memory of others",
         )
-        lines = self._core.host_alias(pages, True).flatten(0, 2)
-        lines[at] = values.to(lines.dtype)
+        lines, values = self._core.host_alias(pages, True), values.to(pages.dtype)
+        if is_fractal:
+            lines = lines.view(len(pages), -1, size, FRACTAL)
+            lines[at // size, :, at % size] = values.unflatten(1, (-1, FRACTAL))
+        else:
+            lines.view(room, -1)[at] = values
 
 
 def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:

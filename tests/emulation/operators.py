@@ -177,10 +177,10 @@ class Computing:
             )
         if call.mask is not None:
             _check_triangle(self._host(call.mask))
-        wide, keys, values = self._host(query), self._host(key), self._host(value)
+        wide, keys, values = self._host(query), _plain(self._host(key)), _plain(self._host(value))
         if call.query_rope is not None and call.key_rope is not None:
             wide = torch.cat([wide, self._host(call.query_rope)], -1)
-            keys = torch.cat([keys, self._host(call.key_rope)], -1)
+            keys = torch.cat([keys, _plain(self._host(call.key_rope))], -1)
         sinks = None if call.sinks is None else self._host(call.sinks).float()
         out = torch.empty_like(self._host(query))
         flat = wide.flatten(0, 1) if call.layout == "BSND" else wide  # [tokens, heads, dim]
@@ -260,6 +260,13 @@ class _Call:
         else:
             self.ends = [row * count for row in range(len(query) + 1)]
             self.is_single = count == 1
+
+
+def _plain(pages: Tensor) -> Tensor:
+    """Fractal pages token by token, as the others are. [pages, page size, kv_heads · dim]"""
+    if pages.dim() != contracts.FRACTAL_AXES:
+        return pages
+    return pages.permute(0, 3, 1, 2, 4).flatten(2)  # [pages, page size, heads, dim / 16, 16]
 
 
 def _seen(count: int, length: int, call: _Call) -> Tensor:

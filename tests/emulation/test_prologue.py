@@ -103,7 +103,7 @@ def test_it_does_so_with_other_weights(
     folder = rounded(plain, tmp_path / "model", "modelslim, dynamic", endings) if endings else plain
     several = answers(folder)
     monkeypatch.setenv(MLAPO, "1")
-    one = answers(folder, cuda_graph_bs=[], disable_cuda_graph=True)
+    one = answers(folder, disable_cuda_graph=True)
     assert called and compare(one, several, NEAR) > 8
 
 

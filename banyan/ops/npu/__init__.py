@@ -11,8 +11,8 @@ _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
 KERNELS = {
     "write_kv": [f"{_HERE}.pages:write_kv"],
     "paged_attention": [f"{_HERE}.pages:paged_attention"],
-    "write_latent": [f"{_HERE}.latents:write_latent"],
-    "latent_attention": [f"{_HERE}.latents:latent_attention"],
+    "write_latent": [f"{_HERE}.latents:write_fractal", f"{_HERE}.latents:write_latent"],
+    "latent_attention": [f"{_HERE}.latents:attend_fractal", f"{_HERE}.latents:latent_attention"],
     "choose_positions": [f"{_HERE}.sparse:choose_positions"],
     "experts": [f"{_HERE}.experts:experts"],
     "linear": [f"{_HERE}.quantised:linear_kernel"],
@@ -40,4 +40,4 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     driver = open_driver()
     operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
     limits = dispatch_of(driver.npu.get_device_name())
-    return NpuToolkit(operators, limits, fuses_latents=driver.fuses_latents)
+    return NpuToolkit(operators, limits, "", None, driver.fuses_latents, driver.fractal_pages)

@@ -14,7 +14,7 @@ from banyan.base.errors import BanyanError
 from banyan.ops import reference
 from banyan.ops.npu.case import Case, Outcome, Place
 from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.prologue_cases import prologue_cases
+from banyan.ops.npu.prologue_cases import as_fractal, prologue_cases
 
 HEADS, KV_HEADS, PAGE, PAGES = 8, 2, 128, 16
 LENGTHS: tuple[int, ...] = (130, 257, 5)
@@ -235,7 +235,7 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     heads, table, scale = 32, _Scene(dtype, 64).table, 1 / math.sqrt(192)
     latents, keys = (_random(PAGES, PAGE, width, dtype=dtype) for width in (512, 64))
 
-    def case(counts: Sequence[int], name: str) -> Case:
+    def case(counts: Sequence[int], name: str, is_fractal: bool = False) -> Case:
         total, is_single = sum(counts), set(counts) == {1}
         q, turned = (_random(total, heads, width, dtype=dtype) for width in (512, 64))
         ends = torch.tensor(counts).cumsum(0).tolist()
@@ -243,7 +243,10 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         def run(operators: Operators, place: Place) -> list[Tensor]:
             one, two = (place(part.unsqueeze(1) if is_single else part) for part in (q, turned))
             where = (place(table), None if is_single else ends, list(LENGTHS), scale)
-            out = operators.attend_latents(one, two, place(latents), place(keys), *where)
+            pages = (latents, keys)
+            if is_fractal:  # one head
+                pages = (as_fractal(latents).unsqueeze(1), as_fractal(keys).unsqueeze(1))
+            out = operators.attend_latents(one, two, place(pages[0]), place(pages[1]), *where)
             return [out.squeeze(1) if is_single else out]
 
         def wanted() -> list[Tensor]:
@@ -258,6 +261,8 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
 
     yield case((1, 1, 1), "one token a row")
     yield case((16, 3, 5), "rows together")
+    yield case((1, 1, 1), "fractal pages, one token a row", is_fractal=True)
+    yield case((16, 3, 5), "fractal pages, rows together", is_fractal=True)
 
 
 def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:

@@ -26,6 +26,9 @@ _MOST_HEADS, _MOST_SHARING, _LARGEST_DIM, _DIM_STEP = 256, 64, 512, 16
 _MOST_ROWS = 65536
 LATENT_DIM, LATENT_ROPE_DIM = 512, 64
 """Widths of the one vector and of the one turned key that all heads of latent attention share."""
+FRACTAL, FRACTAL_PAGE, FRACTAL_AXES = 16, 128, 5
+"""Pages of latents in the fractal form (NZ): numbers that lie together, tokens of a page, and axes
+as attention reads them."""
 LATENT_HEADS, LATENT_PAGES, LATENT_TOKENS = (32, 64, 128), (16, 128), 16
 """Counts of heads, sizes of pages, and the most tokens of a row, for latent attention."""
 _MOST_WIDTH = 65535
@@ -136,7 +139,8 @@ def fused_infer_attention(
     key, value: [pages, block_size, kv_heads · dim].
 
     With query_rope [as query, but 64 wide] and key_rope [pages, block_size, 64] the keys are latent
-    vectors, which are the values too. learnable_sink: [heads].
+    vectors, which are the values too; these pages may be fractal, as `prologue_contracts.py` has
+    them, with an axis of one head behind the pages. learnable_sink: [heads].
     """
     name = "npu_fused_infer_attention_score"
     require(block_table is not None, name, "only attention over pages is served here")
@@ -156,18 +160,22 @@ def fused_infer_attention(
         f"they have {width}",
     )
     is_single = input_layout == "BSND" and query.shape[1] == 1
+    is_fractal = is_latent and key.dim() == FRACTAL_AXES
     if is_latent:
-        sizes = either(LATENT_PAGES)
-        require(block_size in LATENT_PAGES, name, f"block_size must be {sizes}, it is {block_size}")
+        allowed = (FRACTAL_PAGE,) if is_fractal else LATENT_PAGES
+        sizes = either(allowed)
+        require(block_size in allowed, name, f"block_size must be {sizes}, it is {block_size}")
     else:
         _block_size(name, block_size, is_single)
+    wanted = (block_size, num_key_value_heads * width)
+    require(wanted[1] <= _MOST_WIDTH, name, f"pages are {wanted[1]} wide, not up to {_MOST_WIDTH}")
+    if is_fractal:
+        wanted = (num_key_value_heads, width // FRACTAL, block_size, FRACTAL)
     for page in (key, value):
-        wanted = (block_size, num_key_value_heads * width)
         require(
-            page.dim() == 3 and tuple(page.shape[1:]) == wanted and wanted[1] <= _MOST_WIDTH,
+            tuple(page.shape[1:]) == wanted,
             name,
-            f"pages must be [pages, {wanted[0]}, {wanted[1]}], the last at most {_MOST_WIDTH}; "
-            f"they are {shape_of(page)}",
+            f"pages must be [pages, {', '.join(map(str, wanted))}], they are {shape_of(page)}",
         )
     require(key.shape == value.shape, name, "key and value must have as many pages")
     _lengths_of_pages(name, actual_seq_lengths_kv, block_table, rows, block_size)
@@ -203,8 +211,13 @@ def _latent(
         f"latents have {LATENT_DIM} dimensions, {either(LATENT_HEADS)} heads and 1 kv head; "
         f"they have {width}, {heads} and {kv_heads}",
     )
-    for rope, like in ((query_rope, query), (key_rope, key)):
-        wanted = (*like.shape[:-1], LATENT_ROPE_DIM)
+    of_key = (*key.shape[:-1], LATENT_ROPE_DIM)
+    if key.dim() == FRACTAL_AXES:
+        of_key = (*key.shape[:2], LATENT_ROPE_DIM // FRACTAL, *key.shape[3:])
+    for rope, wanted in (
+        (query_rope, (*query.shape[:-1], LATENT_ROPE_DIM)),
+        (key_rope, of_key),
+    ):
         require(
             tuple(rope.shape) == wanted,
             name,

@@ -5,9 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from banyan.ops.npu import prologue_contracts
-from banyan.ops.npu.prologue_contracts import PrologWeights
-
-_MODE_OF_PAGES = "PA_BSND"
+from banyan.ops.npu.prologue_contracts import FRACTAL_PAGES, PLAIN_PAGES, PrologWeights
 
 
 class LatentOperators:
@@ -31,14 +29,16 @@ class LatentOperators:
         places: Tensor,
         eps: tuple[float, float],
         has_norm: bool = False,
+        mode: str = PLAIN_PAGES,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All that comes before latent attention; pages are written. Returns queries in the latent
         space [tokens, heads, 512], turned ones [tokens, heads, 64], and with `has_norm` squeezed
         ones [tokens, 1536] with their units [tokens, 1] where they are int8. The arguments are
-        those of `prologue_contracts.mla_prolog`; turns: sin, cos."""
+        those of `prologue_contracts.mla_prolog`; turns: sin, cos; mode: how
+        pages lie."""
         if self._is_checked:
             given = (x, units, weights, gammas, turns, pages, places)
-            prologue_contracts.mla_prolog(*given, _MODE_OF_PAGES)
+            prologue_contracts.mla_prolog(*given, mode)
         squeeze, query, latent = weights.scales
         found = self._npu.npu_mla_prolog_v3(
             *(x, weights.squeeze, weights.query, weights.keys, weights.latent),
@@ -50,8 +50,17 @@ class LatentOperators:
             dequant_scale_w_dkv_kr=latent,
             rmsnorm_epsilon_cq=eps[0],
             rmsnorm_epsilon_ckv=eps[1],
-            cache_mode=_MODE_OF_PAGES,
+            cache_mode=mode,
             query_norm_flag=has_norm,
             weight_quant_mode=weights.mode,
         )
         return found[0], found[1], found[3], found[4]
+
+    def scatter_pages(
+        self, latents: Tensor, keys: Tensor, pages: tuple[Tensor, Tensor], places: Tensor
+    ) -> None:
+        """Write what is kept of each token into fractal pages, as `prologue_contracts.py` has
+        them."""
+        if self._is_checked:
+            prologue_contracts.scatter_pages(latents, keys, pages, places)
+        self._npu.npu_scatter_pa_kv_cache(latents, keys, *pages, places, cache_mode=FRACTAL_PAGES)

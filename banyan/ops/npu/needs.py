@@ -35,6 +35,8 @@ class NpuToolkit:
     recorder: Recorder | None = None
     fuses_latents: bool = False
     """What comes before latent attention is to be one operator."""
+    fractal_pages: bool = False
+    """Pages of latents are to have the fractal form (NZ)."""
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
@@ -49,7 +51,7 @@ class NpuToolkit:
     ) -> LatentPrologue | None:
         if not self.fuses_latents:
             return None
-        return open_prologue(self.operators, shape, dtype, device, _tell)
+        return open_prologue(self.operators, shape, dtype, device, _tell, self.fractal_pages)
 
 
 @cache

@@ -18,7 +18,7 @@ from banyan.ops.npu import (
     quant_contracts,
     sparse_contracts,
 )
-from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
+from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, FRACTAL_AXES, MASK_SIZE
 from banyan.ops.npu.latent_operators import LatentOperators
 from banyan.ops.npu.quant_contracts import COLUMN_STEPS, ROW_STEP
 from banyan.platform.base import Dispatch
@@ -166,8 +166,8 @@ class Operators:
         scale: float,
     ) -> Tensor:
         """Attention whose keys are latents [pages, page size, 512] and turned keys [.., 64], and
-        whose values are the latents. query: [rows, 1, heads, 512] without `ends`, else [tokens,
-        heads, 512]; query_rope: as query, 64 wide."""
+        whose values are the latents; of fractal pages [pages, 1, 32 and 4, 128, 16]. query: [rows,
+        1, heads, 512] without `ends`, else [tokens, heads, 512]; query_rope: as query, 64 wide."""
         how = ("BSND", ALL) if ends is None else ("TND", CAUSAL)
         given = _given(query, latents, table, ends, lengths, 1, *how)
         given |= {"query_rope": query_rope, "key_rope": key_rope}
@@ -455,5 +455,5 @@ def _given(
         "num_key_value_heads": kv_heads,
         "input_layout": layout,
         "sparse_mode": mode,
-        "block_size": key.shape[1],
+        "block_size": key.shape[3] if key.dim() == FRACTAL_AXES else key.shape[1],
     }

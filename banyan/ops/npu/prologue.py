@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from banyan.base.log import logger
-from banyan.ops.npu.contracts import LATENT_DIM, LATENT_ROPE_DIM, either
+from banyan.ops.npu.contracts import FRACTAL_PAGE, LATENT_DIM, LATENT_ROPE_DIM, either
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue_contracts import (
     DIMS,
+    FRACTAL_PAGES,
     HEADS,
     PLAIN,
     PLAIN_DIM,
+    PLAIN_PAGES,
     QUERIES,
     QUERY_RANK,
     WHOLLY,
@@ -45,6 +47,7 @@ class Prologue:
 
     Args:
         say: tells the log why there is none.
+        is_fractal: pages of as many tokens as that form takes have it.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class Prologue:
         shape: PrologueShape,
         device: torch.device,
         say: Callable[[str], None],
+        is_fractal: bool = False,
     ) -> None:
         self._operators, self._shape, self._device, self._say = operators, shape, device, say
+        self._is_fractal = is_fractal
         self._parts: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._types: dict[str, str] = {}
 
@@ -96,11 +101,13 @@ class Prologue:
             x, units = self._operators.dynamic_quant(x.contiguous())
             units = units.unsqueeze(1)
         turns = self._turns(len(x), angles)
+        is_fractal = self._is_fractal and pages[0].shape[1] == FRACTAL_PAGE
         latents, keys = (part.unsqueeze(2) for part in pages)
         eps = (self._shape.query_eps, self._shape.latent_eps)
         q, turned, normed, factors = self._operators.latents.mla_prolog(
             *(x.contiguous(), units, weights, gammas, turns, (latents, keys), flat_locations, eps),
             has_norm=self._shape.reads_squeezed,
+            mode=FRACTAL_PAGES if is_fractal else PLAIN_PAGES,
         )
         if weights.mode != PLAIN and self._shape.reads_squeezed:
             normed = (normed.float() * factors).to(q.dtype)
@@ -153,6 +160,7 @@ def open_prologue(
     dtype: torch.dtype,
     device: torch.device,
     say: Callable[[str], None],
+    is_fractal: bool = False,
 ) -> Prologue | None:
     why = shape.obstacle or _misfit(shape, dtype)
     if not why and operators.keeps_plain:
@@ -160,7 +168,7 @@ def open_prologue(
     if why:
         say(why)
         return None
-    return Prologue(operators, shape, device, say)
+    return Prologue(operators, shape, device, say, is_fractal)
 
 
 def _misfit(shape: PrologueShape, dtype: torch.dtype) -> str:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from banyan.ops import reference
 from banyan.ops.npu.case import Case, Place
-from banyan.ops.npu.contracts import LATENT_DIM, LATENT_ROPE_DIM
+from banyan.ops.npu.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue_contracts import (
     DIMS,
+    FRACTAL_PAGES,
     PLAIN,
     PLAIN_DIM,
+    PLAIN_PAGES,
     QUERIES,
     QUERY_RANK,
     WHOLLY,
@@ -31,9 +33,40 @@ _NAMES = {PLAIN: "plain weights", QUERIES: "heads of 8 bits", WHOLLY: "weights o
 def prologue_cases() -> Iterator[Case]:
     for mode in _NAMES:
         yield _case(mode)
+    yield _case(WHOLLY, is_fractal=True)
+    yield _scatter()
 
 
-def _case(mode: int) -> Case:
+def as_fractal(pages: Tensor) -> Tensor:
+    """[pages, page size, width] token by token -> [pages, width / 16, page size, 16]"""
+    return pages.unflatten(2, (-1, FRACTAL)).transpose(1, 2).contiguous()
+
+
+def _scatter() -> Case:
+    places = torch.tensor([130, 131, 3, 383, 129])
+    generator = torch.Generator().manual_seed(9)
+    latents, keys = (
+        torch.randn(_TOKENS, 1, width, generator=generator).to(torch.bfloat16)
+        for width in (LATENT_DIM, LATENT_ROPE_DIM)
+    )
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        one, two = (place(as_fractal(part[:, :, 0])) for part in empty_pages())
+        operators.latents.scatter_pages(place(latents), place(keys), (one, two), place(places))
+        return [one, two]
+
+    def wanted() -> list[Tensor]:
+        pages = [part[:, :, 0] for part in empty_pages()]
+        for part, values in zip(pages, (latents, keys), strict=True):
+            part.flatten(0, 1)[places] = values[:, 0]
+        return [as_fractal(part) for part in pages]
+
+    return Case("npu_scatter_pa_kv_cache", "fractal pages, bfloat16", run, wanted, 0.0)
+
+
+def _case(mode: int, is_fractal: bool = False) -> Case:
+    pages_lie = FRACTAL_PAGES if is_fractal else PLAIN_PAGES
+
     def run(operators: Operators, place: Place) -> list[Tensor]:
         x, weights, gammas, turns, places = inputs(mode)
         there = replace(
@@ -54,14 +87,22 @@ def _case(mode: int) -> Case:
         norms = (place(gammas[0]), place(gammas[1]))
         angles = (place(turns[0]), place(turns[1]))
         given = (rows, units, there, norms, angles, pages, place(places), _EPS)
-        query, turned, normed, factors = operators.latents.mla_prolog(*given, has_norm=True)
+        query, turned, normed, factors = operators.latents.mla_prolog(
+            *given, has_norm=True, mode=pages_lie
+        )
         if mode != PLAIN:
             normed = normed.float() * factors
         return [query, turned, normed, *pages]
 
-    return Case(
-        "npu_mla_prolog_v3", f"{_NAMES[mode]}, bfloat16", run, lambda: _wanted(mode), _SLACK
-    )
+    def wanted() -> list[Tensor]:
+        *queries, latents, keys = _wanted(mode)
+        pages = [latents, keys]
+        if is_fractal:  # in the same memory
+            pages = [as_fractal(part[:, :, 0]).view(part.shape) for part in pages]
+        return [*queries, *pages]
+
+    name = f"{_NAMES[mode]}, {'fractal pages, ' if is_fractal else ''}bfloat16"
+    return Case("npu_mla_prolog_v3", name, run, wanted, _SLACK)
 
 
 def _wanted(mode: int) -> list[Tensor]:

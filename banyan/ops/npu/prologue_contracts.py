@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from banyan.ops.npu.contracts import (
+    FRACTAL,
+    FRACTAL_PAGE,
+    HALVES,
     LATENT_DIM,
     LATENT_PAGES,
     LATENT_ROPE_DIM,
@@ -22,8 +25,8 @@ DIMS, QUERY_RANK, PLAIN_DIM = (6144, 7168, 7680), 1536, 128
 HEADS = tuple(1 << n for n in range(8))
 PLAIN, QUERIES, WHOLLY = 0, 1, 2
 """Weights: none, those that make heads, or all but the keys' are of 8 bits."""
-MODES = ("PA_BSND",)
-"""How pages lie."""
+MODES = PLAIN_PAGES, FRACTAL_PAGES = "PA_BSND", "PA_NZ"
+"""How pages lie: token by token; or 16 numbers of each token of a page, then the next 16."""
 _NAME = "npu_mla_prolog_v3"
 _MOST_TOKENS = 1 << 20
 
@@ -75,7 +78,7 @@ def mla_prolog(
     typed(_NAME, (half if mode == PLAIN else torch.int8,), **heads)
     typed(_NAME, (torch.int64,), cache_index=places)
     _sizes(x, weights, gammas, angles, places)
-    _paged(pages)
+    _paged(pages, (FRACTAL_PAGE,) if cache_mode == FRACTAL_PAGES else LATENT_PAGES)
     for name, scale in scales.items():
         is_rounded = mode == WHOLLY or (mode == QUERIES and name in heads)
         outputs = {**inner, **heads}[name].shape[1]
@@ -123,7 +126,34 @@ def _sizes(
         )
 
 
-def _paged(pages: tuple[Tensor, Tensor]) -> None:
+def scatter_pages(
+    latents: Tensor, keys: Tensor, pages: tuple[Tensor, Tensor], places: Tensor
+) -> None:
+    """latents, keys: [tokens, 1, width]; pages: in the fractal form, [pages, width / 16, 128, 16];
+    places: [tokens]."""
+    name = "npu_scatter_pa_kv_cache"
+    given = {"key": latents, "value": keys, "key_cache": pages[0], "value_cache": pages[1]}
+    placed(name, **given, slot_mapping=places)
+    typed(name, HALVES, **given)
+    typed(name, (torch.int32, torch.int64), slot_mapping=places)
+    tokens = len(places)
+    for key, part in (("key", latents), ("value", keys)):
+        width = part.shape[-1]
+        require(
+            tuple(part.shape) == (tokens, 1, width) and width % FRACTAL == 0,
+            name,
+            f"{key} must be [{tokens}, 1, a multiple of {FRACTAL}], it is {shape_of(part)}",
+        )
+        wanted = (len(pages[0]), width // FRACTAL, FRACTAL_PAGE, FRACTAL)
+        cache = given[f"{key}_cache"]
+        require(
+            tuple(cache.shape) == wanted,
+            name,
+            f"{key}_cache must be {list(wanted)}, it is {shape_of(cache)}",
+        )
+
+
+def _paged(pages: tuple[Tensor, Tensor], sizes: tuple[int, ...]) -> None:
     latents, keys = pages
     size = latents.shape[1] if latents.dim() == 4 else 0
     for name, part, width in (
@@ -131,9 +161,9 @@ def _paged(pages: tuple[Tensor, Tensor]) -> None:
         ("kr_cache", keys, LATENT_ROPE_DIM),
     ):
         require(
-            size in LATENT_PAGES and tuple(part.shape) == (len(latents), size, 1, width),
+            size in sizes and tuple(part.shape) == (len(latents), size, 1, width),
             _NAME,
-            f"{name} must be [pages, {either(LATENT_PAGES)}, 1, {width}], it is {shape_of(part)}",
+            f"{name} must be [pages, {either(sizes)}, 1, {width}], it is {shape_of(part)}",
         )
 
 

@@ -34,6 +34,7 @@ class _Listening(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "npu":
             each = result if isinstance(result, (tuple, list)) else [result]
+            each = [] if result is None else each
             told = [f"{list(x.shape)} {x.dtype}" for x in each]
             self.heard.append([func._schema.name, *told])
         return result
