@@ -190,6 +190,9 @@ def _open_draft(
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
+    if build.groups.joint is not None:  # other replicas may have nothing to draft for
+        apart = build.groups.of_one_replica()
+        mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
     if is_ahead:
         log.info("draft layer=%d", card.num_layers)
         ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)
@@ -324,6 +327,12 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
             f"only, this is {traits.name}",
             hint="leave the flag out; --data-parallel-size starts independent replicas",
+        )
+    if parallel.is_joined and config.speculative.drafts and not traits.is_host:
+        raise ConfigError(
+            "--enable-dp-attention and --speculative-algorithm do not go together on "
+            f"{traits.name}: joined replicas agree on the graphs of rows without drafts",
+            hint="leave one of them out, or use --device cpu",
         )
     if parallel.cp > 1 and not traits.shares_steps:
         raise ConfigError(

@@ -70,6 +70,11 @@ class SpeculativeConfig:
         return self.algorithm == "DFLASH"
 
     @property
+    def borrows_head(self) -> bool:
+        """Whether that makes logits with the head of the served model."""
+        return self.is_model and self.algorithm != "STANDALONE"
+
+    @property
     def is_trained(self) -> bool:
         """Whether that was trained to draft for the served model."""
         return self.is_eagle or self.is_block

@@ -169,10 +169,10 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
             f"{name} keeps a recurrent state, which does not go back where a draft was wrong",
             hint="name a model that attends",
         )
-    tp = config.parallel.tp
+    tp = config.parallel.attention_ranks if config.parallel.is_joined else config.parallel.tp
     if not fits(draft, tp, tp if config.parallel.ep > 1 else 1, config.parallel.cp, True):
         raise ConfigError(
-            f"{name}: --tensor-parallel-size {tp} does not divide its {draft.num_heads:,} heads, "
+            f"{name}: a number of {tp} ranks does not divide its {draft.num_heads:,} heads, "
             f"{draft.num_kv_heads:,} KV heads and {draft.intermediate_size:,} MLP columns",
             hint="choose another --tensor-parallel-size, or another draft model",
         )

@@ -38,9 +38,9 @@ def check_the_joined_replicas(config: Config, card: ModelCard, environment: Envi
             "leave --model-impl at auto",
         ),
         (
-            bool(config.speculative.algorithm),
-            "--speculative-algorithm",
-            "each step is agreed before its drafts are known",
+            config.speculative.borrows_head and not parallel.are_heads_apart,
+            f"--speculative-algorithm {config.speculative.algorithm} without --enable-dp-lm-head",
+            "give that too: each replica drafts by itself, with the logits of the model's head",
         ),
         (
             bool(config.cache.store),

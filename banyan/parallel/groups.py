@@ -264,6 +264,12 @@ class Groups:
             divided=divided,
         )
 
+    def of_one_replica(self) -> "Groups":
+        """The same cuts among the ranks of this replica alone, for what it runs by itself."""
+        are_apart = self.experts.size > 1
+        groups = Groups.with_experts_apart(self.world) if are_apart else Groups.of(self.world)
+        return groups.with_dense_whole() if self.dense_ffn.size == 1 else groups
+
     def with_heads_apart(self) -> "Groups":
         """These groups, but each replica has the weight of the logits by itself."""
         return replace(self, head=self.world)

@@ -112,6 +112,7 @@ def _open(
 
     # A recording tells its sizes apart by their numbers.
     joint = build.groups.joint or divided
+    max_rows += bool(build.groups.joint and sizes.draft_room)  # one of padding for missing drafts
     max_tokens = max(max_tokens, outputs + 1)
     if joint is not None and max_tokens == joint.replicas * outputs:
         max_tokens += 1

@@ -334,6 +334,7 @@ class ModelRunner:
         """The rows that can run, and why the others cannot. The same on every rank."""
         good: list[tuple[int, Row]] = []
         failed: dict[int, str] = {}
+        agreed, spare = self._peers is not None, 0
         for index, row in enumerate(rows):
             try:
                 if row.want & POOL and self._pooler is None:
@@ -341,14 +342,18 @@ class ModelRunner:
                 exact = self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
-                if self._peers is not None:  # the others count on so many tokens
+                if agreed:  # the others count on so many tokens
                     good.append((index, Row(PADDING_SLOT, 0, row.count)))
             else:
                 if in_burst:  # of which each step runs one position
                     exact = msgspec.structs.replace(exact, count=1, drafts=0)
                 good.append((index, exact))
+                spare += row.count - exact.count if agreed else 0
                 if row.given and self._drafting is not None:
                     self._drafting.give(row)
+        while spare > 0:  # fewer drafts than were agreed
+            good.append((len(rows), Row(PADDING_SLOT, 0, min(spare, self._table.max_length))))
+            spare -= self._table.max_length
         return Batch.of(good, branches_of(good, self._table.parents)), failed
 
     def _read_out(
@@ -367,7 +372,7 @@ class ModelRunner:
         if sampled is None:
             logits = self._forward.next_logits(batch)
             if not samples:
-                return None, scores, None
+                return None, scores, self._verify(batch, None) if batch.rows else None
             sampled = self._sample(plan, batch, logits, mask_of)
         here = sampled if self._drafting is None else sampled.fetched(self.platform)
         verified = self._verify(batch, here)

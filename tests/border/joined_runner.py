@@ -13,6 +13,7 @@ from random import Random
 
 import torch
 
+from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.orders import Order
 from banyan.messages.plan import (
     CopyResult,
@@ -169,6 +170,10 @@ class JoinedRunner:
         mine = [copy for copy in plan.copies if copy.id in done]
         require(len(mine) == len(plan.copies), f"copies {told} of {plan.copies}")
         self._ended += mine
+        for row, tokens in zip(plan.rows, result.tokens, strict=True):
+            stand = len(tokens) // TOKEN_BYTES
+            self.seen["accepted drafts"] += max(0, stand - 1)
+            self.seen["rejected drafts"] += row.drafts + 1 - stand if stand else 0
         self._done.append(result)
         self.seen["late results"] += len(self._done) > 1
 

@@ -13,17 +13,20 @@ import pytest
 
 from banyan.engine.lockstep import StepClock
 from banyan.memory.groups import FULL, WINDOW
-from banyan.messages.plan import Load
+from banyan.messages.plan import Load, Row
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups
 from banyan.parallel.joint import JointBatch, JointRows
+from banyan.runner.batch import Batch
 from banyan.runner.peers import Peers
+from banyan.runner.runner import ModelRunner
 from tests.border.build import World, random_world
 from tests.border.driver import Play, random_actions
 from tests.border.faults import Faults
 from tests.border.joined_runner import Company, JoinedRunner
 from tests.border.kit import Answers, Hurry, Runner
 from tests.border.oracle import Story
+from tests.border.page_drafter import Prompter
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
 from tests.border.real_kit import REAL, RealKit, plain_runner
@@ -36,6 +39,7 @@ REPLICAS = 2
 LEAST = 800
 """That all of this happens in."""
 MUST_HAPPEN = (
+    *("accepted drafts", "rejected drafts"),
     *("aborts", "copied parts", "evicted pages", "finished by length", "finished by stop"),
     *("held for peers", "idle peer steps", "late results", "masked rows", "refused joins"),
     *("rejoins with output", "requests for hidden states", "retractions", "scored requests"),
@@ -52,7 +56,8 @@ class JoinedWorld(World):
     def shape(self) -> Shape:
         limits = self.core.limits
         slots, length = limits.max_running, limits.max_request_tokens
-        return Shape(self.core.groups, slots, length, 0, is_recorded=False, is_pooling=False)
+        drafts = self.core.limits.drafts
+        return Shape(self.core.groups, slots, length, 0, False, False, drafts=drafts)
 
 
 class Clock:
@@ -87,7 +92,7 @@ class JoinedKit:
         abilities = replace(
             plain_runner().abilities,
             groups=(FULL, WINDOW),
-            drafts=False,
+            drafts=True,
             bursts=False,
             vectors=False,
             tiers=("device",),
@@ -117,7 +122,11 @@ class JoinedKit:
         joint = JointBatch(number, REPLICAS, 1, has_outputs=not world.are_heads_apart)
         groups = Groups.of_replicas(Group(), self._threads[number], joint, False)
         groups = groups.with_heads_apart() if world.are_heads_apart else groups
-        runner = build_runner(world.shape, bind_ops(False, COMPILED_PAGE), keep, groups=groups)
+        drafter = None
+        if world.core.limits.drafts:
+            drafter = Prompter(answers, Random(random.random()), random.choice((0.5, 0.9)))
+        ops = bind_ops(False, COMPILED_PAGE)
+        runner = build_runner(world.shape, ops, keep, drafter=drafter, groups=groups)
         return JoinedRunner(
             *(runner, models[0], world.device, world.poison, self.company, random, hurry)
         )
@@ -182,12 +191,28 @@ def _takes_the_rows_of_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JointRows, "enter", enter)
 
 
+def _runs_as_many_tokens_as_it_has(patch: pytest.MonkeyPatch) -> None:
+    """Where rows have fewer drafts than was agreed."""
+    admit = ModelRunner._admit
+
+    def cut(self: ModelRunner, rows: list[Row], in_burst: bool) -> tuple[Batch, dict[int, str]]:
+        batch, failed = admit(self, rows, in_burst)
+        kept = [at for at in range(len(batch.rows)) if batch.indices[at] < len(rows)]
+        good = [(int(batch.indices[at]), batch.rows[at]) for at in kept]
+        return Batch.of(good), failed
+
+    patch.setattr(ModelRunner, "_admit", cut)
+
+
 def _counts_others_as_its_own(patch: pytest.MonkeyPatch) -> None:
     begin = Peers.begin
     patch.setattr(Peers, "begin", lambda self, loads: begin(self, loads[::-1]))
 
 
-@pytest.mark.parametrize("defect", [_takes_the_rows_of_another, _counts_others_as_its_own])
+@pytest.mark.parametrize(
+    "defect",
+    [_takes_the_rows_of_another, _counts_others_as_its_own, _runs_as_many_tokens_as_it_has],
+)
 def test_a_joint_step_that_mixes_up_its_replicas_is_noticed(monkeypatch, defect) -> None:
     defect(monkeypatch)
     with pytest.raises(AssertionError, match=r"world \d+ fails"):

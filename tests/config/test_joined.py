@@ -45,9 +45,9 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
             "--enable-dp-attention and --nnodes do not",
         ),
         (
-            ("--speculative-algorithm", "NGRAM"),
+            ("--speculative-algorithm", "NEXTN"),
             CARD,
-            "--enable-dp-attention and --speculative-algorithm do not",
+            "--enable-dp-attention and --speculative-algorithm NEXTN without --enable-dp-lm-head",
         ),
         (
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),

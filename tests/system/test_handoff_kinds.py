@@ -13,6 +13,7 @@ from tests.system.handing import WAIT_S, Pair, engines
 from tests.system.serving import wait_until
 from tests.system.test_draft_models import like
 from tests.system.test_handoff import FLAGS, GREEDY, PROMPT, is_whole, told
+from tests.system.test_handoff_ranks import JOINED
 from tests.system.test_hidden_drafts import TREE, with_words
 
 ALL = bool(os.environ.get("PARALLEL"))
@@ -159,6 +160,39 @@ def test_what_a_draft_model_keeps_is_handed_over(
                 seen += correct(right)
         assert seen > 2 * most
         wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+
+
+@pytest.mark.parametrize("algorithm", ["NEXTN", "NGRAM"] if ALL else ["NEXTN"])
+def test_joined_replicas_verify_drafts_of_what_they_take(
+    algorithm: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """One of them has more to do than the other, and rows have fewer drafts than was agreed."""
+    model = with_words("deepseek v3", tmp_path / "model", tiny_model)
+    flags = {"speculative_algorithm": algorithm, "disable_adaptive_drafts": True}
+    joined = {**JOINED, "enable_dp_lm_head": True, "chunked_prefill_size": 64}
+    params = [{**GREEDY, "max_new_tokens": 60}, {**SEEDED, "max_new_tokens": 40}, GREEDY]
+    bodies = [
+        {"input_ids": prompt, "sampling_params": each, "return_logprob": True}
+        for each in params
+        for prompt in (REPEATING, PROMPT, PROMPT[3:90])
+    ]
+    with Engine(str(model), **FLAGS, **flags) as single:
+        right = [single.generate(**body) for body in bodies]
+    with engines(model, {**flags, "chunked_prefill_size": 64}, {**flags, **joined}) as pair:
+        begun = [pair.start(**body)[1] for body in bodies]
+        found = [each.result(WAIT_S) for each in begun]
+        for mine, whole in zip(found, right, strict=True):
+            assert mine["output_ids"] == whole["output_ids"]
+            values, close = (
+                [v for v, *_ in x["meta_info"]["output_token_logprobs"]] for x in (mine, whole)
+            )
+            assert values == pytest.approx(close, abs=1e-4)
+        assert sum(map(correct, found)) > 10, "drafts came true"
+        wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+        before = pair.decode.stats().computed_tokens
+        pair.ask(input_ids=[7, *PROMPT], sampling_params={**GREEDY, "max_new_tokens": 2})
+        wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+        assert pair.decode.stats().computed_tokens - before < 301 % 16 + 16, "the prompt came"
 
 
 def correct(answer: dict) -> int:

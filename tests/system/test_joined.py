@@ -12,6 +12,9 @@ import banyan
 from banyan.base.errors import BanyanError, ConfigError
 from tests.models.families import tiny
 from tests.system.serving import CALL_S, status_of, wait_until
+from tests.system.test_draft_models import like
+from tests.system.test_handoff_kinds import VARIANTS
+from tests.system.test_hidden_drafts import with_words
 from tests.system.test_processes import ENDLESS, ends_in_one_error, load
 
 PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(9 + 13 * shift)] for shift in range(4)]
@@ -135,3 +138,44 @@ def test_joined_replicas_of_which_one_dies_are_started_again_together(server):
         # Whoever notices first, the one beside it or the server.
         ends = "(replica|rank) [01] has ended|was killed by SIGKILL"
         assert re.search(ends, running.log.read_text())
+
+
+DRAFTS = {
+    "NGRAM": {"speculative_algorithm": "NGRAM"},
+    "NGRAM trees": {"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 3},
+    "NGRAM, heads apart": {"speculative_algorithm": "NGRAM", "enable_dp_lm_head": True},
+    "STANDALONE": {"speculative_algorithm": "STANDALONE"},
+    "NEXTN": {"speculative_algorithm": "NEXTN", "enable_dp_lm_head": True},
+    "EAGLE": {"speculative_algorithm": "EAGLE", "enable_dp_lm_head": True},
+    "EAGLE3": {"speculative_algorithm": "EAGLE3", "enable_dp_lm_head": True},
+}
+
+
+@pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_drafts_of_joined_replicas_change_no_token(kind, ranks, tiny_model, tmp_path):
+    """More requests than replicas: rows with drafts, prompts in pieces, and replicas that wait."""
+    flags = {**DRAFTS[kind], "disable_adaptive_drafts": True}
+    algorithm = flags["speculative_algorithm"]
+    model = tiny_model
+    if algorithm in VARIANTS:
+        model = with_words(VARIANTS[algorithm], tmp_path / "model", tiny_model)
+    if algorithm == "STANDALONE":
+        flags["speculative_draft_model_path"] = str(like(tiny_model, tmp_path / "draft", 0.1))
+    if algorithm in ("EAGLE", "EAGLE3"):
+        flags["speculative_draft_model_path"] = str(model / "eagle")
+    prompts = [[(x % 9) * 11 + 20 + at for x in range(20 + 30 * at)] for at in range(6)]
+    params = [
+        {"temperature": 0, "max_new_tokens": 40 - 5 * at, "ignore_eos": True} for at in range(3)
+    ] + [{"temperature": 1.0, "sampling_seed": at, "max_new_tokens": 30} for at in range(3)]
+    common = {"threads": 1, "max_total_tokens": 2048, "log_level": "error"}
+    with banyan.Engine(model_path=str(model), **common) as engine:
+        right = [
+            x["output_ids"] for x in engine.generate(input_ids=prompts, sampling_params=params)
+        ]
+    joined = {**JOINED, "tp_size": ranks, "chunked_prefill_size": 32, "max_running_requests": 2}
+    with banyan.Engine(model_path=str(model), **common, **joined, **flags) as engine:
+        found = engine.generate(input_ids=prompts, sampling_params=params)
+    assert [x["output_ids"] for x in found] == right
+    assert sum(x["meta_info"]["spec_num_correct_drafts"] for x in found) > 10
