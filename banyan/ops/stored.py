@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.ops import blocks, grids, rounded_inputs
+from banyan.ops import blocks, four_bits, grids, rounded_inputs
 from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 
@@ -74,6 +74,7 @@ STORAGE_TYPES = {
         name: StorageType(BLOCK, size, rounded_inputs.unpack)
         for name, size in rounded_inputs.SIZES.items()
     },
+    four_bits.FOUR_BITS: StorageType(BLOCK, four_bits.SIZE, four_bits.unpack),
 }
 
 

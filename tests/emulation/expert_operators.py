@@ -6,8 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import expert_contracts
+from banyan.ops.npu import expert_contracts, four_bit_contracts
 from banyan.ops.npu.contracts import require
+from tests.emulation.quant_operators import lowered_product
 
 SCHEMAS = {
     "npu_moe_init_routing_v2": "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, "
@@ -89,7 +90,13 @@ class Experts:
         require(len(x) == len(weight) == 1, name, "one x and one weight are served here")
         require(group_list is not None, name, "group_list must be given")
         assert group_list is not None
+        bias = given.pop("bias", None)
         _only(name, given, {"split_item": 2, "group_type": 0, "group_list_type": 1})
+        if weight[0].dtype == torch.int32:
+            return self._by_four_bits(
+                *(x[0], weight[0], group_list, scale, per_token_scale, bias, output_dtype)
+            )
+        require(bias is None, name, "bias is not served here")
         is_rounded = scale is not None or per_token_scale is not None or output_dtype is not None
         if is_rounded:
             require(
@@ -123,6 +130,41 @@ class Experts:
                 out[mine] = (total * factor[group] * units[mine].unsqueeze(1)).to(dtype)
             start += count
         return [self._device(out, x[0].device.index)]
+
+    def _by_four_bits(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        scale: list[Tensor] | None,
+        units: list[Tensor] | None,
+        bias: object,
+        output_dtype: int | None,
+    ) -> list[Tensor]:
+        name = "npu_grouped_matmul"
+        is_whole = bool(scale and units and bias)
+        require(
+            is_whole, name, "scale, per_token_scale and bias must be given for weights of 4 bits"
+        )
+        assert scale and units and isinstance(bias, list)
+        dtype = _DTYPES.get(output_dtype or 0, torch.int8)
+        given = (weight, counts, scale[0], units[0], bias[0])
+        four_bit_contracts.grouped_matmul(x, *given, dtype)
+        rows = self._host(x)
+        columns, ends, factors, each, lift = map(self._host, given)
+        require(
+            int(ends.sum()) <= len(rows),
+            name,
+            f"the groups have {int(ends.sum())} rows together, there are {len(rows)}",
+        )
+        out = torch.full((len(rows), lift.shape[1]), _ANYTHING, dtype=dtype)
+        start = 0
+        for group, count in enumerate(ends.tolist()):
+            mine = slice(start, start + count)
+            total = lowered_product(rows[mine], columns[group], factors[group]) + lift[group]
+            out[mine] = (total * each[mine].unsqueeze(1)).to(dtype)
+            start += count
+        return [self._device(out, x.device.index)]
 
     def npu_moe_token_unpermute(
         self, rows: Tensor, sorted_indices: Tensor, probs: Tensor | None = None, **given: object

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import quant_contracts
+from banyan.ops.npu import four_bit_contracts, quant_contracts
 from banyan.ops.npu.contracts import require
 
 SCHEMAS = {
@@ -96,6 +96,8 @@ class Products:
         **given: object,
     ) -> Tensor:
         name = "npu_quant_matmul"
+        if x2.dtype == torch.int32:
+            return self._by_four_bits(x1, x2, scale, pertoken_scale, output_dtype, bias, given)
         unused = [key for key, value in given.items() if value is not None]
         require(not unused, name, f"{', '.join(unused)} are not served here")
         dtype = _DTYPES.get(output_dtype or 0, torch.int8)
@@ -107,3 +109,36 @@ class Products:
         if pertoken_scale is not None:
             out = out * self._host(pertoken_scale).unsqueeze(1)
         return self._device(out.to(dtype), x1.device.index)
+
+    def _by_four_bits(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        scale: Tensor,
+        pertoken_scale: Tensor | None,
+        output_dtype: int | None,
+        bias: Tensor | None,
+        given: dict[str, object],
+    ) -> Tensor:
+        name, offset = "npu_quant_matmul", given.pop("offset", None)
+        unused = [key for key, value in {**given, "bias": bias}.items() if value is not None]
+        require(not unused, name, f"{', '.join(unused)} are not served here")
+        is_whole = offset is not None and pertoken_scale is not None
+        require(is_whole, name, "offset and pertoken_scale must be given")
+        assert isinstance(offset, Tensor) and pertoken_scale is not None
+        dtype = _DTYPES.get(output_dtype or 0, torch.int8)
+        four_bit_contracts.quant_matmul(x1, x2, scale, pertoken_scale, offset, dtype)
+        rows, columns, factors, lift = map(self._host, (x1, x2, scale, offset))
+        out = lowered_product(rows, columns, factors) + lift
+        out = out * self._host(pertoken_scale)
+        return self._device(out.to(dtype), x1.device.index)
+
+
+def lowered_product(rows: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
+    """(rows - 8) times 4-bit columns, of which eight lie in an int32, times what each 256 of them
+    and an output are counted in. [rows, out] fp32"""
+    words = columns.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)
+    numbers = ((words & 15) ^ 8) - 8  # [in, out / 8, 8]
+    units = scale.int().view(torch.float32).repeat_interleave(four_bit_contracts.GROUP, 0)
+    weights = numbers.flatten(1).double() * units.double()
+    return ((rows.double() - four_bit_contracts.LOWERED) @ weights).float()

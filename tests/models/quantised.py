@@ -233,6 +233,21 @@ def modelslim_four_bits(weight, group: int = 32):
     }, (numbers * unit).flatten(1)
 
 
+def modelslim_packed(weight):
+    """Numbers of 4 bits, those of two outputs in a byte, with a scale by output; what modelslim
+    has worked out for one operator lies beside them, as several sums."""
+    wide = weight.float()
+    scale = (wide.abs().amax(1, keepdim=True) / 7).half().float()
+    numbers = (wide / scale).nan_to_num().round().clamp(-8, 7)
+    low, high = numbers.to(torch.int8).unflatten(0, (-1, 2)).unbind(1)
+    return {
+        "weight": (low & 15) | (high << 4),
+        "weight_scale": scale,
+        "weight_offset": torch.zeros_like(scale),
+        "scale_bias": (8 * (numbers * scale).unflatten(1, (2, -1)).sum(-1)),
+    }, numbers * scale
+
+
 def modelslim_static(weight):
     """The layer's bias, here zero, is in quant_bias, and what takes the offset away again."""
     parts, meant = modelslim(weight)
@@ -444,6 +459,7 @@ FORMS = {
     "w8a8_int8": Form(int8_by_output, {"quant_method": "w8a8_int8"}, "Q8_0"),
     "modelslim, dynamic": Form(modelslim, None, "Q8_0", description("W8A8_DYNAMIC")),
     "modelslim, four bits": Form(modelslim_four_bits, None, "Q4_0", description("W4A8_DYNAMIC")),
+    "modelslim, packed": Form(modelslim_packed, None, "Q4_0", description("W4A8_DYNAMIC")),
     "modelslim, static": Form(modelslim_static, None, "Q8_0", description("W8A8")),
     "bitsandbytes nf4": Form(four_bit_table(64, nested=False), _4BIT, "BF16"),
     "bitsandbytes nf4, nested": Form(four_bit_table(64, nested=True), _4BIT, "BF16"),

@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.models.weights.quant.modelslim import ModelSlim
 from banyan.ops.stored import RawTensor, StoredWeight
 from tests.models.families import rewrite_config
-from tests.models.quantised import FORMS, modelslim_four_bits, quark_settings
+from tests.models.quantised import FORMS, modelslim_four_bits, modelslim_packed, quark_settings
 from tests.models.quantised_checkpoints import BROKEN, quantised, spoil
 from tests.models.test_families import load
 
@@ -214,7 +214,7 @@ def test_a_description_that_does_not_fit_is_refused(described, match, ops, tmp_p
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"weight": lambda x: x[::2].contiguous()}, "two numbers of 4 bits in a byte"),
+        ({"weight": lambda x: x[::4].contiguous()}, "weight_scale_second has shape"),
         ({"weight": lambda x: x * 2}, "not of 4 bits, from -8 to 7"),
         ({"weight_scale_second": lambda x: x.repeat(1, 7)}, "need .*, groups"),
         ({"weight_offset_second": lambda x: x + 1}, "only symmetric 4-bit weights"),
@@ -222,6 +222,24 @@ def test_a_description_that_does_not_fit_is_refused(described, match, ops, tmp_p
 )
 def test_four_bits_of_another_form_are_refused(changes, match):
     parts, _ = modelslim_four_bits(torch.linspace(-1, 1, 8 * 64).view(8, 64))
+    refuse_four_bits(parts, changes, match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"scale_bias": lambda x: x * 1.1}, "scale_bias is not 8 times the sums"),
+        ({"weight": lambda x: (x << 4) | ((x >> 4) & 15)}, "bytes hold two outputs in another"),
+        ({"weight": lambda x: x[:3].contiguous()}, "weight_scale has 8 numbers"),
+    ],
+    ids=["sums", "the other half first", "rows"],
+)
+def test_two_numbers_in_a_byte_that_do_not_fit_are_refused(changes, match):
+    parts, _ = modelslim_packed(torch.linspace(-1, 1.5, 8 * 64).view(8, 64))
+    refuse_four_bits(parts, changes, match)
+
+
+def refuse_four_bits(parts, changes, match):
     parts |= {name: change(parts[name]) for name, change in changes.items()}
     stored = {
         name: RawTensor("I8", tuple(part.shape), part.contiguous().view(torch.uint8).flatten())

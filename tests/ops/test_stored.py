@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
+from banyan.ops.four_bits import FOUR_BITS, FourBits
 from banyan.ops.rounded_inputs import SIZES, Rounding
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight, stack
 
-STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in (*SIZES, E4M3)}
+OF_OTHERS = (*SIZES, E4M3, FOUR_BITS)
+STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in OF_OTHERS}
 BLOCKS = [name for name, storage in STORAGE_TYPES.items() if not storage.is_float]
 ADVERSARIAL = (0x00, 0x7F, 0x80, 0xFF, 0x55, 0xAA, 0x0F, 0xF0)
 """Bytes whose repetition makes largest and smallest values, infinities, NaNs and lone bits."""
@@ -169,3 +171,19 @@ def test_weights_with_rounded_activations_come_back_after_cuts_and_stacks(name):
     each = (found.scale, found.unit, found.offset)
     for part, factor in zip(each, factors, strict=False):
         assert part is not None and torch.equal(part, torch.cat([factor, factor[:2]]))
+
+
+def test_weights_of_four_bits_come_back_after_cuts_and_stacks():
+    numbers = torch.randint(-8, 8, (8, 96), dtype=torch.int8)
+    numbers[0, :4] = torch.tensor([-8, 7, -1, 0], dtype=torch.int8)
+    scale = torch.rand(8, 3)
+    raw = FourBits(numbers, scale).raw
+    weight = StoredWeight(FOUR_BITS, (8, 96), raw)
+
+    both = stack([weight.cut(1, 32, 96), weight.cut(1, 32, 96).cut(0, 0, 2)])
+    found = FourBits.of(both.raw)
+
+    assert raw.shape == (8, 3 * 20) and raw[0, :2].tolist() == [0x78, 0x0F]
+    assert torch.equal(weight.dense, numbers.float() * scale.repeat_interleave(32, 1))
+    assert torch.equal(found.numbers, torch.cat([numbers, numbers[:2]])[:, 32:])
+    assert torch.equal(found.scale, torch.cat([scale, scale[:2]])[:, 1:])

@@ -13,6 +13,7 @@ from torch import Tensor
 from banyan.base.errors import BanyanError
 from banyan.ops import reference
 from banyan.ops.npu.case import Case, Outcome, Place
+from banyan.ops.npu.four_bit_cases import four_bit_cases
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue_cases import as_fractal, prologue_cases
 
@@ -37,6 +38,7 @@ def cases() -> Iterator[Case]:
     yield from products()
     yield _rotary()
     yield from prologue_cases()
+    yield from four_bit_cases()
 
 
 def try_out(case: Case, operators: Operators, place: Place) -> Outcome:

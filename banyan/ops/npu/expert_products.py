@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.quant_contracts import MOST
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
+from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
 
 
@@ -64,13 +63,3 @@ class RoundedProduct(GroupedProduct):
             rows, units = self._operators.dynamic_quant(rows)
         given = (self._scale, units, self._dtype)
         return self._operators.grouped_quant_matmul(rows, self._columns, counts, *given)
-
-
-def product_of(
-    operators: Operators,
-    weights: Sequence[StoredWeight],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> GroupedProduct:
-    is_rounded = all(each.type == DYNAMIC and max(each.shape) <= MOST for each in weights)
-    return (RoundedProduct if is_rounded else GroupedProduct)(operators, weights, dtype, device)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.npu.expert_products import product_of
+from banyan.ops.npu.four_bits import product_of
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.operators import Operators
 from banyan.ops.stored import stack

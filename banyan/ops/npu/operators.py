@@ -1,5 +1,5 @@
 """The operators of an Ascend NPU, one function each: the only place that calls them, beside
-`latent_operators.py`.
+`latent_operators.py` and `four_bit_operators.py`.
 
 Names and arguments are torch_npu's; what the kernels beside do not use is left out. With checks on,
 each call is held against its contract first.
@@ -19,6 +19,7 @@ from banyan.ops.npu import (
     sparse_contracts,
 )
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, FRACTAL_AXES, MASK_SIZE
+from banyan.ops.npu.four_bit_operators import FourBitOperators
 from banyan.ops.npu.latent_operators import LatentOperators
 from banyan.ops.npu.quant_contracts import COLUMN_STEPS, ROW_STEP
 from banyan.platform.base import Dispatch
@@ -67,6 +68,7 @@ class Operators:
         self.keeps_plain = keeps_plain
         self._npu = torch.ops.npu if namespace is None else namespace
         self.latents = LatentOperators(is_checked, self._npu)
+        self.four_bits = FourBitOperators(is_checked, self._npu)
         self._triangles: dict[torch.device, Tensor] = {}
         self._rows: tuple[torch.device, list[int], list[int], Tensor] | None = None
 

@@ -1,4 +1,5 @@
-"""Products of 8-bit weights and activations that are rounded to 8 bits, by the NPU's operators."""
+"""Products of weights of 8 and of 4 bits by activations that are rounded to 8 bits, by the NPU's
+operators."""
 
 from collections.abc import Callable
 
@@ -7,6 +8,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.four_bits import FOUR_BITS
+from banyan.ops.npu.four_bits import FourBitLinear, misfit, tell_unpacked
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.quant_contracts import MOST
@@ -63,7 +66,7 @@ class PlainLinear:
 
 def _declines(spec: OpSpec) -> str | None:
     reason = declines(spec)
-    if reason is None and spec.weight_type not in SIZES:
+    if reason is None and spec.weight_type not in (*SIZES, FOUR_BITS):
         reason = f"rounds no inputs of {spec.weight_type}"
     return reason
 
@@ -72,6 +75,11 @@ def _linear(toolkit: NpuToolkit) -> Callable[..., PackedLinear]:
     def pack(
         weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
     ) -> PackedLinear:
+        if weight.type == FOUR_BITS:
+            if why := misfit(weight):
+                tell_unpacked(why)
+                return PlainLinear(weight.dense.to(device, dtype))
+            return FourBitLinear(toolkit.operators, weight, dtype, device)
         found = Rounding.of(weight.raw, weight.type)
         units = {tuple(part.tolist()) for part in (found.unit, found.offset) if part is not None}
         is_shared = all(len(set(unit)) == 1 for unit in units)

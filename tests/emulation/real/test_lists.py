@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from banyan.ops.npu import latent_operators, operators
+from banyan.ops.npu import four_bit_operators, latent_operators, operators
 from banyan.ops.npu.cases import cases
 from banyan.ops.npu.exchange_cases import exchange_cases
 from banyan.ops.npu.operators import Operators
@@ -70,7 +70,7 @@ def test_a_call_that_the_release_does_not_take_is_found(declared: Any, named, wh
 def test_every_operator_that_is_called_has_a_case() -> None:
     called = {
         node.attr
-        for module in (operators, latent_operators)
+        for module in (operators, latent_operators, four_bit_operators)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Attribute)

@@ -66,7 +66,7 @@ FORMS = {
     ),
     "modelslim": Form(
         f"{_HERE}.modelslim:open_modelslim",
-        "W8A8, W8A8_DYNAMIC, W8A16, W4A8_DYNAMIC (unpacked) and FLOAT by tensor, symmetric",
+        "W8A8, W8A8_DYNAMIC, W8A16, W4A8_DYNAMIC and FLOAT by tensor, symmetric",
         "Q8_0",
     ),
     "bitsandbytes": Form(

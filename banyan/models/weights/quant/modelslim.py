@@ -3,11 +3,15 @@ for every tensor.
 
     weight int8 [out, in], weight_scale [out, 1], weight_offset [out, 1] (zero)
     W8A8 also: input_scale, input_offset [1], quant_bias int32 [out], deq_scale [out]
-    W4A8_DYNAMIC also: weight_scale_second, weight_offset_second (zero) [out, groups]
+    W4A8_DYNAMIC: weight int8 [out / 2, in], the number of an even output in the lower half of a
+        byte, that of the next one above; or one number in a byte [out, in]; where inputs have
+        groups also weight_scale_second, weight_offset_second (zero) [out, groups]; perhaps
+        scale_bias [out, n], whose sums over n are 8 times those of the weights of an output
 
 W8A8 folds the bias of a projection into quant_bias, beside what takes the activations' offset away
-again; it is brought back to a plain bias. The numbers become Q8_0. Of W4A8_DYNAMIC they are of 4
-bits in bytes of their own, times both scales, and become Q4_0; two of them in a byte are refused.
+again; it is brought back to a plain bias. The numbers become Q8_0, those of W4A8_DYNAMIC Q4_0,
+where nobody rounds activations. What scale_bias has follows from the weights; where it does not,
+the file is damaged, or bytes hold numbers in another order.
 
 Source: the documentation of msit's msmodelslim.
 """
@@ -25,16 +29,18 @@ from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.models.weights.quant.int8 import by_output, rounded
+from banyan.ops.four_bits import FOUR_BITS, FourBits, unpacked
 from banyan.ops.rounded_inputs import BLOCK, SIZES, STATIC
 from banyan.ops.stored import StoredWeight
 
-_FOUR_BITS = "W4A8_DYNAMIC"
-SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16", _FOUR_BITS)
+SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16", FOUR_BITS)
+_LIFT, _NEAR = 8, 1e-2
+"""What scale_bias is of the sum of an output's weights; how far both may be apart."""
 _PLAIN = "FLOAT"
 _PARTS = (
     *("weight", "bias", "weight_scale", "weight_offset"),
     *("input_scale", "input_offset", "quant_bias", "deq_scale"),
-    *("weight_scale_second", "weight_offset_second"),
+    *("weight_scale_second", "weight_offset_second", "scale_bias"),
 )
 
 
@@ -55,7 +61,10 @@ class ModelSlim:
         return (stem, last) if stem in self.schemes and last in _PARTS else None
 
     def restore(self, stem: str, parts: Parts) -> Restored:
-        found = (_four_bits if self.schemes[stem] == _FOUR_BITS else by_output)(parts)
+        if self.schemes[stem] == FOUR_BITS:
+            found = _four_bits(parts, self.keeps_rounding)
+        else:
+            found = by_output(parts)
         if self.keeps_rounding:
             found = self._with_rounding(stem, parts, found)
         if "bias" in parts:
@@ -75,21 +84,20 @@ class ModelSlim:
         return rounded(parts, scheme, units)
 
 
-def _four_bits(parts: Parts) -> Restored:
+def _four_bits(parts: Parts, keeps_rounding: bool) -> Restored:
     numbers = numbers_of(parts, "weight", ("I8",), (None, None))
+    scale = numbers_of(parts, "weight_scale", FLOATS).float().reshape(-1, 1)
+    if len(scale) == 2 * len(numbers):
+        numbers = _apart(numbers)
     outputs, inputs = numbers.shape
-    scale = numbers_of(parts, "weight_scale", FLOATS).float()
-    if scale.numel() == 2 * outputs:
-        raise ModelError(
-            f"weight has two numbers of 4 bits in a byte ({outputs} lines for {2 * outputs} "
-            "outputs), a form that is not read",
-            hint="convert the model anew without packing, or to W8A8_DYNAMIC",
-        )
-    second = numbers_of(parts, "weight_scale_second", FLOATS, (outputs, None)).float()
+    if "weight_scale_second" in parts:
+        second = numbers_of(parts, "weight_scale_second", FLOATS, (outputs, None)).float()
+    else:
+        second = torch.ones(outputs, 1)
     groups = second.shape[1]
-    if scale.numel() != outputs or not groups or inputs % groups:
+    if len(scale) != outputs or not groups or inputs % groups:
         raise ModelError(
-            f"weight_scale has shape {list(scale.shape)} and weight_scale_second "
+            f"weight_scale has {len(scale)} numbers and weight_scale_second the shape "
             f"{list(second.shape)}; {[outputs, inputs]} numbers need [{outputs}, 1] and "
             f"[{outputs}, groups]"
         )
@@ -98,7 +106,32 @@ def _four_bits(parts: Parts) -> Restored:
             raise ModelError(f"its {last} is not zero; only symmetric 4-bit weights are read")
     if numbers.min() < -8 or numbers.max() > 7:
         raise ModelError("weight has numbers that are not of 4 bits, from -8 to 7")
-    return from_groups(numbers, 0, scale.reshape(-1, 1) * second, inputs // groups)
+    scale, size = scale * second, inputs // groups
+    if "scale_bias" in parts:
+        _check_the_sums(numbers, scale, numbers_of(parts, "scale_bias", FLOATS, (outputs, None)))
+    if not keeps_rounding or size % BLOCK:
+        return from_groups(numbers, 0, scale, size)
+    raw = FourBits(numbers, scale.repeat_interleave(size // BLOCK, 1)).raw
+    return Restored(StoredWeight(FOUR_BITS, (outputs, inputs), raw))
+
+
+def _apart(packed: Tensor) -> Tensor:
+    """The numbers of two outputs each. [out / 2, in] int8 -> [out, in]"""
+    both = unpacked(packed.view(torch.uint8).unsqueeze(-1))  # [out / 2, in, 2]
+    return both.transpose(1, 2).flatten(0, 1)
+
+
+def _check_the_sums(numbers: Tensor, scale: Tensor, given: Tensor) -> None:
+    groups = numbers.unflatten(1, (scale.shape[1], -1))
+    sums = _LIFT * (groups.sum(-1, dtype=torch.int32) * scale).sum(1)
+    sizes = _LIFT * (groups.abs().sum(-1, dtype=torch.int32) * scale.abs()).sum(1)
+    off = ((given.float().sum(1) - sums).abs() - _NEAR * sizes).max()
+    if not off <= 0:
+        raise ModelError(
+            f"scale_bias is not {_LIFT} times the sums of the weights",
+            hint="the file is damaged, or its bytes hold two outputs in another order; convert it "
+            "anew",
+        )
 
 
 def _folded_bias(parts: Parts) -> StoredWeight | None:
@@ -117,9 +150,7 @@ def _folded_bias(parts: Parts) -> StoredWeight | None:
 
 def open_rounding(facts: Facts) -> ModelSlim:
     """Where activations are rounded as the checkpoint asks."""
-    found = open_modelslim(facts)
-    is_kept = _FOUR_BITS in found.schemes.values()
-    return replace(found, remark=found.remark if is_kept else "", keeps_rounding=True)
+    return replace(open_modelslim(facts), remark="", keeps_rounding=True)
 
 
 def open_modelslim(facts: Facts) -> ModelSlim:
