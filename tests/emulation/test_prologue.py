@@ -184,7 +184,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "gamma": ("rmsnorm_gamma_cq", lambda x: x[:512], r"gamma_cq must be \[1536\]"),
     "angles": ("rope_cos", lambda x: x[:, :32].contiguous(), r"rope_cos must be \[5, 64\]"),
     "places": ("cache_index", lambda x: x.int(), "cache_index must be torch.int64"),
-    "far places": ("cache_index", lambda x: x + 300, "cache_index must be 0 to 383"),
+    "far places": ("cache_index", lambda x: x + 300, "places must be 0 to 383"),
     "no places": ("cache_index", lambda x: None, "cache_index must be given"),
     "flat pages": ("kv_cache", lambda x: x.flatten(1, 2), r"kv_cache must be \[pages, 128 or 16"),
     "other pages": ("kr_cache", lambda x: x[:2], "kr_cache must be"),
