@@ -25,7 +25,7 @@ from banyan.memory.tiers import can_be_stored
 from banyan.messages.orders import AttachStore, DetachStore, Order
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
-from banyan.ops.cpu.paged_attention import blocks_of_page
+from banyan.ops.cpu.paged_attention import parts_of_head
 from banyan.platform.base import Platform, Traits
 from banyan.runner.device_memory import DeviceMemory
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -33,12 +33,11 @@ from banyan.runner.orders import Carrier
 from banyan.runner.rank_doors import Door
 from banyan.runner.rank_pages import Ahead, RankPages
 from banyan.runner.shelves import (
-    Blocks,
+    PartsOfHead,
     Shelf,
     forms_of,
     layout_facts,
     shelves_of,
-    token_by_token,
 )
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.store_switch import StoreSwitch, prepare_beside
@@ -56,7 +55,7 @@ log = logger(__name__)
 OpenMover = Callable[[KVStore], PageMover]
 _NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
 """Folders whose code decides what bytes a page holds."""
-_BLOCKS: dict[str, Blocks] = {PLAIN_PAGES: token_by_token, BY_HEAD: blocks_of_page}
+_BY_HEAD: dict[str, PartsOfHead | None] = {PLAIN_PAGES: None, BY_HEAD: parts_of_head}
 """Layouts of pages that can be cut by tokens."""
 _SHOWN = 16
 """Letters of a digest that people are shown."""
@@ -131,10 +130,9 @@ class Served:
         builds = [self.build] if self.draft is None else [self.build, self.draft.build]
         choices = [choice for build in builds for choice in cast(BoundOps, build.ops).choices]
         layouts = {choice.pages for choice in choices if choice.label in ON_PAGES}
-        lie = _BLOCKS.get(layouts.pop()) if len(layouts) == 1 else None
-        if lie is None:
+        if len(layouts) > 1 or not layouts <= _BY_HEAD.keys():
             return tuple(PageForm(0 if g.kind == STATE else g.page_size) for g in groups)
-        return forms_of(shelves, groups, lie)
+        return forms_of(shelves, groups, _BY_HEAD[layouts.pop()])
 
     def draft_facts(self) -> tuple[object, ...]:
         """Of a draft model's part of a page."""

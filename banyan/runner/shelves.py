@@ -98,26 +98,19 @@ def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tup
     return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
 
 
-Blocks = Callable[[str, int, int, torch.dtype], Sequence[tuple[int, int]]]
-"""(name, heads, width, dtype) of a tensor -> [lines, tokens, bytes] of its pages."""
-
-
-def token_by_token(
-    name: str, heads: int, width: int, dtype: torch.dtype
-) -> Sequence[tuple[int, int]]:
-    """As plain pages lie."""
-    return [(1, heads * width * dtype.itemsize)]
+PartsOfHead = Callable[[str, int, torch.dtype], tuple[tuple[int, int], ...]]
+"""(name, width, dtype) of a tensor whose heads lie one behind another -> `Block.parts` of one."""
 
 
 def forms_of(
-    shelves: Sequence[Shelf], groups: Sequence[GroupLayout], blocks_of_heads: Blocks
+    shelves: Sequence[Shelf], groups: Sequence[GroupLayout], by_head: PartsOfHead | None
 ) -> tuple[PageForm, ...]:
     """How the tokens lie in pages of each group, as they travel: layers in order, tensors as
     declared, all heads.
 
     Args:
         shelves: of all ranks.
-        blocks_of_heads: of a tensor that has heads.
+        by_head: None = the heads of a token lie side by side, as all else does.
     """
     found = {(shelf.layer, shelf.name): shelf for shelf in shelves}
     names = list(dict.fromkeys(shelf.name for shelf in shelves))
@@ -126,10 +119,12 @@ def forms_of(
         shelf = found[layer, name]
         if not shelf.is_state:
             dtype: torch.dtype = getattr(torch, shelf.dtype.removeprefix("torch."))
-            has_heads = bool(shelf.shared)
-            heads, width = shelf.shape if has_heads else (1, math.prod(shelf.shape))
-            lie = blocks_of_heads if has_heads else token_by_token
-            blocks[shelf.group] += [Block(*block) for block in lie(name, heads, width, dtype)]
+            if by_head is not None and shelf.shared:
+                heads, width = shelf.shape
+                blocks[shelf.group].append(Block(heads, by_head(name, width, dtype)))
+            else:
+                parts = ((1, math.prod(shelf.shape) * dtype.itemsize),)
+                blocks[shelf.group].append(Block(1, parts))
     fixed = {shelf.group for shelf in shelves if shelf.is_spread}
     return tuple(
         PageForm(0)

@@ -14,10 +14,10 @@ from banyan.layers.cache import CacheTensor, LayerCache, Shared
 from banyan.ops import attention_reference
 from banyan.ops.bind import open_toolkit
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.paged_attention import PagedAttention, blocks_of_page
+from banyan.ops.cpu.paged_attention import PagedAttention, parts_of_head
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.shelves import Blocks, forms_of, shelves_of, token_by_token
+from banyan.runner.shelves import PartsOfHead, forms_of, shelves_of
 from banyan.transfer.rooms.cutting import Block, PageForm
 
 CPU = torch.device("cpu")
@@ -25,11 +25,11 @@ HEADS, DIM, TOKENS = 2, 8, 384
 Write = Callable[..., None]
 
 
-def writers() -> list[tuple[str, Write, Blocks]]:
-    found = [("plain", attention_reference.write_kv, token_by_token)]
+def writers() -> list[tuple[str, Write, PartsOfHead | None]]:
+    found = [("plain", attention_reference.write_kv, None)]
     toolkit = open_toolkit("cpu", 1, {})
     if isinstance(toolkit, Library) and not toolkit.absence:
-        found.append(("by head", PagedAttention(toolkit).write_kv, blocks_of_page))
+        found.append(("by head", PagedAttention(toolkit).write_kv, parts_of_head))
     return found
 
 
@@ -68,13 +68,13 @@ def test_a_page_of_another_size_has_the_bytes_that_a_kernel_writes_there(
     found = writers()
     if kind >= len(found):
         pytest.skip("there are no compiled kernels")
-    _, write, blocks = found[kind]
+    _, write, by_head = found[kind]
     sizes = (16, 32, 64, 128) if kind else (1, 6, 16, 64)
     if not kind and dtype == torch.int8:
         write = _as_bytes
     stores = {size: filled(size, dtype, write) for size in sizes}
     for mine, store in stores.items():
-        (form,) = forms_of(shelves_of(store), store.groups, blocks)
+        (form,) = forms_of(shelves_of(store), store.groups, by_head)
         assert form.size_bytes == store.page_bytes(0)
         pages = {at * mine: store.take(0, at + 1) for at in range(TOKENS // mine)}
         for theirs, other in stores.items():
@@ -98,7 +98,7 @@ def test_sizes_that_do_not_divide_each_other_are_cut_too() -> None:
     random = Random(3)
     for _ in range(200):
         mine, theirs = random.randint(1, 40), random.randint(1, 40)
-        form = PageForm(mine, (Block(2, 3), Block(1, 5)))
+        form = PageForm(mine, (Block(1, ((2, 3),)), Block(1, ((1, 5),))))
         whole = np.random.default_rng(1).integers(0, 255, (400, 11), np.uint8)
 
         def page(first: int, tokens: int, whole: np.ndarray = whole) -> np.ndarray:
@@ -115,12 +115,12 @@ def test_states_and_what_is_spread_over_a_page_go_as_they_are() -> None:
     spread = replace(numbers, is_spread=True)
     groups = (GroupLayout("full", 0, 16, 4), GroupLayout(STATE, 0, 256, 4))
     held = [LayerCache(0, {"latent": numbers}), LayerCache(1, {"state": matrix}, STATE)]
-    forms = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, token_by_token)
+    forms = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, None)
     assert [form.takes(size) for form in forms for size in (0, 16, 32)] == [
         *(False, True, True),
         *(True, False, False),
     ]
     held[0] = LayerCache(0, {"latent": numbers, "end": spread})
-    (fixed, _) = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, token_by_token)
+    (fixed, _) = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, None)
     assert fixed.takes(16) and not fixed.takes(32) and not fixed.takes(8)
     assert math.isclose(forms[0].size_bytes, 16 * 16)

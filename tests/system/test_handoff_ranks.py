@@ -60,7 +60,7 @@ def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
         yield found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [x for x in CASES if ALL or x != "a schema"])
 def test_ranks_that_differ_answer_like_one_server(pair: Pair, single: Engine, case: str) -> None:
     body = {"input_ids": [(x * 5) % 390 + 5 for x in PROMPT], **CASES[case]}
     right, found = single.generate(**body), pair.ask(**body)

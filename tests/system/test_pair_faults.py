@@ -92,6 +92,8 @@ class Site:
         mode, at = name[:-1], name[-1]
         rooms = ("--disaggregation-bootstrap-port", str(self.ports[f"rooms{at}"]))
         flags = ["--disaggregation-mode", mode, *(rooms if mode == "prefill" else ())]
+        if mode == "prefill" and TRANSFER not in OF_DEVICES:  # pages are cut on their way
+            flags += ("--page-size", "32")
         model = ("--model-path", str(self.model))
         self.servers[name] = launch(
             log, *model, *PAIR, *self.transfer, *flags, port=self.ports[name]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from banyan.messages.plan import CopyResult
-from banyan.messages.rooms import HandOff, RoomFound, RoomLost
+from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
+from banyan.messages.rooms import HandOff, RoomFound, RoomLost, TakeRoom
 from banyan.transfer.rooms import taking, wire
 from banyan.transfer.rooms.ascend import Ascend
 from banyan.transfer.rooms.base import RoomOptions
@@ -17,7 +17,17 @@ from banyan.transfer.rooms.carrier import BATCH, Fabric, HostMemory, Landing, co
 from banyan.transfer.rooms.giving import GivingRooms
 from banyan.transfer.rooms.taking import TakingRooms
 from tests.emulation import fabric
-from tests.transfer.test_rooms import ROOM, Side, free_port, give, seek, take
+from tests.transfer.test_rooms import (
+    ROOM,
+    SIZE,
+    SMALL,
+    Pages,
+    Side,
+    free_port,
+    give,
+    seek,
+    take,
+)
 
 
 class Memory:
@@ -134,6 +144,40 @@ def test_many_pages_take_turns_in_the_slots(sides) -> None:
     assert came == [1, 2, 3, 4, 5, 6, 7, 8] and carrier.batches == [3, 3, 2]
     assert (taker.pages.bytes[1:9] == np.arange(1, 9)[:, None]).all()
     assert len(slots.free) == 3
+
+
+def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
+    """And writes no more than that into the places that it is granted."""
+    carrier, port = Memory(), free_port()
+    giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
+    (form,) = SMALL
+
+    def open_taker(pages: Pages, *rest: object) -> TakingRooms:
+        pages.page_bytes = lambda group: form.size_bytes
+        pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
+        return TakingRooms(pages, *rest, carrier)
+
+    taker = Side(open_taker, port, is_giver=False, forms=SMALL)
+    taker.peer = f"127.0.0.1:{port}"
+    try:
+        giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
+        seek(taker, 2)
+        give(giver, [4, 5])
+        taker.hear(RoomFound)
+        copies = [
+            PageCopy(at + 1, 0, peer_page(ROOM, form.tokens * at), device_page(at), "before")
+            for at in range(4)
+        ]
+        taker.mover.obey([TakeRoom(ROOM, len(copies))])
+        taker.mover.start(copies)
+        assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and carrier.batches == [4]
+        taker.hear(HandOff)
+        assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
+        landed = taker.mover._slots.memory.read(0, taker.mover._slots.memory.size_bytes)
+        assert np.count_nonzero(landed) == 2 * SIZE - 1, "nothing else was written"
+    finally:
+        for side in (giver, taker):
+            side.mover.close()
 
 
 def test_a_page_that_others_write_to_while_it_lands_is_noticed(

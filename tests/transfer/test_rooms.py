@@ -40,7 +40,7 @@ WAIT_S = 20.0
 SIZE, TOKENS = 32, 16
 ROOM, DIGEST = b"room of this", b"d" * 32
 FACTS = {"number type": "16"}
-FORMS = (PageForm(TOKENS, (Block(1, SIZE // TOKENS),)),)
+FORMS = (PageForm(TOKENS, (Block(1, ((1, SIZE // TOKENS),)),)),)
 
 
 class Pages:

@@ -176,19 +176,15 @@ def _as_they_lie(pages: Tensor, is_turned: bool) -> tuple[Tensor, Tensor | None]
     return numbers.transpose(-1, -2) if is_turned else numbers, scales
 
 
-def blocks_of_page(
-    name: str, kv_heads: int, width: int, dtype: torch.dtype
-) -> list[tuple[int, int]]:
-    """Where the tokens of a page lie: (lines, bytes) of its parts [lines, page_size, bytes].
+def parts_of_head(name: str, width: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of one head lie in a page: (lines, bytes) of [lines, page_size, bytes].
 
     name: "k" | "v".
     """
-    if dtype != torch.int8:
-        lines, numbers = (width, dtype.itemsize) if name == "k" else (1, width * dtype.itemsize)
-        return [(kv_heads * lines, numbers)]
-    head_dim = width - 4
-    numbers = (head_dim, 1) if name == "k" else (1, head_dim)
-    return [numbers, (1, 4)] * kv_heads
+    scale = ((1, 4),) if dtype == torch.int8 else ()
+    head_dim = width - 4 * len(scale)
+    of_numbers = (head_dim, dtype.itemsize) if name == "k" else (1, head_dim * dtype.itemsize)
+    return (of_numbers, *scale)
 
 
 def _rows(x: Tensor) -> tuple[int, int]:

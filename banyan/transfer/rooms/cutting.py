@@ -1,8 +1,8 @@
 """Cutting: pages of one size out of pages of another.
 
 A page as it travels is the same on any number of ranks, which cut it by heads
-(`runner/rank_pages.py`). Here it is cut by tokens: it consists of blocks [lines, tokens, width],
-one behind another, and a page of another size has the same blocks with another number of tokens.
+(`runner/rank_pages.py`). Here it is cut by tokens: it consists of blocks of parts [lines, tokens,
+width], one behind another, and a page of another size has the same with another number of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes [lines, tokens, width] of a page.
+    """Bytes of a page: the same parts, again and again.
 
     Attributes:
-        lines: how often the tokens follow one another.
-        width: bytes of one token in a line.
+        repeats: how often they follow one another; of a tensor with heads, these.
+        parts: (lines, width) of [lines, tokens, width]: how often the tokens follow one another,
+            and bytes of one token in a line.
     """
 
-    lines: int
-    width: int
+    repeats: int
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return self.repeats * sum(lines * width for lines, width in self.parts)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class PageForm:
 
     @property
     def size_bytes(self) -> int:
-        return self.tokens * sum(block.lines * block.width for block in self.blocks or ())
+        return self.tokens * sum(block.token_bytes for block in self.blocks or ())
 
     def takes(self, tokens: int) -> bool:
         """Whether pages of so many tokens can be made of these."""
@@ -67,15 +72,19 @@ class PageForm:
             here, there = low - at, low - first
             views = self._views(page, self.tokens), self._views(target, tokens)
             for source, into in zip(*views, strict=True):
-                into[:, there : there + count] = source[:, here : here + count]
+                into[:, :, there : there + count] = source[:, :, here : here + count]
         return target
 
     def _views(self, page: np.ndarray, tokens: int) -> list[np.ndarray]:
-        """[lines, tokens, width] of each block."""
+        """[repeats, lines, tokens, width] of each part of each block."""
         found, at = list[np.ndarray](), 0
         for block in self.blocks or ():
-            size = block.lines * tokens * block.width
-            found.append(page[at : at + size].reshape(block.lines, tokens, block.width))
+            size, first = tokens * block.token_bytes, 0
+            whole = page[at : at + size].reshape(block.repeats, -1)
+            for lines, width in block.parts:
+                last = first + lines * tokens * width
+                found.append(whole[:, first:last].reshape(block.repeats, lines, tokens, width))
+                first = last
             at += size
         assert at == len(page), f"a page of {len(page)} bytes, not {at}"
         return found
