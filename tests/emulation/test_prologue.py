@@ -130,7 +130,7 @@ def test_what_it_has_no_shape_for_is_said(changed, dtype, why) -> None:
     assert len(said) == 1 and re.search(why, said[0])
 
 
-def test_weights_of_a_rounding_that_was_measured_are_said(caplog) -> None:
+def test_weights_of_a_rounding_that_was_measured_are_said() -> None:
     """They go through several operators."""
     said = list[str]()
     prologue = Prologue(
