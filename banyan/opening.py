@@ -14,7 +14,7 @@ from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.config.card import STATE, ModelCard
 from banyan.config.defaults import settings_of, settle
-from banyan.config.dispatch import check_the_tokens, sends_rows, slot_bytes
+from banyan.config.dispatch import check_the_tokens, is_fused, sends_rows, slot_bytes
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
@@ -37,7 +37,7 @@ from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
 from banyan.runner.open_forward import RunnerSizes
-from banyan.runner.sending import check_the_sending, exchanged_tokens
+from banyan.runner.sending import check_the_sending, exchanged_tokens, fused_mode
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.weights import (
     load_the_ahead,
@@ -150,7 +150,8 @@ def open_model(
     watch = open_expert_watch(config, card, groups, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
     sends = sends_rows(config)
-    build = Build(ops, groups, dtype, device, units, seats, watch, places, sends, exchanged)
+    beside = (units, seats, watch, places, sends, exchanged, bool(fused_mode(config)))
+    build = Build(ops, groups, dtype, device, *beside)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -217,6 +218,7 @@ def _open_toolkit(
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
+        "fuseep-mode": str(fused_mode(config) or ""),
     }
     return open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v})
 
@@ -340,7 +342,7 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             f"NPUs only, this is {traits.name}",
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
-    if sends_rows(config) and not traits.is_host:
+    if sends_rows(config) and (not traits.is_host or is_fused(config)):
         check_the_sending(config, card, traits)
     check_the_rounding(config.model.quantization, card, traits)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.dispatch import LIMIT
+from banyan.config.dispatch import FUSED, LIMIT
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
@@ -216,7 +216,7 @@ _RULES = (
     _Idle(
         "deepep-mode",
         lambda c: c.experts.a2a == "none",
-        "rows go to all ranks without --moe-a2a-backend deepep",
+        "rows go to all ranks without --moe-a2a-backend",
     ),
     _Idle(
         "eplb-algorithm eplb-rebalance-num-iterations eplb-rebalance-layers-per-chunk "
@@ -237,6 +237,11 @@ def _remarks(config: Config) -> Iterator[str]:
         )
 
     experts = config.experts
+    if experts.fuse_mode != Config().experts.fuse_mode and experts.a2a != FUSED:
+        yield (
+            "SGLANG_NPU_FUSED_MOE_MODE is set without an effect: it says which operator "
+            f"--moe-a2a-backend {FUSED} is"
+        )
     is_idle = experts.a2a == "none" or experts.a2a_mode == "normal"
     if experts.a2a_tokens not in (0, Config().experts.a2a_tokens) and is_idle:
         yield (

@@ -12,7 +12,8 @@ from banyan.config.schema import Config
 
 log = logger(__name__)
 
-_FLAG, _MODE = "--moe-a2a-backend deepep", "--deepep-mode"
+_FLAG, _MODE = "--moe-a2a-backend", "--deepep-mode"
+FUSED = "ascend_fuseep"
 LIMIT = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 MOST = 1024
 _LINE = 64
@@ -24,22 +25,34 @@ def share_the_experts(config: Config, card: ModelCard, environment: Environment)
     parallel, experts = config.parallel, config.experts
     if experts.a2a == "none":
         return config
+    flag = f"{_FLAG} {experts.a2a}"
     if card.experts is None:
-        raise ConfigError(f"{_FLAG}: this model has no experts", hint="leave it out")
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     if config.model.implementation == "transformers":
         raise ConfigError(
-            f"{_FLAG} and --model-impl transformers do not go together",
+            f"{flag} and --model-impl transformers do not go together",
             hint="leave --model-impl at auto",
+        )
+    if is_fused(config) and experts.a2a_mode == "normal":
+        raise ConfigError(
+            f"{flag} and {_MODE} normal do not go together: its operator sends rows at once",
+            hint=f"leave {_MODE} at auto",
         )
     if experts.a2a_tokens == 0 and experts.a2a_mode != "normal":
         raise ConfigError(
             f"{LIMIT}=0 (no bound) and {_MODE} {experts.a2a_mode} do not go together",
-            hint=f"give {_MODE} normal, or the most tokens of a rank, up to {MOST}",
+            hint=f"give {'' if is_fused(config) else f'{_MODE} normal, or '}the most tokens of a "
+            f"rank, up to {MOST}",
         )
     if parallel.ep > 1 or parallel.tp == 1:
         return config
-    log.info("set expert-parallel-size=%d because of %s", parallel.tp, _FLAG)
+    log.info("set expert-parallel-size=%d because of %s", parallel.tp, flag)
     return replace(config, parallel=replace(parallel, ep=parallel.tp))
+
+
+def is_fused(config: Config) -> bool:
+    """One operator sends the rows and runs the experts."""
+    return config.experts.a2a == FUSED
 
 
 def sends_rows(config: Config) -> bool:

@@ -23,7 +23,6 @@ class Variable:
     use: str = "unset it"
 
 
-_NO_EXPERTS = Variable(REFUSED, "experts are several operators here")
 _TORCH_NPU = "torch_npu, at its import"
 _HCCL = "HCCL, for groups of several devices"
 
@@ -58,7 +57,9 @@ VARIABLES = {
         SET, "pages of latent attention have the fractal form (NZ); rules 2b and 5"
     ),
     "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),
-    "SGLANG_NPU_FUSED_MOE_MODE": _NO_EXPERTS,
+    "SGLANG_NPU_FUSED_MOE_MODE": Variable(
+        SET, "--moe-a2a-backend ascend_fuseep: which of two operators it is; rules 4"
+    ),
     "SGLANG_USE_AG_AFTER_QLORA": Variable(
         SO, "ranks gather latents and keys alone, behind the projections; no inputs before them"
     ),

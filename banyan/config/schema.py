@@ -343,12 +343,14 @@ class ExpertsConfig:
     """Where experts lie at the start: "trivial", JSON, or a file."""
     a2a: str = "none"
     """How rows come to experts on other ranks: "none" = all to all of them, "deepep" = to those
-    that have one of theirs."""
+    that have one of theirs, "ascend_fuseep" = by the operator that runs these too."""
     a2a_mode: str = "auto"
     """Whether a step's rows travel at once: "low_latency" = always, "normal" = piece by piece,
     "auto" = those of steps of up to `a2a_tokens`."""
     a2a_tokens: int = 128
     """Of one rank, that travel at once; 0 = as many as there are, piece by piece."""
+    fuse_mode: int = 1
+    """Which operator "ascend_fuseep" is."""
     dispatch: str = ""
     """Which copy of an expert a token goes to; "" = "static"."""
     balances: bool = False

@@ -42,7 +42,6 @@ IDLE = {
     "SGLANG_NPU_USE_MLAPO": "only Ascend NPUs have an operator for all before latent attention",
     "SGLANG_USE_FIA_NZ": "only Ascend NPUs read pages in the fractal form",
     "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,
-    "SGLANG_NPU_FUSED_MOE_MODE": _NO_ASCEND,
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows go to their experts with all their bits",
@@ -262,6 +261,16 @@ SETTINGS = {
             low=0,
             high=1024,
             proof="tests/config/test_dispatch.py::test_a_variable_is_the_bound",
+        ),
+        Flag(
+            "SGLANG_NPU_FUSED_MOE_MODE",
+            "experts.fuse_mode",
+            "which operator --moe-a2a-backend ascend_fuseep is: fused_deep_moe (1), or "
+            "dispatch_ffn_combine (2)",
+            kind=INT,
+            low=1,
+            high=2,
+            proof="tests/config/test_dispatch.py::test_a_variable_says_which_operator_runs_experts",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

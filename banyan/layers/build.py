@@ -25,6 +25,8 @@ class Build:
         sends_rows: rows go to the ranks of their experts alone, instead of to all ranks.
         exchanged: most tokens of a rank for which they do so in an exchange of a fixed size, by
             `groups.exchange`; 0 = by their counts.
+        is_fused: one operator makes that exchange and what experts compute, so more rows go in
+            several of them.
     """
 
     ops: Ops
@@ -37,3 +39,4 @@ class Build:
     places: ExpertMap | None = None
     sends_rows: bool = False
     exchanged: int = 0
+    is_fused: bool = False

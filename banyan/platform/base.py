@@ -39,6 +39,28 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Fusing:
+    """What one operator of a device takes that sends rows to the ranks of their experts, runs these
+    and brings the sums back.
+
+    Attributes:
+        tokens: most of one rank in a call.
+        widths: of a row.
+        inners: of what gate and up make of it, together.
+        per_token: most experts of a token.
+        experts: most of all ranks.
+        tile: columns of gate, and then of up, that its first weight has in turns; 0 = all of them.
+    """
+
+    tokens: int
+    widths: range
+    inners: range
+    per_token: int
+    experts: int
+    tile: int = 0
+
+
+@dataclass(frozen=True)
 class Traits:
     """Facts of a device, read once, safe to print and to put in a journal.
 
@@ -61,6 +83,7 @@ class Traits:
         moves_pages: pages may be taken from it and put there, for another server; so they may where
             its memory is the host's.
         dispatch: exchanges of a fixed size to the ranks of experts; None = it has none.
+        fusing: the operators that do this and what experts compute in one, by mode from 1 on.
         has_own_forms: its kernels may lay weights out in ways that copies of bytes do not keep.
     """
 
@@ -81,6 +104,7 @@ class Traits:
     moves_pages: bool = False
     has_own_forms: bool = False
     dispatch: Dispatch | None = None
+    fusing: tuple[Fusing, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
 from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Interconnect, Traits
-from banyan.platform.dispatch import dispatch_of
+from banyan.platform.dispatch import dispatch_of, fusing_of
 from banyan.platform.npu_driver import open_driver, open_interconnect
 
 _SMALL_GIB = 40
@@ -47,6 +47,7 @@ class NpuPlatform(Accelerator):
             moves_pages=True,
             has_own_forms=True,
             dispatch=dispatch_of(npu.get_device_name()),
+            fusing=fusing_of(npu.get_device_name()),
         )
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)

@@ -26,6 +26,7 @@ EMULATED = "emulated"
 _EMULATION = "tests.emulation.device"
 _BACKEND = "HCCL"
 _FABRIC, _EMULATED_FABRIC = "memfabric_hybrid", "tests.emulation.fabric"
+_FUSING, _EMULATED_FUSING = "deep_ep", "tests.emulation.deep_ep"
 _RDMA, _SDMA = "device_rdma", "sdma"
 _WITH_RDMA = "Ascend910B"
 """How chips are called whose devices copy to each other by RDMA; others have SDMA."""
@@ -144,6 +145,23 @@ def open_interconnect(chip: str) -> Interconnect:
         x = torch.zeros(1, device="npu")
         met.allgather([[torch.empty_like(x)]], [x]).wait()
     return Interconnect(library, protocol, wishes.store)
+
+
+def open_fusing() -> ModuleType:
+    """The library whose operators send rows to experts, run these and bring the sums back.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if read_environment().npu.driver == EMULATED:
+        return import_module(_EMULATED_FUSING)
+    try:
+        return import_module(_FUSING)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--moe-a2a-backend ascend_fuseep: the package deep_ep does not load: {error}",
+            hint="build deep_ep of sgl-kernel-npu for this CANN, or give deepep",
+        ) from None
 
 
 def _open_real() -> Callable[[], Any]:

@@ -17,6 +17,8 @@ from tests.config.test_experts import EXPERTS
 from tests.config.test_resolve import CARD, NOTHING
 
 DEEPEP = ("--moe-a2a-backend", "deepep")
+FUSED = ("--moe-a2a-backend", "ascend_fuseep")
+MODE = "SGLANG_NPU_FUSED_MOE_MODE"
 JOINED = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
 WIDE = replace(EXPERTS, num_heads=8, num_kv_heads=4)
 
@@ -39,6 +41,8 @@ def test_experts_are_shared_out_among_all_ranks() -> None:
         ((*DEEPEP, "--model-impl", "transformers"), "", "--model-impl transformers do not go"),
         ((*DEEPEP, "--tp", "4"), "0", f"{LIMIT}=0 .* --deepep-mode auto do not go together"),
         ((*DEEPEP, "--tp", "4"), "1025", f"{LIMIT} must be in"),
+        ((*FUSED, "--tp", "4", "--deepep-mode", "normal"), "", "ascend_fuseep and --deepep-mode n"),
+        ((*FUSED, "--tp", "4"), "0", f"{LIMIT}=0 .* do not go together"),
         (("--moe-a2a-backend", "mori"), "", "mori is not available .*it is a library for other"),
         (("--deepep-config", "{}"), "", "--deepep-config is not available .*processors and links"),
     ],
@@ -88,6 +92,19 @@ def test_a_variable_is_the_bound() -> None:
     check_the_tokens(low, 8)
     with pytest.raises(ConfigError, match="is 25 for each of 2 ranks, and .* is 24"):
         check_the_tokens(low, 9)
+
+
+def test_a_variable_says_which_operator_runs_experts() -> None:
+    fused = parse(
+        ("--tp", "4", "--moe-a2a-backend", "ascend_fuseep"), read_environment({MODE: "2"})
+    )
+    assert resolve(fused, WIDE, NOTHING).experts.fuse_mode == 2
+    assert config_with("--tp", "4", *FUSED).experts.fuse_mode == 1
+    for value in ("0", "3"):
+        with pytest.raises(ConfigError, match=f"{MODE} must be in"):
+            parse((), read_environment({MODE: value}))
+    idle = parse((), read_environment({MODE: "2"}))
+    assert any(MODE in line for line in check_companions(resolve(idle, WIDE, NOTHING), {}, NOTHING))
 
 
 def test_what_travels_at_once_has_room() -> None:

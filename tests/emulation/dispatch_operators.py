@@ -84,8 +84,8 @@ class Distributed:
         if quant_mode:
             units = rows.float().abs().amax(-1).clamp(min=1e-12) / 127
             rows = (rows.float() / units.unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
-        rows = self._exchanged(_DISPATCH, ranks, rows.contiguous()).flatten(0, 1)
-        units = self._exchanged(_DISPATCH, ranks, units).flatten()
+        rows = self.exchanged(_DISPATCH, ranks, rows.contiguous()).flatten(0, 1)
+        units = self.exchanged(_DISPATCH, ranks, units).flatten()
         ids = self._gathered(_DISPATCH, ranks, expert_ids).flatten().long()
         require(
             bool(((ids >= 0) & (ids < moe_expert_num)).all()),
@@ -140,7 +140,7 @@ class Distributed:
         tokens, per_token = expert_ids.shape
         rows = self._gathered(_COMBINE, ranks, expand_x).flatten(0, 1)
         info = self._host(assist_info_for_combine)[::_INFO][: len(expand_x)].contiguous()
-        pairs = self._exchanged(_COMBINE, ranks, info).flatten()
+        pairs = self.exchanged(_COMBINE, ranks, info).flatten()
         local = moe_expert_num // ep_world_size
         told = int(self._host(ep_send_counts)[local * ep_world_size - 1])
         require(
@@ -171,17 +171,20 @@ class Distributed:
     def _fits(self, ranks: Ranks, tokens: int, width: int, per_token: int, experts: int) -> None:
         size = (tokens, width, per_token, ranks.size, experts)
         needed = -(-buffer_bytes(self._limits, *size) // MIB)
-        there = self._exchanges.named(_DISPATCH, ranks.name).buffer_mb
+        there = self.buffer_mb(_DISPATCH, ranks)
         require(
             needed <= there,
             _DISPATCH,
             f"{tokens} tokens a rank need {needed} MB of the group's buffer, it has {there}",
         )
 
-    def _gathered(self, name: str, ranks: Ranks, x: Tensor) -> Tensor:
-        return self._exchanged(name, ranks, self._host(x).contiguous())
+    def buffer_mb(self, name: str, ranks: Ranks) -> int:
+        return self._exchanges.named(name, ranks.name).buffer_mb
 
-    def _exchanged(self, name: str, ranks: Ranks, x: Tensor) -> Tensor:
+    def _gathered(self, name: str, ranks: Ranks, x: Tensor) -> Tensor:
+        return self.exchanged(name, ranks, self._host(x).contiguous())
+
+    def exchanged(self, name: str, ranks: Ranks, x: Tensor) -> Tensor:
         """What all ranks have, [ranks, …]."""
         group = self._exchanges.named(name, ranks.name)
         require(

@@ -18,6 +18,7 @@ from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
 from tests.emulation import (
     dispatch_operators,
     expert_operators,
+    fused_operators,
     latent_operators,
     quant_operators,
     sparse_operators,
@@ -82,7 +83,7 @@ SCHEMAS = {
 
 
 @cache
-def register(core: ModuleType, exchanges: Exchanges, chip: str) -> torch.library.Library:
+def register(core: ModuleType, exchanges: Exchanges, chip: str) -> list[torch.library.Library]:
     """Define the operators and what they do; they last as long as what is returned."""
     library = torch.library.Library("npu", "DEF")
     computing = Computing(core)
@@ -98,7 +99,11 @@ def register(core: ModuleType, exchanges: Exchanges, chip: str) -> torch.library
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         library.impl(name, getattr(others.get(name, computing), name), "PrivateUse1")
-    return library
+    fusing = torch.library.Library("deep_ep", "DEF")
+    fusing.define(fused_operators.SCHEMA)
+    fused = fused_operators.Fused(core, distributed, products, chip)
+    fusing.impl("fused_deep_moe", fused.fused_deep_moe, "PrivateUse1")
+    return [library, fusing]
 
 
 class Computing:

@@ -41,12 +41,12 @@ FLAGS = (
         "experts.a2a",
         "how rows come to experts on other ranks: all of them to all ranks (none), or each to the "
         "ranks that have one of its experts, and what these make of it back (deepep, which makes "
-        "--expert-parallel-size as large as --tensor-parallel-size)",
-        choices=("none", "deepep"),
+        "--expert-parallel-size as large as --tensor-parallel-size); ascend_fuseep: so too, by an "
+        "operator of Ascend A3s that runs the experts as well (SGLANG_NPU_FUSED_MOE_MODE)",
+        choices=("none", "deepep", "ascend_fuseep"),
         elsewhere=(
             Elsewhere(
-                "ascend_fuseep ascend_tp mooncake nixl mori flashinfer megamoe deepep_v2 pplx "
-                "flashinfer_megamoe",
+                "ascend_tp mooncake nixl mori flashinfer megamoe deepep_v2 pplx flashinfer_megamoe",
                 "it is a library for other devices and links; rows travel over memory that ranks "
                 "share, or by gloo",
                 "use deepep",

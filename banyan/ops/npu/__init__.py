@@ -23,21 +23,28 @@ KERNELS = {
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
     Args:
-        wishes: "offload", that weights lie so that copies of their bytes are weights too.
+        wishes: "offload", that weights lie so that copies of their bytes are weights too;
+            "fuseep-mode", the operator that sends rows to experts and runs these (1 or 2).
 
     Raises:
         ConfigError: another wish, of which none exists here.
     """
+    from banyan.ops.npu.fused_operators import Fuser
     from banyan.ops.npu.needs import NpuToolkit
     from banyan.ops.npu.operators import Operators
-    from banyan.platform.dispatch import dispatch_of
-    from banyan.platform.npu_driver import open_driver
+    from banyan.platform.dispatch import dispatch_of, fusing_of
+    from banyan.platform.npu_driver import open_driver, open_fusing
 
     wishes = dict(wishes)
     keeps_plain = bool(wishes.pop("offload", ""))
+    mode = int(wishes.pop("fuseep-mode", 0))
     for flag, value in wishes.items():
         raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
     driver = open_driver()
+    chip = driver.npu.get_device_name()
     operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
-    limits = dispatch_of(driver.npu.get_device_name())
-    return NpuToolkit(operators, limits, "", None, driver.fuses_latents, driver.fractal_pages)
+    fuser = None
+    if mode:
+        fuser = Fuser(open_fusing(), mode, fusing_of(chip)[mode - 1], driver.is_checked)
+    forms = (driver.fuses_latents, driver.fractal_pages)
+    return NpuToolkit(operators, dispatch_of(chip), "", None, *forms, fuser)

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
 from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.npu.four_bits import product_of
+from banyan.ops.npu.fused import FusedExperts
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.padding import filled
 from banyan.ops.stored import stack
 from banyan.platform.base import Dispatch
 
@@ -69,11 +70,7 @@ class GroupedExperts:
         self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
     ) -> Tensor:
         operators, total, limits = self._operators, self._range[2], self._limits
-        room, per_token = tokens - len(x), ids.shape[1]
-        if room:  # rows of nobody go through the first experts, with no weight
-            others = torch.arange(per_token, device=ids.device).expand(room, -1)
-            x, ids = pad(x, (0, 0, 0, room)), torch.cat([ids, others])
-            weights = pad(weights, (0, 0, 0, room))
+        x, ids, weights = filled(x, ids, weights, tokens)
         x, chosen = x.contiguous(), ids.to(torch.int32)
         weights = weights.float().contiguous()
         given = (x, chosen, weights, ranks, total, limits)
@@ -109,6 +106,8 @@ class GroupedExperts:
 
 def _experts(toolkit: NpuToolkit) -> Callable[..., object]:
     def pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> object:
+        if toolkit.fuser is not None:
+            return FusedExperts(toolkit.operators, toolkit.fuser, experts, dtype, device)
         return GroupedExperts(toolkit.operators, toolkit.limits, experts, dtype, device)
 
     return pack

@@ -16,6 +16,7 @@ from banyan.ops.npu.contracts import (
     LATENT_ROPE_DIM,
     PAGE_STEP,
 )
+from banyan.ops.npu.fused_operators import Fuser
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue import open_prologue
 from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_count
@@ -37,6 +38,8 @@ class NpuToolkit:
     """What comes before latent attention is to be one operator."""
     fractal_pages: bool = False
     """Pages of latents are to have the fractal form (NZ)."""
+    fuser: Fuser | None = None
+    """What sends rows to experts and runs these in one; None = several operators do."""
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
