@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import banyan
 from banyan.ops.npu.contracts import ContractError
 from banyan.ops.npu.latent_operators import LatentOperators
 from banyan.ops.npu.operators import Operators
@@ -105,6 +106,45 @@ def test_it_does_so_with_other_weights(
     monkeypatch.setenv(MLAPO, "1")
     one = answers(folder, disable_cuda_graph=True)
     assert called and compare(one, several, NEAR) > 8
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_an_indexer_reads_squeezed_queries_that_it_gives(
+    npu, tmp_path, monkeypatch, called, is_rounded: bool
+) -> None:
+    tiny("deepseek v3.2", tmp_path, weights=0.02, **WIDE, index_head_dim=128)
+    if is_rounded:
+        rewrite_weights(tmp_path, FORMS["modelslim, dynamic"], ALL)
+    several = answers(tmp_path)
+    monkeypatch.setenv(MLAPO, "1")
+    one = answers(tmp_path)
+    assert called
+    off = np.abs(scores(one) - scores(several))  # some tokens read other positions
+    assert off.mean() < 0.06 * scores(several).std()
+    assert np.median(off) < 0.03 * scores(several).std()
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+def test_it_takes_other_weights_while_it_serves(npu, plain, model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(MLAPO, "1")
+    other = tmp_path / "other"
+    shutil.copytree(plain, other)
+    tiny("deepseek v3", other, weights=0.03, **WIDE)
+    rewrite_weights(other, FORMS["modelslim, dynamic"], ALL)
+    params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+    def ask(engine: banyan.Engine) -> list[float]:
+        found = engine.generate(input_ids=[3, 5, 7], sampling_params=params, return_logprob=True)
+        return [each[0] for each in found["meta_info"]["output_token_logprobs"]]
+
+    with start(other, "npu", **FLAGS) as engine:
+        wanted = ask(engine)
+    with start(model, "npu", **FLAGS) as engine:
+        before = ask(engine)
+        took, said = engine.update_weights_from_disk(str(other))
+        assert took, said
+        assert ask(engine) == wanted != before
 
 
 def shape(**changed: object) -> PrologueShape:
