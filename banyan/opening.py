@@ -330,12 +330,6 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             f"only, this is {traits.name}",
             hint="leave the flag out; --data-parallel-size starts independent replicas",
         )
-    if parallel.is_joined and config.speculative.drafts and not traits.is_host:
-        raise ConfigError(
-            "--enable-dp-attention and --speculative-algorithm do not go together on "
-            f"{traits.name}: joined replicas agree on the graphs of rows without drafts",
-            hint="leave one of them out, or use --device cpu",
-        )
     if parallel.cp > 1 and not traits.shares_steps:
         raise ConfigError(
             f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "

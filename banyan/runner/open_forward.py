@@ -133,6 +133,8 @@ def _open(
         why = "rows go to the ranks of their experts by counts that the host waits for"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
+    if build.groups.joint is not None and sizes.draft_room:
+        why = "joined replicas do not tell each other how many rows have drafts"
     if why:
         log.info("steps are not captured: %s", why)
         return eager

@@ -31,7 +31,7 @@ _STORE = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
-_DRAFTS = "the layer of DeepSeek V3.2 that drafts, and drafts of joined replicas, run on CPUs only"
+_DRAFTS = "the layer of DeepSeek V3.2 that drafts runs on CPUs only"
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
     **{f"--speculative-{name}": _DRAFTS for name in DRAFTING},

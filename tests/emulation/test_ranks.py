@@ -50,6 +50,7 @@ def answers(engine: banyan.Engine) -> list[dict]:
 
 
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+APART = JOINED | {"enable_dp_lm_head": True}
 DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
 SENT = {"moe_a2a_backend": "deepep", "deepep_mode": "normal"}
 AUTO = {"moe_a2a_backend": "deepep", "deepep_mode": "auto"}
@@ -109,7 +110,7 @@ def test_ranks_say_what_one_says_on_the_cpu(npu: EmulatedNpu, tmp_path, layout, 
 
 
 @IN_ALL
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, DIVIDED], ids=["tp", "cp"])
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, DIVIDED, APART], ids=["tp", "cp", "dp"])
 @pytest.mark.parametrize("drafter", ["NEXTN", "NGRAM128"])
 def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafter, layout) -> None:
     named = made(drafter, tmp_path)
@@ -118,6 +119,18 @@ def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafte
     with start(tmp_path, **CAPTURED, **named, **layout) as engine:
         found = repeating(engine)
     assert [each["output_ids"] for each in found] == alone
+    assert sum(each["meta_info"]["spec_num_correct_drafts"] for each in found) > 0
+
+
+@IN_ALL
+def test_rows_that_go_at_once_verify_drafts_of_joined_replicas(npu: EmulatedNpu, tmp_path) -> None:
+    tiny("deepseek v3", tmp_path, max_position_embeddings=256, **SIZES["deepseek v3 wide"])
+    named = {"speculative_algorithm": "NGRAM", "disable_adaptive_drafts": True}
+    with start(tmp_path, **CAPTURED) as engine:
+        alone = repeating(engine)
+    with start(tmp_path, **CAPTURED, **named, **JOINED | AUTO | {"tp_size": 4}) as engine:
+        found = repeating(engine)
+    assert compare(found, alone, NEAR) >= len(TOKENS)
     assert sum(each["meta_info"]["spec_num_correct_drafts"] for each in found) > 0
 
 
@@ -135,10 +148,6 @@ REFUSED_TOGETHER = {
     "--speculative-algorithm NEXTN on npu: the indexer of the layer that drafts": (
         "deepseek v3.2",
         {"tp_size": 2, "speculative_algorithm": "NEXTN", "num_nextn_predict_layers": 1},
-    ),
-    "--enable-dp-attention and --speculative-algorithm do not go together": (
-        "qwen3 moe",
-        JOINED | {"speculative_algorithm": "NGRAM"},
     ),
 }
 
