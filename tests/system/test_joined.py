@@ -12,6 +12,8 @@ import banyan
 from banyan.base.errors import BanyanError, ConfigError
 from tests.models.families import tiny
 from tests.system.serving import CALL_S, status_of, wait_until
+from tests.system.test_block_drafts import BLOCKS
+from tests.system.test_block_drafts import with_words as with_blocks
 from tests.system.test_draft_models import like
 from tests.system.test_handoff_kinds import VARIANTS
 from tests.system.test_hidden_drafts import with_words
@@ -148,6 +150,7 @@ DRAFTS = {
     "NEXTN": {"speculative_algorithm": "NEXTN", "enable_dp_lm_head": True},
     "EAGLE": {"speculative_algorithm": "EAGLE", "enable_dp_lm_head": True},
     "EAGLE3": {"speculative_algorithm": "EAGLE3", "enable_dp_lm_head": True},
+    "DFLASH": {"speculative_algorithm": "DFLASH", "enable_dp_lm_head": True},
 }
 
 
@@ -161,6 +164,9 @@ def test_drafts_of_joined_replicas_change_no_token(kind, ranks, tiny_model, tmp_
     model = tiny_model
     if algorithm in VARIANTS:
         model = with_words(VARIANTS[algorithm], tmp_path / "model", tiny_model)
+    if algorithm == "DFLASH":
+        model = with_blocks("qwen3", tmp_path / "model", tiny_model)
+        flags["speculative_draft_model_path"] = str(model / BLOCKS)
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = str(like(tiny_model, tmp_path / "draft", 0.1))
     if algorithm in ("EAGLE", "EAGLE3"):
