@@ -134,7 +134,7 @@ struct LinearArgs {
 // One group of outputs for rows [begin, end), end - begin <= PANEL_ROWS.
 typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                            uint8_t* scratch);
-constexpr int64_t PANEL_ROWS = 96;
+constexpr int64_t PANEL_ROWS = 192;
 constexpr size_t LINEAR_SCRATCH = 64 << 10;
 
 constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
@@ -148,7 +148,7 @@ struct LinearKernels {
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
 const LinearKernels& linear_table(int32_t level);
 
-// Rows are cut into panels of nearly equal size, which begin at multiples of 12 (a multiple of what
+// Rows are cut into panels of nearly equal size, which begin at multiples of 24 (a multiple of what
 // kernels take at once): equal panels are equal work for the threads.
 namespace {
 struct Cut {
@@ -156,7 +156,7 @@ struct Cut {
 
   explicit Cut(int64_t rows) : count(rows), panels((rows + PANEL_ROWS - 1) / PANEL_ROWS) {}
   int64_t begin(int64_t panel) const {
-    int64_t row = (panel * count / panels + 11) / 12 * 12;
+    int64_t row = (panel * count / panels + 23) / 24 * 24;
     return row < count ? row : count;
   }
 };

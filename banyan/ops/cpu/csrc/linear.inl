@@ -76,9 +76,25 @@ inline void add_apart(const uint8_t* tiles, const Rows& rows, int64_t row, float
   for (int i = 0; i < VECTORS; i++) store(acc + i * LANES, total[i]);
 }
 
+// The lines that results will be written to, on their way into the cache while products are made.
+inline void fetch_outputs(const LinearArgs& args, int64_t group, int64_t row, int64_t end) {
+  for (; row < end; row++) __builtin_prefetch(args.out + row * args.out_stride + group * GROUP, 1);
+}
+
+// Rows whose blocks are all added: what is kept apart, and out.
+template <FormatId F>
+inline void finish_rows(const LinearArgs& args, int64_t group, int64_t begin, const uint8_t* tiles,
+                        const Rows& rows, int64_t row, int64_t end, float* acc) {
+  for (; row < end; row++) {
+    add_apart<F>(tiles, rows, row, acc + row * GROUP);
+    finish(args, group, begin + row, acc + row * GROUP);
+  }
+}
+
 template <FormatId F>
 void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                   uint8_t* scratch) {
+  constexpr int64_t BYTES = FORMATS[F].tile_bytes();
   int64_t blocks = blocks_of(args.k), count = end - begin;
   const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
   float* acc = (float*)scratch;
@@ -86,22 +102,22 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
   Rows rows{args.x + begin * args.x_bytes, args.x_bytes, blocks, 0};
   if (count <= direct_rows(FORMATS[F])) {
     walk_rows<Tile<F>, ROWS>(Tile<F>{tiles}, blocks, rows, 0, count, acc);
-  } else {
-    Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);
-    for (; rows.block < blocks; rows.block += Panel::BLOCKS) {
-      int64_t here = blocks - rows.block < Panel::BLOCKS ? blocks - rows.block : Panel::BLOCKS;
-      const uint8_t* from = tiles + rows.block * FORMATS[F].tile_bytes();
-      unpack(Tile<F>{from}, here, panel);
-      // The first rows fetch what comes next: few rows would wait for the memory otherwise.
-      const uint8_t* next = from + here * FORMATS[F].tile_bytes();
-      int64_t first = count < UNPACKED_ROWS ? count : UNPACKED_ROWS;
-      walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, next}, here, rows, 0, first, acc);
-      walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, nullptr}, here, rows, first, count, acc);
-    }
+    return finish_rows<F>(args, group, begin, tiles, rows, 0, count, acc);
   }
-  for (int64_t r = 0; r < count; r++) {
-    add_apart<F>(tiles, rows, r, acc + r * GROUP);
-    finish(args, group, begin + r, acc + r * GROUP);
+  Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);
+  const int64_t panels = (blocks + Panel::BLOCKS - 1) / Panel::BLOCKS;
+  for (int64_t p = 0; p < panels; p++) {  // of nearly equal size: sums are read and written for each
+    rows.block = blocks * p / panels;
+    const int64_t here = blocks * (p + 1) / panels - rows.block;
+    unpack(Tile<F>{tiles + rows.block * BYTES}, here, panel);
+    // The first rows fetch what comes next: few rows would wait for the memory otherwise.
+    const uint8_t* next = tiles + (rows.block + here) * BYTES;
+    for (int64_t row = 0, to; row < count; row = to, next = nullptr) {
+      to = row + UNPACKED_ROWS < count ? row + UNPACKED_ROWS : count;
+      if (p == panels - 1) fetch_outputs(args, group, begin + row, begin + to);
+      walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, next}, here, rows, row, to, acc);
+      if (p == panels - 1) finish_rows<F>(args, group, begin, tiles, rows, row, to, acc);
+    }
   }
 }
 

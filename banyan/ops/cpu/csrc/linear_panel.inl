@@ -25,7 +25,7 @@ struct Rows {
 
 // Weights of some blocks of one group, a byte each; small enough for the first-level cache.
 struct alignas(64) Panel {
-  static constexpr int BLOCKS = 16;
+  static constexpr int BLOCKS = 18;
   uint8_t q[BLOCKS][8][64];
   float scales[BLOCKS][2][GROUP], minima[BLOCKS][2][GROUP];
 };
