@@ -24,6 +24,7 @@ from banyan.config.stored import can_have_store
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
+from banyan.layers.lane import Lane
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.models.base import Model
 from banyan.ops.api import Ops
@@ -151,7 +152,7 @@ def open_model(
     places = open_expert_map(config, card, groups, traits)
     sends = sends_rows(config)
     beside = (units, seats, watch, places, sends, exchanged, bool(fused_mode(config)))
-    build = Build(ops, groups, dtype, device, *beside)
+    build = Build(ops, groups, dtype, device, *beside, _lane(config, card, platform))
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -174,6 +175,17 @@ def open_model(
     settings = settings_of(config, origins)
     kernels = kernel_table(cast(BoundOps, ops).choices)
     return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
+
+
+def _lane(config: Config, card: ModelCard, platform: Platform) -> Lane | None:
+    """Where shared experts run beside the others; None where they run before them."""
+    has_shared = card.experts is not None and card.experts.shared_inner
+    if not config.experts.has_lane or not has_shared:
+        return None
+    if platform.traits.async_launch:
+        return platform.lane()
+    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s has no streams", platform.traits.name)
+    return None
 
 
 def _open_draft(

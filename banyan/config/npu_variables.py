@@ -56,7 +56,9 @@ VARIABLES = {
     "SGLANG_USE_FIA_NZ": Variable(
         SET, "pages of latent attention have the fractal form (NZ); rules 2b and 5"
     ),
-    "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),
+    "SGLANG_NPU_USE_MULTI_STREAM": Variable(
+        SET, "the shared experts run on a second stream, beside the others; rule 6a"
+    ),
     "SGLANG_NPU_FUSED_MOE_MODE": Variable(
         SET, "--moe-a2a-backend ascend_fuseep: which of two operators it is; rules 4"
     ),

@@ -351,6 +351,8 @@ class ExpertsConfig:
     """Of one rank, that travel at once; 0 = as many as there are, piece by piece."""
     fuse_mode: int = 1
     """Which operator "ascend_fuseep" is."""
+    has_lane: bool = False
+    """What every token goes through runs on a stream beside that of its experts."""
     dispatch: str = ""
     """Which copy of an expert a token goes to; "" = "static"."""
     balances: bool = False

@@ -41,7 +41,6 @@ IDLE = {
     "TASK_QUEUE_ENABLE": OF_ASCEND,
     "SGLANG_NPU_USE_MLAPO": "only Ascend NPUs have an operator for all before latent attention",
     "SGLANG_USE_FIA_NZ": "only Ascend NPUs read pages in the fractal form",
-    "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows go to their experts with all their bits",
@@ -261,6 +260,14 @@ SETTINGS = {
             low=0,
             high=1024,
             proof="tests/config/test_dispatch.py::test_a_variable_is_the_bound",
+        ),
+        Flag(
+            "SGLANG_NPU_USE_MULTI_STREAM",
+            "experts.has_lane",
+            "on devices with streams: the experts that every token goes through run on a second "
+            "one, beside those that it chooses",
+            kind=SWITCH,
+            proof="tests/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
         ),
         Flag(
             "SGLANG_NPU_FUSED_MOE_MODE",

@@ -6,6 +6,7 @@ import torch
 
 from banyan.layers.expert_map import ExpertMap
 from banyan.layers.expert_watch import ExpertWatch
+from banyan.layers.lane import Lane
 from banyan.layers.seats import AdapterSeats
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
@@ -27,6 +28,7 @@ class Build:
             `groups.exchange`; 0 = by their counts.
         is_fused: one operator makes that exchange and what experts compute, so more rows go in
             several of them.
+        lane: where what every token goes through runs beside its experts; None = before them.
     """
 
     ops: Ops
@@ -40,3 +42,4 @@ class Build:
     sends_rows: bool = False
     exchanged: int = 0
     is_fused: bool = False
+    lane: Lane | None = None

@@ -281,6 +281,7 @@ class ExpertBlock(nn.Module):
         self.group = build.groups.ffn
         self.sends_rows = build.sends_rows
         self.exchange = Exchange.of(build)
+        self.lane = build.lane
         self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
@@ -294,15 +295,30 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         is_for_all = self.shared is not None or not self.sends_rows
         rows = self.group.gather_rows(x) if is_for_all else x
-        routed = self._sent(x) if self.sends_rows else self._routed(x, rows)
-        if self.back is not None:
-            routed = self.back(routed)
         if self.shared is None:
-            return routed
-        shared = self.shared.of_gathered(rows)
+            return self._of_experts(x, rows)
+        routed, shared = self._beside(x, rows, self.shared)
         if self.shared_gate is not None:
             shared = self.ops.sigmoid_scale(shared, self.shared_gate(x))
         return self.ops.add(routed, shared)
+
+    def _of_experts(self, x: Tensor, rows: Tensor) -> Tensor:
+        routed = self._sent(x) if self.sends_rows else self._routed(x, rows)
+        return routed if self.back is None else self.back(routed)
+
+    def _beside(
+        self, x: Tensor, rows: Tensor, shared: "GatedMLP | PlainMLP"
+    ) -> tuple[Tensor, Tensor]:
+        """What the experts make of rows, and what the block beside them does: at once, where there
+        is a lane. Ranks add up behind it, because a group exchanges one thing at a time."""
+        lane = self.lane
+        if lane is None:
+            return self._of_experts(x, rows), shared.of_gathered(rows)
+        parts = list[Tensor]()
+        done = lane.run(lambda: parts.append(shared.partial(rows)), lane.mark())
+        routed = self._of_experts(x, rows)
+        lane.wait(done)
+        return routed, self.group.reduce_rows(parts[0])
 
     def _routed(self, x: Tensor, rows: Tensor) -> Tensor:
         ids, weights = self.router(rows)

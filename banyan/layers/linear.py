@@ -111,6 +111,10 @@ class RowLinear(Layer):
             self.bias = parts[0].dense.to(self._bias_like)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.group.reduce_rows(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's sums, of inputs that are here."""
         assert self.weight is not None
         bias = self.bias if self.group.rank == 0 else None  # partial sums: it is added once
-        return self.group.reduce_rows(self.weight(x, bias))
+        return self.weight(x, bias)

@@ -73,7 +73,11 @@ class GatedMLP(nn.Module):
 
     def of_gathered(self, x: Tensor) -> Tensor:
         """x: rows that the group has gathered already; returns this replica's."""
-        return self.down(self.gate(self.factors(self.gate_up(x))))
+        return self.group.reduce_rows(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """The same before ranks add up: nothing here asks another rank."""
+        return self.down.partial(self.gate(self.factors(self.gate_up(x))))
 
 
 class PlainMLP(nn.Module):
@@ -114,4 +118,8 @@ class PlainMLP(nn.Module):
 
     def of_gathered(self, x: Tensor) -> Tensor:
         """See `GatedMLP`."""
-        return self.down(self.activation(self.up(x)))
+        return self.group.reduce_rows(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """See `GatedMLP`."""
+        return self.down.partial(self.activation(self.up(x)))
