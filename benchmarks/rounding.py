@@ -8,7 +8,7 @@ installed, llama.cpp says what it gives at the same positions of the same file.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -24,10 +24,11 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.step import AttentionSpec, LatentSpec, StepInputs
+from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepInputs
 from banyan.models.base import Model
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
+from banyan.ops.state_api import StateRows
 from banyan.prepare import prepare
 
 BLOCK = 32
@@ -111,7 +112,10 @@ class Causal:
 
     cache: torch.dtype
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "models with attention sinks are not measured here"
         q, k, v = (
             x.transpose(0, 1) for x in (q, k.to(self.cache).float(), v.to(self.cache).float())
         )
@@ -121,9 +125,18 @@ class Causal:
         return out.transpose(0, 1)
 
     def latent(
-        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+        self,
+        spec: LatentSpec,
+        q: Tensor,
+        q_turned: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
+        indexed: Indexed | None = None,
     ) -> Tensor:
         raise NotImplementedError("models with latent attention are not measured here")
+
+
+def _no_states(layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
+    raise NotImplementedError("models that keep states are not measured here")
 
 
 class Exact:
@@ -151,7 +164,7 @@ class Exact:
         """Of every token that may stand where the answer's tokens stand: [answer, vocab]."""
         self._scheme[:] = [(kind, scheme)] if scheme else []
         ids = torch.tensor(prompt + answer[:-1])
-        step = StepInputs(ids, torch.arange(len(ids)), Causal(cache))
+        step = StepInputs(ids, torch.arange(len(ids)), Causal(cache), _no_states)
         hidden = self._model.forward(step)
         return self._model.logits(hidden[len(prompt) - 1 :]).double().log_softmax(-1)
 
