@@ -70,6 +70,35 @@ def test_a_pair_of_npus_answers_like_one(
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"
 
 
+@IN_ALL
+@pytest.mark.parametrize("transfer", ["tcp", "ascend"])
+def test_two_prefill_servers_feed_one(
+    tmp_path: Path, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a process of its own: a request's pages come from whichever of the two has computed
+    them, while the other hands over too."""
+    model, flags = write_tiny_model(tmp_path / "model"), by(transfer, monkeypatch)
+    prompts = [[(x * n) % 61 + 2 for x in PROMPT] for n in range(1, 5)]
+    bodies = [{"input_ids": ids, "sampling_params": GREEDY} for ids in prompts]
+    given = {**ON_NPU, **flags, "engine_mode": "normal"}
+    first = {**given, "chunked_prefill_size": 128}
+    second = {**FLAGS, **first, "disaggregation_mode": "prefill"}
+    second["disaggregation_bootstrap_port"] = port = free_port()
+    with Engine(str(model), **ON_NPU) as single:
+        right = [single.generate(**body)["output_ids"] for body in bodies]
+    with engines(model, first, given) as pair, Engine(str(model), **second) as other:
+        beside = Pair(other, pair.decode, port)
+        asked = [(pair, beside)[at % 2].start(**body) for at, body in enumerate(bodies)]
+        assert [decode.result(WAIT_S)["output_ids"] for _, decode in asked] == right
+        for prefill, _ in asked:
+            prefill.result(WAIT_S)
+        servers = (pair.prefill, other, pair.decode)
+        wait_until(lambda: all(is_whole(each) for each in servers), WAIT_S, "all back")
+        assert all(computed(each) >= 2 * 256 for each in (pair.prefill, other))
+        assert computed(pair.decode) <= len(bodies) * (300 - 256 + 8), "pages came"
+        beside.pool.shutdown(wait=False, cancel_futures=True)
+
+
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal"}
 LAYOUTS = {
     "tp 2 to tp 2": ({"tp_size": 2}, {"tp_size": 2}),
