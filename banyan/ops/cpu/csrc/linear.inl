@@ -95,6 +95,7 @@ template <FormatId F>
 void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                   uint8_t* scratch) {
   constexpr int64_t BYTES = FORMATS[F].tile_bytes();
+  constexpr int64_t STEP = UNPACKED_ROWS < 8 ? 8 * UNPACKED_ROWS : UNPACKED_ROWS;  // rows
   int64_t blocks = blocks_of(args.k), count = end - begin;
   const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
   float* acc = (float*)scratch;
@@ -113,7 +114,8 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
     // The first rows fetch what comes next: few rows would wait for the memory otherwise.
     const uint8_t* next = tiles + (rows.block + here) * BYTES;
     for (int64_t row = 0, to; row < count; row = to, next = nullptr) {
-      to = row + UNPACKED_ROWS < count ? row + UNPACKED_ROWS : count;
+      to = row + (next ? UNPACKED_ROWS : STEP);
+      if (to > count) to = count;
       if (p == panels - 1) fetch_outputs(args, group, begin + row, begin + to);
       walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, next}, here, rows, row, to, acc);
       if (p == panels - 1) finish_rows<F>(args, group, begin, tiles, rows, row, to, acc);
