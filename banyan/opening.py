@@ -179,12 +179,14 @@ def open_model(
 
 def _lane(config: Config, card: ModelCard, platform: Platform) -> Lane | None:
     """Where shared experts run beside the others; None where they run before them."""
-    has_shared = card.experts is not None and card.experts.shared_inner
-    if not config.experts.has_lane or not has_shared:
+    if not config.experts.has_lane:
         return None
-    if platform.traits.async_launch:
+    why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
+    if card.experts is None or not card.experts.shared_inner:
+        why = "this model has no experts that every token goes through"
+    if not why:
         return platform.lane()
-    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s has no streams", platform.traits.name)
+    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
     return None
 
 

@@ -56,9 +56,20 @@ def theirs(program: str, options: argparse.Namespace) -> Engine:
     context = max(options.rows) * (options.input_len + options.output_len)
 
     def measure(rows: int) -> Rates:
-        words = [program, "-m", options.model, "-t", threads, "-tb", threads, "-c", str(context)]
+        words = [
+            str(Path(program).resolve()),
+            "-m",
+            options.model,
+            "-t",
+            threads,
+            "-tb",
+            threads,
+            "-c",
+            str(context),
+        ]
         words += ["-npp", str(options.input_len), "-ntg", str(options.output_len)]
-        return read_table(_run([*words, "-npl", str(rows)]))
+        with tempfile.TemporaryDirectory() as folder:  # where it leaves its log
+            return read_table(_run([*words, "-npl", str(rows)], folder))
 
     return measure
 
@@ -76,8 +87,8 @@ def read_table(text: str) -> Rates:
     raise PeerError(f"no line of {_CELLS} figures in: {text[-500:]}")
 
 
-def _run(words: Sequence[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def _run(words: Sequence[str], folder: str | None = None) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         last = " ".join(done.stderr.strip().splitlines()[-1:])
         raise PeerError(f"{words[0]} ended with {done.returncode}: {last}")
@@ -117,6 +128,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    options.model = str(Path(options.model).resolve())
     names = options.names or options.beside
     if len(names) != len(options.beside):
         parser.error(f"{len(names)} names for {len(options.beside)} programs")

@@ -49,6 +49,18 @@ def tell(log: logging.Logger, lines: Iterable[str]) -> None:
         log.log(_ALWAYS, "%s", line)
 
 
+class Once:
+    """Warns of each thing once: what many layers have in common is no news from each of them."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._told = log, set[str]()
+
+    def __call__(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._log.warning("%s", text)
+
+
 def set_level(level: str) -> None:
     """Show lines of `level` ("debug" … "error") and above from here on, in this process."""
     logging.getLogger("banyan").setLevel(level.upper())

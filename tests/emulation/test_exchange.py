@@ -24,6 +24,7 @@ from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A2, A3, MIB, buffer_bytes, dispatch_of, obstacle
 from banyan.platform.npu import NpuPlatform
 from tests.emulation.device import EmulatedNpu, install
+from tests.emulation.exchanges import Tokens, how_far
 from tests.parallel.ranks import together
 
 IN_ALL = pytest.mark.skipif(os.environ.get("NPU_CASES") != "all", reason="NPU_CASES is not all")
@@ -67,11 +68,7 @@ def half(whole: StoredExperts, rank: int) -> StoredExperts:
     return StoredExperts(mine.start, *parts, "silu", biases, total=EXPERTS)
 
 
-def tokens_of(rank: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(10 * seed + rank)
-    x = torch.randn(count, DIM, generator=draw).half()
-    ids = torch.rand(count, EXPERTS, generator=draw).argsort(-1)[:, :PER_TOKEN]
-    return x, ids, torch.rand(count, PER_TOKEN, generator=draw)
+tokens_of = Tokens(DIM, EXPERTS, PER_TOKEN, torch.float16)
 
 
 def bound(rank: int):
@@ -95,27 +92,7 @@ def exchange(rank: int, size: int, address: str, kind: str) -> list:
     packed = ops.pack_experts(half(whole, rank))
     assert packed._gate_up.rounds == packed._down.rounds == (kind == ROUNDED)
     dense = reference.pack_experts(whole, torch.float32, torch.device("cpu"))
-    device = torch.device("npu", rank)
-    found = []
-    for seed, (mine, share) in enumerate([(4, 4), (3 - 2 * rank, 3), (7 * rank, 7)]):
-        given = tokens_of(rank, mine, seed)
-        wanted = dense(given[0].float(), *given[1:])
-        out = packed.exchanged(*(part.to(device) for part in given), ranks, share)
-        assert len(out) == share
-        found.append(float((out[:mine].cpu().float() - wanted).abs().max()) if mine else 0.0)
-    held = [torch.empty_like(part).to(device) for part in tokens_of(rank, 4, 0)]
-    kept = torch.zeros(4, DIM, dtype=torch.float16, device=device)
-    for part, values in zip(held, tokens_of(rank, 4, 5), strict=True):
-        part.copy_(values)
-    graph = platform.capture(lambda: kept.copy_(packed.exchanged(*held, ranks, 4)))
-    for seed in (6, 7):
-        given = tokens_of(rank, 4, seed)
-        for part, values in zip(held, given, strict=True):
-            part.copy_(values)
-        graph.replay()
-        wanted = dense(given[0].float(), *given[1:])
-        found.append(float((kept.cpu().float() - wanted).abs().max()))
-    return found
+    return how_far(platform, packed, dense, ranks, tokens_of)
 
 
 @pytest.mark.parametrize("kind", [BIASED, ROUNDED, pytest.param(PLAIN, marks=IN_ALL)])

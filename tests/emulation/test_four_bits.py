@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ops.four_bits import FOUR_BITS, FourBits
-from banyan.ops.npu import four_bits
+from banyan.ops.npu import operators as operators_of
 from banyan.ops.npu.contracts import ContractError
 from banyan.ops.npu.expert_products import GroupedProduct
 from banyan.ops.npu.four_bit_cases import rows, weight
@@ -94,8 +94,7 @@ def test_the_form_is_eight_numbers_in_a_word() -> None:
 def test_what_the_operators_do_not_take_is_unpacked(npu, monkeypatch, shape, scale, why) -> None:
     """And said, once."""
     said = list[str]()
-    monkeypatch.setattr(four_bits.log, "warning", lambda text, *given: said.append(text % given))
-    four_bits.tell_unpacked.cache_clear()
+    monkeypatch.setattr(operators_of.log, "warning", lambda text, *given: said.append(text % given))
     numbers = torch.ones(shape, dtype=torch.int8)
     stored = StoredWeight(FOUR_BITS, shape, FourBits(numbers, scale).raw)
     operators, device = Operators(is_checked=True), torch.device("npu")

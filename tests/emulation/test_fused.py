@@ -24,6 +24,7 @@ from banyan.platform.dispatch import FUSED, MIB, fused_buffer_bytes, fusing_obst
 from banyan.platform.npu import NpuPlatform
 from banyan.platform.npu_driver import open_fusing
 from tests.emulation.device import EmulatedNpu, install
+from tests.emulation.exchanges import Tokens, how_far
 from tests.emulation.test_families import compare
 from tests.emulation.test_ranks import IN_ALL, JOINED, answers, start
 from tests.models.families import tiny
@@ -61,11 +62,7 @@ def weights(rank: int | None = None) -> StoredExperts:
     return StoredExperts(mine.start, gate, up, down, "silu", total=EXPERTS)
 
 
-def tokens_of(rank: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(10 * seed + rank)
-    x = torch.randn(count, DIM, generator=draw).bfloat16()
-    ids = torch.rand(count, EXPERTS, generator=draw).argsort(-1)[:, :PER_TOKEN]
-    return x, ids, torch.rand(count, PER_TOKEN, generator=draw)
+tokens_of = Tokens(DIM, EXPERTS, PER_TOKEN, torch.bfloat16)
 
 
 def opened(rank: int, address: str, mode: int):
@@ -89,31 +86,13 @@ def fused(rank: int, size: int, address: str, mode: int) -> list[float]:
     packed = ops.pack_experts(weights(rank))
     dense = reference.pack_experts(weights(), torch.float32, torch.device("cpu"))
     device, ranks = torch.device("npu", rank), groups.exchange.ranks
-    found = []
-    for seed, (mine, share) in enumerate([(4, 4), (3 - 2 * rank, 3), (7 * rank, 7)]):
-        given = tokens_of(rank, mine, seed)
-        out = packed.exchanged(*(part.to(device) for part in given), ranks, share)
-        assert len(out) == share
-        wanted = dense(given[0].float(), *given[1:])
-        found.append(float((out[:mine].cpu().float() - wanted).abs().max()) if mine else 0.0)
+    found = how_far(platform, packed, dense, ranks, tokens_of)
     build = Build(ops, groups, sends_rows=True, exchanged=MOST, is_fused=True, dtype=torch.bfloat16)
     exchange, given = Exchange.of(build), tokens_of(0, 9, 5)
     assert exchange is not None and exchange.holds(2 * MOST + 3)
     wanted = dense(given[0].float(), *given[1:])
     out = exchange(packed, *(part.to(device) for part in given))  # 5 tokens a rank, in two calls
     found.append(float((out.cpu().float() - wanted).abs().max()))
-    held = [torch.empty_like(part).to(device) for part in tokens_of(rank, 4, 0)]
-    kept = torch.zeros(4, DIM, dtype=torch.bfloat16, device=device)
-    for part, values in zip(held, tokens_of(rank, 4, 5), strict=True):
-        part.copy_(values)
-    graph = platform.capture(lambda: kept.copy_(packed.exchanged(*held, ranks, 4)))
-    for seed in (6, 7):
-        given = tokens_of(rank, 4, seed)
-        for part, values in zip(held, given, strict=True):
-            part.copy_(values)
-        graph.replay()
-        wanted = dense(given[0].float(), *given[1:])
-        found.append(float((kept.cpu().float() - wanted).abs().max()))
     return found
 
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from banyan.base.log import logger
 from banyan.ops.four_bits import BLOCK, FOUR_BITS, FourBits, pack
 from banyan.ops.npu.expert_products import GroupedProduct, RoundedProduct
 from banyan.ops.npu.four_bit_contracts import GROUP, IN_WORD, LOWERED, MOST_INPUTS
@@ -15,8 +13,6 @@ from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.quant_contracts import MOST
 from banyan.ops.rounded_inputs import DYNAMIC
 from banyan.ops.stored import StoredWeight
-
-log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,8 @@ def misfit(weight: StoredWeight) -> str:
     return ""
 
 
-@cache
-def tell_unpacked(why: str) -> None:
-    """Once for all weights of one reason."""
-    log.warning("weights of %s are unpacked, and activations not rounded: %s", FOUR_BITS, why)
+def tell_unpacked(operators: Operators, why: str) -> None:
+    operators.warn(f"weights of {FOUR_BITS} are unpacked, and activations not rounded: {why}")
 
 
 class FourBitLinear:
@@ -125,7 +119,7 @@ def product_of(
         found = RoundedProduct
     if kinds == {FOUR_BITS}:
         if why := next(filter(None, map(misfit, weights)), ""):
-            tell_unpacked(why)
+            tell_unpacked(operators, why)
         else:
             found = FourBitProduct
     return found(operators, weights, dtype, device)

@@ -1,11 +1,9 @@
 """What the NPU's kernels share and what they need; imports no driver."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from banyan.base.log import logger
 from banyan.ops.api import Recorder
 from banyan.ops.bind import OpSpec
 from banyan.ops.index_api import IndexShape
@@ -23,8 +21,6 @@ from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_coun
 from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A3
-
-log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,13 +50,11 @@ class NpuToolkit:
     ) -> LatentPrologue | None:
         if not self.fuses_latents:
             return None
-        return open_prologue(self.operators, shape, dtype, device, _tell, self.fractal_pages)
+        return open_prologue(self.operators, shape, dtype, device, self._tell, self.fractal_pages)
 
-
-@cache
-def _tell(why: str) -> None:
-    """Once: all layers have the same reason."""
-    log.warning("SGLANG_NPU_USE_MLAPO: several operators come before latent attention: %s", why)
+    def _tell(self, why: str) -> None:
+        told = "SGLANG_NPU_USE_MLAPO: several operators come before latent attention"
+        self.operators.warn(f"{told}: {why}")
 
 
 def declines(spec: OpSpec) -> str | None:

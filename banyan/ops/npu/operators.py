@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banyan.base.log import Once, logger
 from banyan.ops.experts_api import Ranks
 from banyan.ops.npu import (
     contracts,
@@ -24,6 +25,7 @@ from banyan.ops.npu.latent_operators import LatentOperators
 from banyan.ops.npu.quant_contracts import COLUMN_STEPS, ROW_STEP
 from banyan.platform.base import Dispatch
 
+log = logger(__name__)
 _BY_ROW = 2
 """Rows are rounded to int8 on their way, each with a unit of its own."""
 _FRACTAL = 29
@@ -66,6 +68,7 @@ class Operators:
     def __init__(self, is_checked: bool, namespace: Any = None, keeps_plain: bool = False) -> None:
         self._is_checked = is_checked
         self.keeps_plain = keeps_plain
+        self.warn = Once(log)
         self._npu = torch.ops.npu if namespace is None else namespace
         self.latents = LatentOperators(is_checked, self._npu)
         self.four_bits = FourBitOperators(is_checked, self._npu)

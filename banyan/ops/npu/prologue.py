@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from banyan.base.log import logger
 from banyan.ops.npu.contracts import FRACTAL_PAGE, LATENT_DIM, LATENT_ROPE_DIM, either
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue_contracts import (
@@ -31,7 +30,6 @@ from banyan.ops.prologue_api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, Prologu
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
-log = logger(__name__)
 _MODES = {
     (False, False, False): PLAIN,
     (False, True, False): QUERIES,

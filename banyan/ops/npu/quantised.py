@@ -77,7 +77,7 @@ def _linear(toolkit: NpuToolkit) -> Callable[..., PackedLinear]:
     ) -> PackedLinear:
         if weight.type == FOUR_BITS:
             if why := misfit(weight):
-                tell_unpacked(why)
+                tell_unpacked(toolkit.operators, why)
                 return PlainLinear(weight.dense.to(device, dtype))
             return FourBitLinear(toolkit.operators, weight, dtype, device)
         found = Rounding.of(weight.raw, weight.type)
