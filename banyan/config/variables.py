@@ -277,7 +277,7 @@ SETTINGS = {
             kind=INT,
             low=1,
             high=2,
-            proof="tests/config/test_dispatch.py::test_a_variable_says_which_operator_runs_experts",
+            proof="tests/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

@@ -94,7 +94,7 @@ def test_a_variable_is_the_bound() -> None:
         check_the_tokens(low, 9)
 
 
-def test_a_variable_says_which_operator_runs_experts() -> None:
+def test_the_operator_that_runs_experts_is_one_of_two() -> None:
     fused = parse(
         ("--tp", "4", "--moe-a2a-backend", "ascend_fuseep"), read_environment({MODE: "2"})
     )

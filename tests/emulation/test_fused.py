@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from banyan.base.errors import BanyanError
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.config.cli import parse
+from banyan.config.dispatch import LIMIT
+from banyan.config.env import read_environment
 from banyan.layers.build import Build
 from banyan.layers.exchange import Exchange
 from banyan.ops import reference
@@ -17,12 +20,15 @@ from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.npu.contracts import ContractError
 from banyan.ops.npu.fused import as_bits, in_turns
 from banyan.ops.npu.fused_operators import Fuser
+from banyan.ops.npu.needs import NpuToolkit
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
 from banyan.platform.dispatch import FUSED, MIB, fused_buffer_bytes, fusing_obstacle
 from banyan.platform.npu import NpuPlatform
 from banyan.platform.npu_driver import open_fusing
+from banyan.prepare import prepare
+from banyan.runner.sending import check_the_fusing, fused_mode
 from tests.emulation.device import EmulatedNpu, install
 from tests.emulation.exchanges import Tokens, how_far
 from tests.emulation.test_families import compare
@@ -260,6 +266,27 @@ def test_one_operator_says_what_several_say(npu, model, wanted, monkeypatch, lay
     with start(model, **SENT, **flags) as engine:
         assert compare(answers(engine), wanted, NEAR) >= 8
         assert engine.get_server_info()["moe_a2a_backend"] == "ascend_fuseep"
+
+
+@ON_A3
+@pytest.mark.parametrize(("mode", "why"), [("1", "1 to 256 tokens at once, not 300"), ("2", "")])
+def test_a_variable_says_which_operator_it_is(npu, model, monkeypatch, mode, why) -> None:
+    """By what it takes."""
+    for name, value in ((NAME, mode), (LIMIT, "300"), ("BANYAN_NPU", "emulated")):
+        monkeypatch.setenv(name, value)
+    given = read_environment()
+    flags = ("--model-path", str(model), "--device", "npu", "--tp", "2")
+    sent = (word for name, value in SENT.items() for word in (f"--{name.replace('_', '-')}", value))
+    config, card = prepare(parse((*flags, *sent), given), given)
+    traits = NpuPlatform().traits
+    if why:
+        with pytest.raises(ConfigError, match=why):
+            check_the_fusing(config, card, traits)
+    else:
+        check_the_fusing(config, card, traits)
+    wishes = {"fuseep-mode": str(fused_mode(config))}
+    toolkit = open_toolkit("npu", 1, wishes)
+    assert isinstance(toolkit, NpuToolkit) and toolkit.fuser.mode == int(mode)
 
 
 REFUSED = {
