@@ -100,12 +100,13 @@ class Experts:
         is_rounded = scale is not None or per_token_scale is not None or output_dtype is not None
         if is_rounded:
             require(
-                bool(scale and per_token_scale) and output_dtype in _DTYPES,
+                bool(scale and per_token_scale and output_dtype),
                 name,
                 "scale, per_token_scale and output_dtype go together",
             )
             assert scale and per_token_scale and output_dtype
-            dtype, factors = _DTYPES[output_dtype], (scale[0], per_token_scale[0])
+            dtype = _DTYPES.get(output_dtype, torch.int8)
+            factors = (scale[0], per_token_scale[0])
             given_all = (x[0], weight[0], group_list, *factors, dtype)
             expert_contracts.grouped_quant_matmul(*given_all)
             factor, units = (self._host(part).float() for part in factors)

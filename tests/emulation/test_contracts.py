@@ -1,4 +1,5 @@
-"""The NPU's operators: their numbers against plain torch, and for each contract a refusal."""
+"""The NPU's operators: their numbers against plain torch, and what the emulated device refuses
+beyond their contracts (test_refusals.py), because a real one would follow it without a word."""
 
 import math
 
@@ -140,76 +141,16 @@ class TestNumbers:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("changed", "why"),
-        [
-            ({"query": lambda s: s.on(random(3, 1, HEADS, 64).float())}, "must be torch.bfloat16"),
-            ({"query": lambda s: s.on(random(3, 1, HEADS, 64).half())}, "must have one dtype"),
-            ({"query": lambda s: random(3, 1, HEADS, 64)}, "query must lie on the NPU"),
-            ({"query": lambda s: s.on(random(3, HEADS, 64))}, "has 4 dimensions"),
-            ({"table": lambda s: s.on(s.table.long())}, "block_table must be torch.int32"),
-            ({"table": lambda s: s.table}, "block_table must lie on the NPU"),
-            ({"table": lambda s: s.on(s.table[:2])}, r"block_table must be \[3"),
-            ({"table": lambda s: s.on(s.table)[:, :3]}, "block_table must be contiguous"),
-            ({"table": lambda s: s.on(s.table)[:, :2].contiguous()}, "must have 3 columns for 257"),
-            ({"table": lambda s: s.on(s.table + 99)}, "the pages of row 0 must be 0 to 15"),
-            ({"lengths": lambda s: [1, 2]}, "must be 3 numbers"),
-            ({"lengths": lambda s: []}, "needs actual_seq_lengths_kv"),
-            ({"lengths": lambda s: [1, 2, -1]}, "from 0 on"),
-            ({"kv_heads": lambda s: 3}, "times the kv heads, they are 8 and 3"),
-            ({"kv_heads": lambda s: 4}, "pages must be"),
-            ({"key": lambda s: s.pages[0].view(PAGES, PAGE, KV_HEADS, 64)}, "pages must be"),
-            ({"value": lambda s: s.pages[1][1:]}, "as many pages"),
-        ],
-    )
-    def test_attention_of_single_tokens(self, operators, scene, changed, why):
-        made = {name: make(scene) for name, make in changed.items()}
-        with pytest.raises(ContractError, match=why):
-            scene.single(operators, **made)
+    def test_pages_that_are_not_there(self, operators, scene):
+        with pytest.raises(ContractError, match="the pages of row 0 must be 0 to 15"):
+            scene.single(operators, table=scene.on(scene.table + 99))
 
-    @pytest.mark.parametrize(
-        ("changed", "why"),
-        [
-            ({"ends": lambda s: [10, 30, 5]}, "are sums, rising to the number of tokens 45"),
-            ({"ends": lambda s: [10, 40, 44]}, "are sums, rising to the number of tokens 45"),
-            ({"ends": lambda s: []}, "TND needs actual_seq_lengths"),
-            (
-                {
-                    "key": lambda s: s.pages[0].view(2 * PAGES, 64, -1),
-                    "value": lambda s: s.pages[1].view(2 * PAGES, 64, -1),
-                },
-                "must be a multiple of 128",
-            ),
-        ],
-    )
-    def test_attention_of_rows_together(self, operators, wide, changed, why):
-        made = {name: make(wide) for name, make in changed.items()}
-        with pytest.raises(ContractError, match=why):
-            wide.together(operators, **made)
-
-    def test_heads_that_rows_together_do_not_take(self, operators, scene):
-        with pytest.raises(ContractError, match="needs heads of 128 or 192 or 256 dimensions"):
-            scene.together(operators)
-
-    def test_heads_that_are_no_multiple_of_16(self, operators, on):
-        with pytest.raises(ContractError, match="a multiple of 16 and at most 512"):
-            Scene(on, 24).single(operators)
-
-    @pytest.mark.parametrize(
-        ("mask", "why"),
-        [
-            (None, "needs the mask of 2048 x 2048"),
-            (torch.ones(128, 128, dtype=torch.bool).triu(1), "needs the mask of 2048 x 2048"),
-            (torch.ones(2048, 2048, dtype=torch.bool).tril(), "must be 1 above the diagonal only"),
-            (torch.ones(2048, 2048).triu(1), "atten_mask must be"),
-        ],
-        ids=["none", "small", "inverted", "floats"],
-    )
-    def test_masks(self, npu, wide, mask, why):
-        with pytest.raises(ContractError, match=why):
+    def test_a_mask_of_the_other_half(self, npu, wide):
+        mask = torch.ones(2048, 2048, dtype=torch.bool).tril()
+        with pytest.raises(ContractError, match="must be 1 above the diagonal only"):
             torch.ops.npu.npu_fused_infer_attention_score(
                 *(wide.on(random(45, HEADS, 128)), *wide.pages),
-                atten_mask=None if mask is None else wide.on(mask),
+                atten_mask=wide.on(mask),
                 actual_seq_lengths=[10, 40, 45],
                 actual_seq_lengths_kv=LENGTHS,
                 block_table=wide.on(wide.table),
@@ -228,64 +169,14 @@ class TestRefusals:
         with pytest.raises(ContractError, match="antiquant_mode are not served here"):
             attend(q, *scene.pages, antiquant_mode=1)
 
-    @pytest.mark.parametrize(
-        ("x", "weight", "why"),
-        [
-            (random(5, 32), random(16), r"gamma must be \[32\]"),
-            (random(5, 32), random(32).float(), "must have one dtype"),
-            (random(5, 32).double(), random(32).double(), ""),
-            (random(5, 32).int(), random(32).int(), "must be torch.bfloat16"),
-        ],
-    )
-    def test_norms(self, operators, on, x, weight, why):
-        if not why:  # doubles have become floats on their way
-            assert operators.rms_norm(on(x), on(weight), 1e-5).dtype == torch.float32
-            return
-        with pytest.raises(ContractError, match=why):
-            operators.rms_norm(on(x), on(weight), 1e-5)
-        with pytest.raises(ContractError, match=why):
-            operators.add_rms_norm(on(x), on(x), on(weight), 1e-5)
+    def test_doubles_have_become_floats_on_their_way(self, operators, on):
+        x, weight = on(random(5, 32).double()), on(random(32).double())
+        assert operators.rms_norm(x, weight, 1e-5).dtype == torch.float32
 
-    def test_norms_of_parts_of_wider_rows(self, operators, on):
-        with pytest.raises(ContractError, match="x must be contiguous"):
-            operators.rms_norm(on(random(5, 64))[:, :32], on(random(32)), 1e-5)
-
-    def test_sums_of_different_shapes(self, operators, on):
-        with pytest.raises(ContractError, match="must have one shape"):
-            operators.add_rms_norm(on(random(5, 32)), on(random(1, 32)), on(random(32)), 1e-5)
-
-    def test_gates_of_odd_width(self, operators, on):
-        with pytest.raises(ContractError, match="must be even, it is 33"):
-            operators.swiglu(on(random(5, 33)))
-
-    @pytest.mark.parametrize(
-        ("x", "angles", "why"),
-        [
-            (random(1, 5, 4, 16), random(5, 16), "must have 4 dimensions"),
-            (random(1, 5, 4, 15), random(1, 5, 1, 15), "must be even and less than 896"),
-            (random(1, 5, 1000, 16), random(1, 5, 1, 16), "must be less than 1000"),
-            (random(1, 5, 4, 16), random(1, 5, 1, 8), r"r1 and r2 must be \[1, 5, 1, 16\]"),
-            (random(1, 5, 4, 16), random(1, 5, 1, 16).float(), "must have one dtype"),
-        ],
-    )
-    def test_rotations(self, operators, on, x, angles, why):
-        with pytest.raises(ContractError, match=why):
-            operators.rotary_mul(on(x), on(angles), on(angles))
-
-    @pytest.mark.parametrize(
-        ("places", "updates", "why"),
-        [
-            (torch.tensor([[9]]), random(1, 4), "indices must be 0 to 5, they are 9 to 9"),
-            (torch.tensor([[-1]]), random(1, 4), "indices must be 0 to 5"),
-            (torch.tensor([1]), random(4), "indices must have 2 dimensions or more"),
-            (torch.tensor([[1.0]]), random(1, 4), "indices must be torch.int32"),
-            (torch.tensor([[1]]), random(1, 3), r"updates must be \[1, 4\]"),
-            (torch.tensor([[1]]), random(1, 4).half(), "must have the dtype of self"),
-        ],
-    )
-    def test_scattering(self, operators, on, places, updates, why):
-        with pytest.raises(ContractError, match=why):
-            operators.scatter(on(random(6, 4)), on(places), on(updates))
+    @pytest.mark.parametrize("place", [9, -1])
+    def test_places_that_are_not_there(self, operators, on, place):
+        with pytest.raises(ContractError, match="indices must be 0 to 5"):
+            operators.scatter(on(random(6, 4)), on(torch.tensor([[place]])), on(random(1, 4)))
 
 
 class TestLengthsOfGraphs:

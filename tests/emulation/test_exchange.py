@@ -204,12 +204,9 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
     many = torch.zeros(200, PER_TOKEN, dtype=torch.int32, device=device)
     sent = operators.dispatch(x, small, share, ranks, EXPERTS, limits)
     tries = [
-        lambda: operators.dispatch(x, ids, share, ranks, EXPERTS, limits),
-        lambda: operators.combine(sent.rows, sent, small, share.half(), ranks, EXPERTS, limits),
         lambda: operators.dispatch(x, small + EXPERTS, share, ranks, EXPERTS, limits),
         lambda: operators.dispatch(x, small, share, Ranks("nobody", rank, 2), EXPERTS, limits),
         lambda: operators.dispatch(x, small, share, far, EXPERTS, limits),
-        lambda: operators.dispatch(x, small, share, ranks, EXPERTS + 1, limits),
         lambda: operators.dispatch(wide, many, many.float(), ranks, EXPERTS, limits),
         lambda: operators.combine(sent.rows[:5], sent, small, share, ranks, EXPERTS, limits),
         lambda: groups.exchange.all_reduce(x),
@@ -227,12 +224,9 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
 
 def test_what_an_exchange_does_not_take_is_refused(npu: EmulatedNpu, tmp_path) -> None:
     wanted = [
-        "expert_ids must be .*int32",
-        "expert_scales must be .*float32",
         "expert_ids must be 0 to 5",
         "no group is called 'nobody'",
         "the group has this one as",
-        "7 experts are not the same number on each of 2 ranks",
         "200 tokens a rank need [0-9]+ MB of the group's buffer, it has 32",
         "expand_x must be the 24 rows of the exchange",
         "nothing else may use it",

@@ -1,8 +1,5 @@
 """Checkpoints of 4-bit weights and 8-bit activations on the emulated NPU, by its own products."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +7,6 @@ from safetensors.torch import load_file, save_file
 
 from banyan.ops.four_bits import FOUR_BITS, FourBits
 from banyan.ops.npu import operators as operators_of
-from banyan.ops.npu.contracts import ContractError
 from banyan.ops.npu.expert_products import GroupedProduct
 from banyan.ops.npu.four_bit_cases import rows, weight
 from banyan.ops.npu.four_bit_operators import FourBitOperators
@@ -113,47 +109,3 @@ def test_experts_take_rows_that_are_rounded_already(npu, on) -> None:
     found = product(on(numbers), on(torch.tensor([5, 0])), on(units)).cpu()
     wanted = numbers.float() @ weight(1).dense.t() * units.unsqueeze(1)
     assert torch.allclose(found.float(), wanted, rtol=2**-7, atol=1e-2)
-
-
-CHANGES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "rows of floats": ("x", lambda x: x.to(HALF), "must be torch.int8"),
-    "bytes": ("columns", lambda x: x.to(torch.int8), "must be torch.int32|not served here"),
-    "in part": ("columns", lambda x: x[..., :256, :].contiguous(), r"they are \[5, 512\] and"),
-    "floats": ("scale", lambda x: x.float(), "scale must be torch.int64"),
-    "by output": ("scale", lambda x: x[..., :1, :].contiguous(), r"scale must be \[2, 48\]"),
-    "units": ("units", lambda x: x[:4], r"must be \[5(, 1)?\], it is \[4"),
-    "lift": ("lift", lambda x: x[..., :8].contiguous(), "(offset|bias) must be"),
-    "whole lift": ("lift", lambda x: x.int(), "must be torch.float32"),
-    "what is made": ("dtype", lambda x: torch.float32, "output_dtype must be one of"),
-    "strided": ("x", lambda x: x.t().contiguous().t(), "must be contiguous"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("is_grouped", [True, False])
-def test_calls_that_are_refused(npu, on, change: str, is_checked: bool, is_grouped: bool) -> None:
-    (numbers, units), found = rows(), Packed.of(weight(1))
-    given: dict[str, Any] = {"x": numbers, "columns": found.columns, "scale": found.scale}
-    given |= {"units": units if is_grouped else units.unsqueeze(1), "lift": found.lift}
-    if is_grouped:
-        for name in ("columns", "scale", "lift"):
-            given[name] = torch.stack([given[name]] * 2)
-    name, changed, why = CHANGES[change]
-    given = {key: on(part) for key, part in given.items()} | {"dtype": HALF}
-    given[name] = changed(given[name])
-    four = Operators(is_checked).four_bits
-    with pytest.raises(ContractError, match=why):
-        if is_grouped:
-            given["counts"] = on(torch.tensor([2, 3]))
-            given["weight"] = given.pop("columns")
-            four.grouped_matmul(**given)
-        else:
-            four.matmul(**given)
-
-
-def test_inputs_in_pieces_that_the_operators_do_not_take_are_refused(npu, on) -> None:
-    given = (torch.ones(2, 384, dtype=torch.int8), torch.ones(384, 6, dtype=torch.int32))
-    given += (torch.ones(1, 48, dtype=torch.int64), torch.ones(2, 1), torch.ones(48))
-    with pytest.raises(ContractError, match="a multiple of 256 up to 18432, they are 384"):
-        Operators(is_checked=False).four_bits.matmul(*map(on, given), HALF)

@@ -118,33 +118,21 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
     packed = ops.pack_experts(weights(rank))
     x, ids, share = (part.to(device) for part in tokens_of(rank, 4, 0))
     first, second = packed._gate_up, packed._down
-    call = [Fuser(open_fusing(), mode, FUSED[mode - 1], False) for mode in (1, 2)]
-    plain, short = (first[0].clone(), first[1]), first[1][:, :9].contiguous()
+    call = Fuser(open_fusing(), 1, FUSED[0], False)
+    plain = (first[0].clone(), first[1])
     many = [part.repeat(40, 1) for part in (x, ids, share)]
     far = Ranks("nobody", rank, 2)
-    buffer = call[0]._buffer(ranks)
+    buffer = call._buffer(ranks)
     small = {"num_max_dispatch_tokens_per_rank": 3, "num_experts": EXPERTS}
-    wide = torch.zeros(4, 7168, dtype=torch.bfloat16, device=device)
     tries = [
-        lambda: call[0](x.half(), ids, share, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids.int(), share, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share.half(), first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids + EXPERTS, share, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share[:3], first, second, ranks, EXPERTS),
-        lambda: call[0](wide, ids, share, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share, first, second, ranks, EXPERTS + 2),
-        lambda: call[0](x, ids, share, plain, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share, (first[0].half(), first[1]), second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share, (first[0], as_bits(first[1])), second, ranks, EXPERTS),
-        lambda: call[1](x, ids, share, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share, first, (second[0][:1], second[1]), ranks, EXPERTS),
-        lambda: call[0](x, ids, share, (first[0], short), second, ranks, EXPERTS),
-        lambda: call[0](*many, first, second, ranks, EXPERTS),
-        lambda: call[0](x, ids, share, first, second, far, EXPERTS),
+        lambda: call(x, ids + EXPERTS, share, first, second, ranks, EXPERTS),
+        lambda: call(x, ids, share, first, second, ranks, EXPERTS + 2),
+        lambda: call(x, ids, share, plain, second, ranks, EXPERTS),
+        lambda: call(*many, first, second, ranks, EXPERTS),
+        lambda: call(x, ids, share, first, second, far, EXPERTS),
         lambda: buffer.fused_deep_moe(x, ids, share, *first, *second, **small),
         lambda: buffer.fused_deep_moe(x, ids, share, *first, *second, 4, EXPERTS, quant_mode=0),
-        lambda: buffer.fused_deep_moe(x, ids, share, *first, *second, 4, EXPERTS, fuse_mode=3),
-        lambda: call[0](x.t().contiguous().t(), ids, share, first, second, ranks, EXPERTS),
+        lambda: call(x.t().contiguous().t(), ids, share, first, second, ranks, EXPERTS),
     ]
     told = []
     for each in tries:
@@ -159,24 +147,13 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
 @ON_A3
 def test_what_the_operators_do_not_take_is_refused(npu: EmulatedNpu, tmp_path) -> None:
     wanted = [
-        "x must be .*bfloat16.* it is torch.float16",
-        "topk_idx must be .*int64",
-        "topk_weights must be .*float32",
         "topk_idx must be 0 to 3",
-        r"topk_weights \[tokens, experts of a token\], they are",
-        r"gmm1_permuted_weight must be \[experts, 7168",
         "2 experts are here, 6 of all make 3",
         r"gmm1_permuted_weight must have the fractal form \(NZ\)",
-        "gmm1_permuted_weight must be .*int8",
-        "gmm1_permuted_weight_scale must be .*float32",
-        "gmm1_permuted_weight_scale must be .*int64",
-        r"gmm2_weight must be \[2, 512, 512\], it is \[1, ",
-        r"gmm1_permuted_weight_scale must be \[2, 1024\], it is \[2, 9\]",
         "160 tokens a rank need [0-9]+ MB of the group's buffer, it has 2$",
         "no group is called 'nobody'",
         "num_max_dispatch_tokens_per_rank is 3, a rank gives 4",
         "quant_mode is 1, not 0",
-        "fuse_mode is 1 or 2, not 3",
         "x must be contiguous",
     ]
     for told in together(2, tmp_path, refuse):

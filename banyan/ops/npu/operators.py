@@ -385,7 +385,7 @@ class Operators:
     def cast_fractal(self, columns: Tensor) -> Tensor:
         """In the form that products read best; as it is where its sizes do not allow that, or where
         weights are to stay plain. columns: [..., in, out] int8 or of half precision."""
-        step = COLUMN_STEPS[columns.dtype]
+        step = COLUMN_STEPS.get(columns.dtype, 1)
         if self.keeps_plain or columns.shape[-2] % ROW_STEP or columns.shape[-1] % step:
             return columns
         if self._is_checked:

@@ -71,7 +71,8 @@ def mla_prolog(
     inner = {"weight_dq": weights.squeeze, "weight_dkv_kr": weights.latent}
     heads = {"weight_uq_qr": weights.query}
     scales = dict(zip((*inner, *heads), _scales(weights), strict=True))
-    placed(_NAME, token_x=x, cache_index=places, weight_uk=weights.keys, **floats, **inner, **heads)
+    rows = {"token_x": x, "dequant_scale_x": units, "cache_index": places}
+    placed(_NAME, **rows, weight_uk=weights.keys, **floats, **inner, **heads)
     placed(_NAME, **{f"dequant_scale of {name}": scale for name, scale in scales.items()})
     typed(_NAME, (half,), weight_uk=weights.keys, **floats)
     typed(_NAME, (torch.int8 if mode == WHOLLY else half,), token_x=x, **inner)
