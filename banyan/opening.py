@@ -392,13 +392,6 @@ def check_drafts(
             "model keep a state, which goes back behind drafts that do not stand on the host alone",
             hint="leave it out, or use --device cpu",
         )
-    latent = None if card is None else card.latent
-    if speculative.is_ahead and latent is not None and latent.index_heads:
-        raise ConfigError(
-            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: the indexer of the "
-            "layer that drafts leaves out position 0, and the one of this device chooses from all",
-            hint="use NGRAM, or --device cpu",
-        )
     if speculative.num_tokens > traits.verified:
         raise ConfigError(
             f"--speculative-num-draft-tokens {speculative.num_tokens} on {traits.name}: a row "

@@ -1,8 +1,8 @@
 """The documents' command lines for Ascend NPUs: those of the install page, and the first node's of
 each role of the two recipes, which are kept in `tests/launch/golden`.
 
-Counts of ranks are smaller by one factor, addresses are this machine's, and what this build refuses
-by name is left out. `python -m tests.emulation.commands` prints it for docs/ascend.md.
+Counts of ranks are smaller by one factor, and addresses are this machine's.
+`python -m tests.emulation.commands` prints the lines for docs/ascend.md.
 """
 
 import re
@@ -31,12 +31,6 @@ _STORE = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
-_DRAFTS = "the layer of DeepSeek V3.2 that drafts runs on CPUs only"
-DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
-NOT_YET = {
-    **{f"--speculative-{name}": _DRAFTS for name in DRAFTING},
-}
-"""Flags and variables of these lines that this build refuses on an NPU, or that belong to such."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +54,6 @@ class Line:
             yield self.words[start:end]
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """What of this line is not there yet, and why."""
-        asked = (name for name, value in self.variables.items() if value != "0")
-        names = (*(flag for flag, *_ in self.flags()), *asked)
-        return {name: NOT_YET[name] for name in names if name in NOT_YET}
-
-    @property
     def role(self) -> str:
         """ "prefill", "decode" or ""."""
         return next((flag[1] for flag in self.flags() if flag[0] == "--disaggregation-mode"), "")
@@ -81,11 +68,6 @@ class Line:
                 words += [flag, *value]
         kept = {k: v for k, v in self.variables.items() if k not in _OF_THEIR_HOSTS}
         return Line(tuple(words), kept)
-
-    def servable(self) -> "Line":
-        gone = self.left_out
-        words = [word for flag in self.flags() if flag[0] not in gone for word in flag]
-        return Line(tuple(words), {k: v for k, v in self.variables.items() if k not in gone})
 
 
 def _golden(recipe: str, role: str) -> Line:
@@ -124,14 +106,12 @@ LINES = {
 
 def table() -> Iterator[str]:
     """Lines for docs/ascend.md."""
-    yield "| command line | ranks | not yet |"
-    yield "|---|---|---|"
+    yield "| command line | ranks |"
+    yield "|---|---|"
     for name, line in LINES.items():
         given = dict(flag for flag in line.flags() if len(flag) == 2)
         small = dict(flag for flag in line.scaled().flags() if len(flag) == 2)
-        ranks = f"{given.get('--tp-size', 1)}, here {small.get('--tp-size', 1)}"
-        gone = ", ".join(f"`{each}`" for each in line.left_out)
-        yield f"| {name} | {ranks} | {gone or 'all of it works'} |"
+        yield f"| {name} | {given.get('--tp-size', 1)}, here {small.get('--tp-size', 1)} |"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The documents' command lines on the emulated NPU: each starts a server that answers, but for what
-is refused by name."""
+"""The documents' command lines on the emulated NPU: each starts a server that answers."""
 
 import json
 import os
@@ -11,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from banyan.base.errors import ConfigError
-from banyan.config.cli import parse
-from banyan.config.env import read_environment
 from tests.emulation import commands
 from tests.emulation.commands import LINES
 from tests.emulation.test_families import LATENT
@@ -39,9 +35,6 @@ SIZES = LATENT | {
     **{"hidden_size": 1024, "weights": 0.05},
 }
 WIDE = DEEPSEEK | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "weights": 0.02}
-AT_START = (*("--disaggregation-mode", "--disaggregation-transfer-backend", "ASCEND_MF_STORE_URL"),)
-"""What is refused when a device is opened, or belongs to what is refused; drafts are refused when
-the model is known. `test_ranks.py` and `test_handoff.py` see to it."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @contextmanager
 def serving(name: str, model: Path, log: Path, patch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server of this line, once it is ready."""
-    line = LINES[name].scaled().servable()
+    line = LINES[name].scaled()
     variables = {"BANYAN_NPU": "emulated", "BANYAN_NPU_CHECKS": "1", **line.variables}
     if STORE in line.variables:  # of the server before it, or one that is made now
         variables[STORE] = os.environ.get(STORE) or f"tcp://127.0.0.1:{free_port()}"
@@ -109,7 +102,7 @@ def test_a_documented_line_starts_a_server_that_answers(
     npu, models: dict[str, Path], tmp_path, monkeypatch, name: str
 ) -> None:
     """One that goes on with prompts answers with one that computes them, by the line beside its."""
-    role = LINES[name].scaled().servable().role
+    role = LINES[name].scaled().role
     with ExitStack() as stack:
 
         def start(name: str) -> Server:
@@ -138,22 +131,5 @@ def test_a_documented_line_starts_a_server_that_answers(
             assert len(json.loads(told.removeprefix("data: "))["output_ids"]) == 1
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_what_is_left_out_of_a_line_is_refused_by_name(name: str) -> None:
-    line = LINES[name].scaled()
-    for gone in line.left_out:
-        if gone in AT_START or gone.startswith("--speculative"):
-            continue
-        words = [word for flag in line.flags() if flag[0] == gone for word in flag]
-        words += line.servable().words
-        kept = dict(line.servable().variables)
-        kept |= {key: value for key, value in line.variables.items() if key == gone}
-        with pytest.raises(ConfigError, match=gone):
-            parse(["--model-path", "M", *words], read_environment(kept))
-    parse(
-        ["--model-path", "M", *line.servable().words], read_environment(line.servable().variables)
-    )
-
-
-def test_the_page_lists_what_is_left_out() -> None:
+def test_the_page_lists_the_lines() -> None:
     assert "\n".join(commands.table()) in DOCS.read_text()

@@ -13,7 +13,7 @@ from banyan.platform.npu import _LengthGraph
 from banyan.runner.batch import Batch
 from banyan.runner.captured import CapturedForward
 from tests.emulation.device import EmulatedNpu
-from tests.emulation.test_families import IS_WHOLE, LATENT, ROOM, compare, start
+from tests.emulation.test_families import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
 from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
 from tests.models.families import tiny
 
@@ -27,6 +27,9 @@ def made(drafter: str, folder: Path) -> dict[str, object]:
     named: dict[str, object] = {"disable_adaptive_drafts": True, "speculative_num_draft_tokens": 4}
     if drafter == "NEXTN":
         tiny_ahead("deepseek v3", folder, **ROOM, **LATENT)
+    elif drafter == "NEXTN of an indexer":  # which chooses 11 positions
+        tiny_ahead("deepseek v3.2", folder, **ROOM, **CAPTURED["deepseek v3.2"])
+        drafter = "NEXTN"
     elif drafter == "EAGLE":
         tiny_eagle("mistral", folder, folder / "eagle", **ROOM, hidden_size=96)
     elif drafter == "EAGLE3":
@@ -66,6 +69,7 @@ CASES = [
         for drafter, way in [
             *(("NGRAM128", "eager"), ("NGRAM64", "captured"), ("NGRAM64", "eager")),
             *(("NEXTN", "captured"), ("NEXTN", "eager")),
+            *(("NEXTN of an indexer", "captured"), ("NEXTN of an indexer", "eager")),
             *(("EAGLE", "eager"), ("EAGLE3", "captured")),
         ]
     ),

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from banyan.llm import Engine
+from tests.emulation.test_families import LATENT
 from tests.emulation.test_ranks import IN_ALL
+from tests.models.drafting import tiny_ahead
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, Servers, engines
 from tests.system.serving import free_port, settled, wait_until
 from tests.system.test_handoff import is_whole
+from tests.system.test_handoff_kinds import correct
 from tests.system.test_nodes import over_nodes
 from tests.system.test_transfer_engines import PACKAGES, needs
 
@@ -20,6 +23,7 @@ ON_NPU = {**FLAGS, "device": "npu", "dtype": "bfloat16", "page_size": 128, "max_
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 SEEDED = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True}
 PROMPT = [2 + 7 * i % 60 for i in range(300)]
+DRAFTS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +101,32 @@ def test_two_prefill_servers_feed_one(
         assert all(computed(each) >= 2 * 256 for each in (pair.prefill, other))
         assert computed(pair.decode) <= len(bodies) * (300 - 256 + 8), "pages came"
         beside.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@IN_ALL
+def test_what_a_layer_that_drafts_keeps_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the keys of its indexer, which chooses 11 positions: as many drafts come true as of one
+    server, but for those of the row that runs what is left of the prompt."""
+    sizes = LATENT | {"index_head_dim": 128, "max_position_embeddings": 1024}
+    tiny_ahead("deepseek v3.2", tmp_path, **sizes)
+    named = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
+    flags = {**ON_NPU, **named, "speculative_num_draft_tokens": DRAFTS + 1}
+    flags |= {"skip_tokenizer_init": True, "disable_overlap_schedule": True, "dtype": "float16"}
+    flags |= by("ascend", monkeypatch)
+    body = {"input_ids": [5 + 3 * (i % 7) for i in range(300)], "return_logprob": True}
+    params = {**GREEDY, "max_new_tokens": 40}
+    with (
+        Engine(str(tmp_path), **flags) as single,
+        engines(tmp_path, {**flags, "chunked_prefill_size": 128}, flags) as pair,
+    ):
+        right = single.generate(**body, sampling_params=params)
+        found = pair.ask(**body, sampling_params=params)
+        assert found["output_ids"] == right["output_ids"]
+        assert correct(found) >= correct(right) - DRAFTS > DRAFTS
+        wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+        assert computed(pair.decode) < 300 - 256 + 4 * 40, "the prompt came as pages"
 
 
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal"}

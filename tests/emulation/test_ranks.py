@@ -111,7 +111,7 @@ def test_ranks_say_what_one_says_on_the_cpu(npu: EmulatedNpu, tmp_path, layout, 
 
 @IN_ALL
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, DIVIDED, APART], ids=["tp", "cp", "dp"])
-@pytest.mark.parametrize("drafter", ["NEXTN", "NGRAM128"])
+@pytest.mark.parametrize("drafter", ["NEXTN", "NEXTN of an indexer", "NGRAM128"])
 def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafter, layout) -> None:
     named = made(drafter, tmp_path)
     with start(tmp_path, **CAPTURED) as engine:
@@ -145,10 +145,6 @@ REFUSED_TOGETHER = {
     "--deepep-mode auto on npu: experts that move or have copies": (
         *("qwen3 moe wide", {"tp_size": 2, "ep_num_redundant_experts": 2} | AUTO),
     ),
-    "--speculative-algorithm NEXTN on npu: the indexer of the layer that drafts": (
-        "deepseek v3.2",
-        {"tp_size": 2, "speculative_algorithm": "NEXTN", "num_nextn_predict_layers": 1},
-    ),
 }
 
 
@@ -158,12 +154,11 @@ REFUSED_TOGETHER = {
 def test_what_ranks_do_not_do_on_a_device_is_refused(npu, tmp_path, monkeypatch, why: str) -> None:
     variant, flags = REFUSED_TOGETHER[why]
     sizes: dict = {"max_position_embeddings": 256, "num_hidden_layers": 2} | SIZES[variant]
-    sizes |= {key: value for key, value in flags.items() if key.startswith("num_")}
     tiny(variant.removesuffix(" wide"), tmp_path, **sizes)
     if "tokens" in flags:
         name = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
         monkeypatch.setenv(name, str(flags["tokens"]))
-    flags = {k: v for k, v in flags.items() if not k.startswith("num_") and k != "tokens"}
+    flags = {key: value for key, value in flags.items() if key != "tokens"}
     with pytest.raises(BanyanError, match=why), start(tmp_path, **flags):
         pass
 

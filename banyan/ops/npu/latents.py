@@ -140,24 +140,23 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
         widths = (q.shape[2], q_turned.shape[2])
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
         if chosen is not None and chosen.dim() == 3:  # positions, as the indexer's operator gives
-            assert is_served and not first and not is_fractal
+            assert is_served and not is_fractal  # and none before `first`
             rows = toolkit.operators.ends_of(q.device, row_starts, context_lengths)
             given = (latent_pages, key_pages, chosen, page_tables.contiguous(), *rows, scale)
             return _of_chosen(toolkit.operators, q, q_turned, *given)
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         starts = row_starts.tolist()
         lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
-        if first:
+        if first and chosen is None:
             whole = torch.cat([q, q_turned], -1)
             values, turned = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
             rows = (tables, starts, lengths, scale)
             return attend_plainly(whole, (values, turned), values, *rows, -first)
         assert not is_fractal or (is_served and chosen is None), "fractal pages have other readers"
         if chosen is not None or not is_served:
-            return reference.latent_attention(
-                *(q, q_turned, latent_pages, key_pages),
-                *(page_tables, row_starts, context_lengths, scale, chosen),
-            )
+            rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))
+            pages = (latent_pages, key_pages)
+            return reference.latent_attention(q, q_turned, *pages, *rows, scale, chosen, first)
         room = next(count for count in LATENT_HEADS if count >= heads) - heads
         q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
         keys = (latent_pages, key_pages)

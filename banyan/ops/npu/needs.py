@@ -17,7 +17,7 @@ from banyan.ops.npu.contracts import (
 from banyan.ops.npu.fused_operators import Fuser
 from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.prologue import open_prologue
-from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, is_count
+from banyan.ops.npu.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, count_from, is_count
 from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A3
@@ -43,7 +43,9 @@ class NpuToolkit:
     def joins_index(self, shape: IndexShape) -> bool:
         widths = (shape.rank, shape.rope_dim, shape.dim)
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM, INDEX_DIM)
-        return is_served and shape.heads <= MOST_INDEX_HEADS and is_count(shape.top)
+        # A layer that drafts asks for one position more, see `sparse.py`.
+        are_counts = is_count(shape.top) and is_count(count_from(shape.top + 1))
+        return is_served and shape.heads <= MOST_INDEX_HEADS and are_counts
 
     def open_prologue(
         self, shape: PrologueShape, dtype: torch.dtype, device: torch.device

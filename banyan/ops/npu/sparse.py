@@ -13,6 +13,7 @@ from banyan.ops import reference
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.npu.contracts import LATENT_PAGES
 from banyan.ops.npu.needs import NpuToolkit, declines
+from banyan.ops.npu.sparse_contracts import count_from
 
 
 def _declines(spec: OpSpec) -> str | None:
@@ -38,20 +39,31 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         row_starts: Tensor,
         context_lengths: Tensor,
         top: int,
+        first: int = 0,
     ) -> Tensor:
         if not len(q):
             return torch.empty((0, 1, top), dtype=torch.int32, device=q.device)
         if key_pages is not turned_pages:  # `joins_index` has said no
-            return reference.choose_positions(
-                *(q, q_turned, weights, key_pages, turned_pages),
-                *(page_tables, row_starts, context_lengths, top),
-            )
+            rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))
+            given = (q, q_turned, weights, key_pages, turned_pages)
+            return reference.choose_positions(*given, *rows, top, first)
         query = torch.cat([q, q_turned], -1)
         rows = operators.ends_of(q.device, row_starts, context_lengths)
         given = (weights.contiguous(), page_tables.contiguous(), *rows)
-        return operators.choose_positions(query, key_pages.unsqueeze(2), *given, top)
+        asked = count_from(top + first)
+        chosen = operators.choose_positions(query, key_pages.unsqueeze(2), *given, asked)
+        return _from_first(chosen, top) if first else chosen
 
     return run
+
+
+def _from_first(chosen: Tensor, top: int) -> Tensor:
+    """The best of these but for position 0, which holds nothing and may be anywhere among them.
+
+    chosen: [tokens, 1, more than top]; returns [tokens, 1, top].
+    """
+    passed = (chosen == 0).int().cumsum(-1)[..., :top]  # 1 from its place on
+    return chosen.gather(-1, passed + torch.arange(top, device=chosen.device))
 
 
 choose_positions = Kernel(supports=_declines, make=_choose_positions)

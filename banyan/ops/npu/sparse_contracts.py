@@ -28,6 +28,12 @@ def is_count(top: int) -> bool:
     return 1 <= top <= MOST_CHOSEN or (top > 0 and is_large)
 
 
+def count_from(top: int) -> int:
+    """The least of these counts from `top` on; `top` itself where there is none."""
+    steps = range(MOST_CHOSEN + _STEP, _STEP * _MOST_STEPS + 1, _STEP)
+    return top if is_count(top) else next((count for count in steps if count >= top), top)
+
+
 def lightning_indexer(
     query: Tensor,
     key: Tensor,
