@@ -8,7 +8,12 @@ from banyan.launch.findings import Breach, breach
 
 FUSED = "SGLANG_NPU_FUSED_MOE_MODE"
 DISPATCH = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+_FUSEEP = "ascend_fuseep"
 _MOST_DISPATCH = 1024
+_USUAL_DISPATCH = 128
+"""Tokens of one rank in one exchange, where nobody says."""
+_FUSED_DISPATCH = (256, 1024)
+"""The most of them that operators take which run the experts too, by mode."""
 _DEFAULT_BUFFER_MB = 200
 _LONG_ROUNDS, _LONG_TOKENS = "DEEPEP_NORMAL_LONG_SEQ_ROUND", 32768
 MIB = 1 << 20
@@ -22,13 +27,20 @@ def fused(launch: Launch) -> Iterator[Breach]:
         quantization = launch.text("quantization", "none")
         if mode == "2" and quantization not in ("modelslim", "w8a8_int8"):
             yield breach("4b", value=quantization)
-        if exchange != "ascend_fuseep":
+        if exchange != _FUSEEP:
             yield breach("4c", value=mode, backend=exchange)
-    if exchange == "ascend_fuseep":
+    if exchange == _FUSEEP:
         if not launch.soc.fuses_experts:
             yield breach("4d", soc=launch.soc.name)
         if launch.text("dtype") in ("float16", "half"):
             yield breach("4e")
+
+
+def fused_mode(launch: Launch) -> int:
+    """Which operator sends rows and runs the experts too; 0 = none does."""
+    if launch.exchange != _FUSEEP or not launch.soc.fuses_experts:
+        return 0
+    return 2 if launch.variable(FUSED) == "2" else 1
 
 
 def latent(launch: Launch) -> Iterator[Breach]:
@@ -63,6 +75,8 @@ def dispatch(launch: Launch) -> Iterator[Breach]:
     if value is None or not 0 <= value <= _MOST_DISPATCH:
         yield breach("7a", value=text)
         return
+    if fused_mode(launch):
+        yield from _fused_dispatch(launch, value)
     if launch.exchange != "deepep":
         return
     if value == 0 and mode != "normal":
@@ -74,10 +88,27 @@ def dispatch(launch: Launch) -> Iterator[Breach]:
         yield from _capacity(launch, value)
 
 
+def _fused_dispatch(launch: Launch, value: int) -> Iterator[Breach]:
+    mode = fused_mode(launch)
+    limit = _FUSED_DISPATCH[mode - 1]
+    if value == 0:
+        yield breach("7d", limit=limit)
+    elif value > limit:
+        yield breach("7e", value=value, mode=mode, limit=limit)
+    elif (needed := _step_tokens(launch)) > value:
+        yield breach("8c", needed=needed, calls=-(-needed // value), value=value)
+
+
+def _step_tokens(launch: Launch) -> int:
+    """Tokens of one rank in a step of answers; 0 = nobody said."""
+    running = launch.running_per_replica or launch.number("cuda-graph-max-bs")
+    return -(-running * launch.draft_tokens // launch.attention_ranks)
+
+
 def _capacity(launch: Launch, value: int) -> Iterator[Breach]:
     drafts, ranks = launch.draft_tokens, launch.attention_ranks
     running = launch.running_per_replica or launch.number("cuda-graph-max-bs")
-    needed = -(-running * drafts // ranks)
+    needed = _step_tokens(launch)
     if needed > value:
         yield breach("8a", running=running, drafts=drafts, ranks=ranks, needed=needed, value=value)
     most = launch.number("max-running-requests")
@@ -111,18 +142,19 @@ class Buffer:
 
 
 def buffer_of(launch: Launch) -> Buffer | None:
-    """What the exchange of experts needs; None where it is not low latency, or facts are absent."""
-    model, value = launch.model, launch.count(DISPATCH)
-    is_low = launch.exchange == "deepep" and launch.deepep_mode != "normal"
-    if model is None or not value or not is_low or not model.experts:
+    """What sending rows to experts at once needs; None where they are not, or facts are absent."""
+    model, value, mode = launch.model, launch.count(DISPATCH), fused_mode(launch)
+    value = _USUAL_DISPATCH if value is None else value
+    is_at_once = mode or (launch.exchange == "deepep" and launch.deepep_mode != "normal")
+    if model is None or value < 1 or not is_at_once or not model.experts:
         return None
     first, second = launch.count("DEEPEP_HCCL_BUFFSIZE"), launch.count("HCCL_BUFFSIZE")
     given, soc = first or second or _DEFAULT_BUFFER_MB, launch.soc.name
     return Buffer(
         given=given,
-        needed=-(-buffer_bytes(soc, value, launch.ep, model) // MIB),
+        needed=-(-buffer_bytes(soc, value, launch.ep, model, mode) // MIB),
         tokens=value,
-        fits=tokens_that_fit(soc, given, launch.ep, model),
+        fits=tokens_that_fit(soc, given, launch.ep, model, mode),
         ep=launch.ep,
         experts=model.experts,
         hidden=model.hidden,
@@ -135,15 +167,19 @@ def buffer(launch: Launch) -> Iterator[Breach]:
         yield breach("9a", **vars(found))
 
 
-def buffer_bytes(soc: str, tokens: int, ep: int, model: Model) -> int:
+def buffer_bytes(soc: str, tokens: int, ep: int, model: Model, fused: int = 0) -> int:
     """What the exchange of experts needs of the HCCL buffer.
 
     Args:
         tokens: of one rank in one exchange.
         ep: ranks that share the experts.
+        fused: by `fused_mode`. The first operator of these has no formula of its own, and counts as
+            the exchange that it makes; the second one's counts rows of 8 bits.
     """
     local = -(-model.experts // ep)
     token_bytes = 2 * model.hidden
+    if fused == 2:
+        return 3 * tokens * model.experts_per_token * model.hidden + 10 * MIB
     if soc == "A2":
         each = min(local, model.experts_per_token)
         return 2 * (tokens * ep * each * token_bytes + 2 * MIB)
@@ -152,12 +188,11 @@ def buffer_bytes(soc: str, tokens: int, ep: int, model: Model) -> int:
     return 2 * (local * tokens * ep * sent + returned)
 
 
-def tokens_that_fit(soc: str, buffer_mb: int, ep: int, model: Model) -> int:
+def tokens_that_fit(soc: str, buffer_mb: int, ep: int, model: Model, fused: int = 0) -> int:
     """The most tokens of one rank for which a buffer is large enough."""
-    tokens = 0
-    while tokens < _MOST_DISPATCH and (buffer_bytes(soc, tokens + 1, ep, model) <= buffer_mb * MIB):
-        tokens += 1
-    return tokens
+    there = buffer_mb * MIB
+    counts = range(1, _MOST_DISPATCH + 1)
+    return sum(buffer_bytes(soc, count, ep, model, fused) <= there for count in counts)
 
 
 def _aligned(size: int, step: int) -> int:

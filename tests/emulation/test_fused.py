@@ -12,6 +12,8 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.cli import parse
 from banyan.config.dispatch import LIMIT
 from banyan.config.env import read_environment
+from banyan.launch.expert_rules import buffer_bytes as launched
+from banyan.launch.facts import Model
 from banyan.layers.build import Build
 from banyan.layers.exchange import Exchange
 from banyan.ops import reference
@@ -188,6 +190,13 @@ def test_an_operator_of_8_bits_needs_less_of_the_buffer() -> None:
     assert (first // MIB, second) == (179, 3 * 24 * 8 * 7168 + 10 * MIB)
 
 
+def test_the_buffer_is_what_the_launcher_computes() -> None:
+    model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
+    for mode, (tokens, ranks) in ((1, (24, 16)), (2, (1000, 32))):
+        found = fused_buffer_bytes(mode, tokens, 7168, 8, ranks, 256)
+        assert found == launched("A3", tokens, ranks, model, mode)
+
+
 def test_a_first_weight_has_gates_and_ups_in_turns() -> None:
     numbers = torch.arange(8).view(1, 8, 1).expand(1, 8, 3)
     assert in_turns(numbers, 2)[0, :, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -246,21 +255,24 @@ def test_one_operator_says_what_several_say(npu, model, wanted, monkeypatch, lay
 
 
 @ON_A3
-@pytest.mark.parametrize(("mode", "why"), [("1", "1 to 256 tokens at once, not 300"), ("2", "")])
-def test_a_variable_says_which_operator_it_is(npu, model, monkeypatch, mode, why) -> None:
+@pytest.mark.parametrize(
+    ("mode", "tokens", "why"),
+    [("1", "256", ""), ("1", "300", "takes at most 256 tokens of a rank"), ("2", "300", "")],
+)
+def test_a_variable_says_which_operator_it_is(npu, model, monkeypatch, mode, tokens, why) -> None:
     """By what it takes."""
-    for name, value in ((NAME, mode), (LIMIT, "300"), ("BANYAN_NPU", "emulated")):
+    for name, value in ((NAME, mode), (LIMIT, tokens), ("BANYAN_NPU", "emulated")):
         monkeypatch.setenv(name, value)
     given = read_environment()
     flags = ("--model-path", str(model), "--device", "npu", "--tp", "2")
     sent = (word for name, value in SENT.items() for word in (f"--{name.replace('_', '-')}", value))
-    config, card = prepare(parse((*flags, *sent), given), given)
-    traits = NpuPlatform().traits
+    words = (*flags, *sent)
     if why:
         with pytest.raises(ConfigError, match=why):
-            check_the_fusing(config, card, traits)
-    else:
-        check_the_fusing(config, card, traits)
+            prepare(parse(words, given), given)
+        return
+    config, card = prepare(parse(words, given), given)
+    check_the_fusing(config, card, NpuPlatform().traits)
     wishes = {"fuseep-mode": str(fused_mode(config))}
     toolkit = open_toolkit("npu", 1, wishes)
     assert isinstance(toolkit, NpuToolkit) and toolkit.fuser.mode == int(mode)
@@ -270,7 +282,7 @@ REFUSED = {
     "on cpu: only Ascend A3s have": ({"device": "cpu", "dtype": "float32"}, {}),
     "rows are 512 to 7168 wide, a multiple of 32, not 48": ({}, {"hidden_size": 48}),
     "gates and ups together are 1024 to 6144 wide": ({}, {"moe_intermediate_size": 64}),
-    "256 tokens at once, not 300; SGLANG_DEEPEP_NUM": ({"tokens": 300}, {}),
+    "SGLANG_DEEPEP_NUM.*=300: .* takes at most 256 tokens of a rank": ({"tokens": 300}, {}),
     "experts that move or have copies": ({"ep_num_redundant_experts": 2}, {}),
     "computes in bfloat16, --dtype is float16": ({"dtype": "float16"}, {}),
     "in a form of their own": ({"cpu_offload_gb": 1}, {}),

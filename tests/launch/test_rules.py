@@ -1,21 +1,25 @@
 """Every rule of a launch on Ascend devices: a case that breaks it, and one that just does not."""
 
+import ast
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from banyan.config.env import Environment
-from banyan.launch.expert_rules import MIB, buffer_bytes, tokens_that_fit
+from banyan.launch.expert_rules import MIB, buffer_bytes, buffer_of, tokens_that_fit
 from banyan.launch.facts import KNOWN, SOCS, Launch, Model
-from banyan.launch.findings import ERROR, WARNING, sentences
+from banyan.launch.findings import ERROR, WARNING, Breach, breach, sentences
 from banyan.launch.reading import arguments_of_words
-from banyan.launch.rules import check, left_out
+from banyan.launch.rules import RULES, check, left_out
 from banyan.launch.runtime_rules import read_pairs
 
 V32, V3, R1 = KNOWN
 LLAMA = Model("llama", hidden=4096, is_modelslim=False)
 MIXTURE = Model("mixture", hidden=2048, experts=64, experts_per_token=6, is_modelslim=False)
 DEEPEP = "--moe-a2a-backend deepep --tp 16 "
+FUSEEP = "--moe-a2a-backend ascend_fuseep --tp 16 "
 LOW = DEEPEP + "--deepep-mode low_latency "
 SEGMENTS = "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True "
 DISPATCH = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK="
@@ -64,15 +68,17 @@ BROKEN = {
     "1d": Case("--kv-cache-dtype int8", says="int8"),
     "2a": Case("--page-size 64", says="64"),
     "2b": Case("--page-size 256", model=V32, says="deepseek-v3.2"),
-    "3a": Case("--quantization modelslim", model=LLAMA),
+    "3a": Case(
+        "--quantization modelslim", model=LLAMA, says="has no quant_model_description.json (name a"
+    ),
     "3b": Case("--quantization awq", model=Model("slim", is_modelslim=True), says="awq"),
     "3c": Case("--quantization fp8", says="fp8"),
     "4a": Case("", "SGLANG_NPU_FUSED_MOE_MODE=3", says="3"),
     "4b": Case("--moe-a2a-backend ascend_fuseep", "SGLANG_NPU_FUSED_MOE_MODE=2", says="none"),
     "4c": Case("--moe-a2a-backend deepep", "SGLANG_NPU_FUSED_MOE_MODE=1", says="deepep"),
     "4d": Case("--moe-a2a-backend ascend_fuseep", soc="A2", says="A2"),
-    "4e": Case("--moe-a2a-backend ascend_fuseep --dtype float16"),
-    "5a": Case("", "SGLANG_USE_FIA_NZ=1"),
+    "4e": Case("--moe-a2a-backend ascend_fuseep --dtype float16", says="--dtype is float16 (give"),
+    "5a": Case("", "SGLANG_USE_FIA_NZ=1", says="without SGLANG_NPU_USE_MLAPO=1 (set both)"),
     "5b": Case("", "SGLANG_NPU_USE_MLAPO=1", model=LLAMA, says="SGLANG_NPU_USE_MLAPO"),
     "5c": Case("", "SGLANG_USE_FIA_NZ=1 SGLANG_NPU_USE_MLAPO=1", model=V32, says="deepseek-v3.2"),
     "6a": Case("", "SGLANG_NPU_USE_MULTI_STREAM=1", model=MIXTURE, says="64 experts, 0"),
@@ -80,6 +86,8 @@ BROKEN = {
     "7a": Case(LOW, DISPATCH + "1025", says="1025"),
     "7b": Case(LOW, DISPATCH + "0", says="low_latency"),
     "7c": Case(LOW, DISPATCH + "300", soc="A2", says="at most 256"),
+    "7d": Case(FUSEEP, DISPATCH + "0", says="up to 256"),
+    "7e": Case(FUSEEP, DISPATCH + "257", says="MODE=1 takes at most 256 tokens"),
     "8a": Case(
         LOW + "--max-running-requests 64 --dp-size 4 --enable-dp-attention "
         "--speculative-num-draft-tokens 4",
@@ -87,42 +95,53 @@ BROKEN = {
         says="16 requests of 4 tokens on 4 ranks are 16 tokens",
     ),
     "8b": Case(LOW + "--max-running-requests 64", DISPATCH + "63", says="64"),
+    "8c": Case(
+        FUSEEP + "--max-running-requests 1024",
+        DISPATCH + "24",
+        says="steps of 64 tokens a rank go in 3 calls",
+    ),
     "9a": Case(LOW, DISPATCH + "27 HCCL_BUFFSIZE=200", model=R1, says="need 202 MB; 26 tokens fit"),
-    "10a": Case(LOW + PREFILL, STORE),
-    "10b": Case(DEEPEP + "--deepep-mode normal " + DECODE, STORE),
+    "10a": Case(LOW + PREFILL, STORE, says="on a server of prompts (give normal"),
+    "10b": Case(
+        DEEPEP + "--deepep-mode normal " + DECODE, STORE, says="on a server of answers with graphs"
+    ),
     "11a": Case("", "TASK_QUEUE_ENABLE=3", says="3"),
-    "11b": Case("", "TASK_QUEUE_ENABLE=2"),
+    "11b": Case("", "TASK_QUEUE_ENABLE=2", says="may disturb the launch of graphs (set 0 or 1"),
     "11c": Case(DECODE, STORE + "TASK_QUEUE_ENABLE=1", says="=1"),
     "12a": Case("", "STREAMS_PER_DEVICE=16", says="16"),
-    "13a": Case("", SEGMENTS + "PYTORCH_ALLOC_CONF=x:1"),
-    "13b": Case("", "PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64", model=MIXTURE),
+    "13a": Case("", SEGMENTS + "PYTORCH_ALLOC_CONF=x:1", says="are both set (unset PYTORCH_ALLOC"),
+    "13b": Case(
+        *("", "PYTORCH_NPU_ALLOC_CONF=max_split_size_mb:64"),
+        model=MIXTURE,
+        says="does not say expandable_segments:True, and the model has experts",
+    ),
     "13c": Case("", "PYTORCH_NPU_ALLOC_CONF=expandable:True", says="no key expandable"),
     "13d": Case("", "PYTORCH_NPU_ALLOC_CONF=base_addr_aligned_kb:17", says="0 to 16"),
     "14a": Case(TWO, "HCCL_SOCKET_IFNAME=eth0", says="GLOO_SOCKET_IFNAME"),
     "14b": Case(TWO, NAMES, interfaces={"en1": ("192.0.2.7",)}, says="en1"),
     "14c": Case(TWO, NAMES, interfaces={"eth0": ("192.0.2.9",)}, says="192.0.2.9"),
     "14d": Case("", "HCCL_SOCKET_IFNAME=eth0", says="HCCL_SOCKET_IFNAME"),
-    "15a": Case(PREFILL),
+    "15a": Case(PREFILL, says="ASCEND_MF_STORE_URL is not set (set tcp://HOST:PORT"),
     "15b": Case(PREFILL, "ASCEND_MF_STORE_URL=192.0.2.7:6670", says="192.0.2.7:6670"),
     "15c": Case(PREFILL + "--port 8998", STORE, says="8998"),
     "15d": Case(PREFILL + "--dist-init-addr 192.0.2.8:6688", STORE, says="192.0.2.8"),
-    "15e": Case(PREFILL, STORE, packages=frozenset()),
+    "15e": Case(PREFILL, STORE, packages=frozenset(), says="pip install memfabric-hybrid"),
     "16a": Case(
         "--speculative-eagle-topk 4",
         "SGLANG_ENABLE_SPEC_V2=1 SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1",
         says="4",
     ),
-    "16b": Case("", "SGLANG_ENABLE_SPEC_V2=1"),
+    "16b": Case("", "SGLANG_ENABLE_SPEC_V2=1", says="without SGLANG_ENABLE_OVERLAP_PLAN"),
     "16c": Case(
         NEXTN + "--speculative-num-steps 3 --speculative-num-draft-tokens 5", says="give 4"
     ),
     "16d": Case(NEXTN, model=LLAMA, says="llama"),
-    "16e": Case("--speculative-algorithm EAGLE3"),
-    "16f": Case("", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1"),
+    "16e": Case("--speculative-algorithm EAGLE3", says="(name the draft model)"),
+    "16f": Case("", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM=1", says="without SGLANG_ENABLE_SPEC_V2=1"),
     "17a": Case("--enable-dp-attention --tp 6 --dp 4", says="6 ranks"),
-    "17b": Case("--enable-dp-lm-head"),
-    "17c": Case("", "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1"),
-    "17d": Case("--tp 4 --moe-dense-tp-size 1"),
+    "17b": Case("--enable-dp-lm-head", says="without --enable-dp-attention (give both"),
+    "17c": Case("", "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1", says="without --enable-dp-attention"),
+    "17d": Case("--tp 4 --moe-dense-tp-size 1", says="each rank computes the same (leave it"),
     "17e": Case(
         "--tp 4 --dp 2 --enable-dp-attention --load-balance-method total_tokens",
         "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1",
@@ -138,11 +157,15 @@ BROKEN = {
         "--max-running-requests 4",
         says="4",
     ),
-    "18d": Case("--nsa-prefill-cp-mode in-seq-split"),
-    "18e": Case(SPARSE + DECODE, STORE),
-    "19a": Case(ASCEND + "--disaggregation-mode prefill", STORE),
+    "18d": Case("--nsa-prefill-cp-mode in-seq-split", says="without --enable-nsa-prefill-con"),
+    "18e": Case(SPARSE + DECODE, STORE, says="on a server of answers (leave it out there)"),
+    "19a": Case(
+        ASCEND + "--disaggregation-mode prefill",
+        STORE,
+        says="captures graphs that it never re",
+    ),
     "19b": Case("--cuda-graph-max-bs 8 --max-running-requests 8 --dp 2", says="4 requests"),
-    "19c": Case("--chunked-prefill-size -1"),
+    "19c": Case("--chunked-prefill-size -1", says="one step takes prompts of any length"),
     "20a": Case(
         DEEPEP + "--deepep-mode normal --max-prefill-tokens 66000 --nnodes 2",
         NAMES,
@@ -154,6 +177,34 @@ BROKEN = {
     "flag-a": Case("--enable-deterministic-inference", says='"planned"'),
     "flag-b": Case("--enable-p2p-check", says='"gpu-only"'),
 }
+
+OTHERWISE = [
+    ("1a", Case("--prefill-attention-backend fa3", says="--prefill-attention-backend fa3 is not")),
+    ("1a", Case("--decode-attention-backend fa3", says="--decode-attention-backend fa3 is not")),
+    ("2a", Case("--page-size 640", says="640")),
+    ("2b", Case("--page-size 256", "SGLANG_USE_FIA_NZ=1", says="a cache in the fractal format")),
+    ("5b", Case("", "SGLANG_USE_FIA_NZ=1", model=LLAMA, says="SGLANG_USE_FIA_NZ=1: llama has no")),
+    ("9a", Case(LOW, model=R1, says="128 tokens a rank on 16 ranks")),
+    (
+        "9a",
+        Case(
+            LOW, "DEEPEP_HCCL_BUFFSIZE=100", model=R1, soc="A2", says="need 452 MB; 27 tokens fit"
+        ),
+    ),
+    ("9a", Case(FUSEEP, DISPATCH + "27", model=R1, says="need 202 MB; 26 tokens fit")),
+    (
+        "9a",
+        Case(
+            FUSEEP + "--quantization modelslim",
+            "SGLANG_NPU_FUSED_MOE_MODE=2 HCCL_BUFFSIZE=100 " + DISPATCH + "1024",
+            model=R1,
+            says="need 178 MB; 548 tokens fit",
+        ),
+    ),
+    ("21a", Case("", "DEEP_NORMAL_MODE_USE_INT8_QUANT=1", says="--moe-a2a-backend is none")),
+    ("22a", Case(PREFILL, STORE + "HCCL_OP_EXPANSION_MODE=AIV", says="--disaggregation-mode pref")),
+]
+"""Other ways to break some of them."""
 
 KEPT = {
     "1a": Case("--attention-backend ascend"),
@@ -180,12 +231,15 @@ KEPT = {
     "7a": Case(LOW, DISPATCH + "512"),
     "7b": Case(DEEPEP + "--deepep-mode normal", DISPATCH + "0"),
     "7c": Case(LOW, DISPATCH + "256", soc="A2"),
+    "7d": Case(FUSEEP, DISPATCH + "1"),
+    "7e": Case(FUSEEP, DISPATCH + "256"),
     "8a": Case(
         LOW + "--max-running-requests 64 --dp-size 4 --enable-dp-attention "
         "--speculative-num-draft-tokens 4",
         DISPATCH + "16",
     ),
     "8b": Case(LOW + "--max-running-requests 64", DISPATCH + "64"),
+    "8c": Case(FUSEEP + "--max-running-requests 1024", DISPATCH + "64"),
     "9a": Case(LOW, DISPATCH + "26 HCCL_BUFFSIZE=200", model=R1),
     "10a": Case(DEEPEP + PREFILL, STORE),
     "10b": Case(DEEPEP + DECODE, STORE),
@@ -253,16 +307,44 @@ def test_the_rules_are_the_twenty_three() -> None:
     assert numbers | {23} == set(range(1, 24))
 
 
-@pytest.mark.parametrize("rule", BROKEN)
-def test_a_rule_that_is_broken_is_told_with_its_numbers_and_what_to_do(rule: str) -> None:
-    case = BROKEN[rule]
+ALL_BROKEN = [*BROKEN.items(), *OTHERWISE]
+
+
+@pytest.mark.parametrize(("rule", "case"), ALL_BROKEN)
+def test_a_rule_that_is_broken_is_told_with_its_numbers_and_what_to_do(
+    rule: str, case: Case
+) -> None:
     found = [finding for finding in check(case.launch()) if finding.rule == rule]
     assert found, "nothing was found"
     for finding in found:
         assert finding.severity == sentences()[rule].severity
         assert finding.text and finding.use and finding.source
         assert "{" not in finding.text + finding.use
+    assert case.says
     assert any(case.says in finding.line for finding in found), [f.line for f in found]
+
+
+def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:
+    found = set[tuple[str, int]]()
+
+    def noted(rule: str, **numbers: object) -> Breach:
+        at = sys._getframe(1)
+        found.add((at.f_code.co_filename, at.f_lineno))
+        return breach(rule, **numbers)
+
+    modules = {sys.modules[rule.__module__] for rule in RULES}
+    for module in modules:
+        monkeypatch.setattr(module, "breach", noted)
+    for _, case in ALL_BROKEN:
+        check(case.launch())
+    quiet = [
+        f"{Path(file).name}:{call.lineno}"
+        for file in (str(module.__file__) for module in modules)
+        for call in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "breach"
+        if not any((file, at) in found for at in range(call.lineno, call.end_lineno + 1))
+    ]
+    assert len(modules) > 3 and not quiet, f"no case reaches {', '.join(quiet)}"
 
 
 @pytest.mark.parametrize("rule", KEPT)
@@ -296,6 +378,17 @@ def test_the_most_tokens_that_fit_a_buffer_fit_and_one_more_does_not() -> None:
     for soc in SOCS:
         fits = tokens_that_fit(soc, 200, 16, R1)
         assert buffer_bytes(soc, fits, 16, R1) <= 200 * MIB < buffer_bytes(soc, fits + 1, 16, R1)
+
+
+def test_what_ascend_fuseep_takes_is_counted_by_its_mode() -> None:
+    for mode, counted in {"1": (1912, 26), "2": (52, 1024)}.items():
+        case = Case(FUSEEP, f"SGLANG_NPU_FUSED_MOE_MODE={mode} {DISPATCH}256", model=R1)
+        buffer = buffer_of(case.launch())
+        assert buffer is not None and (buffer.needed, buffer.fits) == counted
+        assert str(buffer.needed) in buffer.line
+    assert buffer_of(Case(FUSEEP, DISPATCH + "256", soc="A2", model=R1).launch()) is None
+    large = Case(FUSEEP, f"SGLANG_NPU_FUSED_MOE_MODE=2 {DISPATCH}1024").launch()
+    assert "7e" not in [finding.rule for finding in check(large)]
 
 
 def test_the_allocator_s_variable_may_hold_lists() -> None:
