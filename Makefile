@@ -160,7 +160,8 @@ test-schemas: $(VENV)/.test
 
 # Calls of Ascend operators against the real torch_npu of these releases, over libraries that do nothing;
 # needs gcc and nm. A release for another torch brings that torch along (200 MB), where PyTorch's index of
-# CPU builds can be reached: beside a torch for CUDA it does not load. Else its declarations are read.
+# CPU builds can be reached: beside a torch for CUDA it does not load. Else its declarations are read, and
+# its meta kernels are run without its libraries.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
 
@@ -302,7 +303,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(basename $*).*) ;; \
 	*) if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
 	    $(PIP:-q=) install --index-url $(TORCH_INDEX) --target $(@D) torch==$*; \
-	  else echo "$(TORCH_INDEX) cannot be reached: torch_npu $* is read, and not loaded"; fi ;; \
+	  else echo "$(TORCH_INDEX) cannot be reached: the libraries of torch_npu $* are not loaded"; fi ;; \
 	esac
 	@touch $@
 

@@ -1,17 +1,11 @@
 """Drafts on the emulated NPU: rows that verify them, eager and in graphs, against the CPU."""
 
-import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import banyan
 from banyan.base.errors import BanyanError
-from banyan.ops.npu.contracts import ContractError
-from banyan.platform.npu import _LengthGraph
-from banyan.runner.batch import Batch
-from banyan.runner.captured import CapturedForward
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.test_families import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
 from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
@@ -104,37 +98,6 @@ def test_rows_that_draw_are_sampled_behind_the_graph_as_without_drafts(npu, tmp_
         with start(tmp_path, "npu", dtype="float16", **WAYS["captured"], **flags) as engine:
             found.append([each["output_ids"] for each in answers(engine, drawn=True)])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=WHOLE) for n in (1, 4))])
-def test_lengths_of_the_step_before_are_caught_where_drafts_are_verified(
-    npu, tmp_path, monkeypatch, rows: int
-) -> None:
-    named = made("NGRAM128", tmp_path)
-    refused, replay = list[bool](), _LengthGraph.replay
-    shapes, shape_of = list[tuple[int, int]](), CapturedForward._shape_of
-
-    def watched(forward: CapturedForward, batch: Batch) -> tuple[int, int]:
-        shapes.append(shape_of(forward, batch))
-        return shapes[-1]
-
-    def late(graph: _LengthGraph, lengths: Sequence[int]) -> None:
-        is_verifying = shapes[-1] == (rows, 4)
-        try:
-            replay(graph, [n - 1 for n in lengths] if is_verifying else lengths)
-        except ContractError as error:
-            assert is_verifying and "its lengths are those of another step" in str(error)
-            refused.append(True)
-            raise
-        assert not is_verifying
-
-    with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[rows], **named) as engine:
-        plain(engine, 30, rows)
-        monkeypatch.setattr(CapturedForward, "_shape_of", watched)
-        monkeypatch.setattr(_LengthGraph, "replay", late)
-        with contextlib.suppress(BanyanError):
-            plain(engine, 30, rows)
-    assert refused
 
 
 def test_a_row_of_more_tokens_than_the_device_verifies_is_refused(npu: EmulatedNpu, tmp_path):

@@ -5,7 +5,7 @@ and tokens are equal where the CPU's best is clear of the second.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,6 @@ import torch
 
 import banyan
 from banyan.base.errors import BanyanError
-from banyan.ops.npu.contracts import ContractError
-from banyan.platform.npu import _LengthGraph
 from tests.emulation.device import MEMORY_BYTES, EmulatedNpu
 from tests.system.checkpoint import LAYERS, write_tiny_model
 
@@ -159,28 +157,6 @@ def test_a_decode_step_copies_slot_numbers_in_and_tokens_out(start, npu: Emulate
     into = {"eager": 2, "captured": 1}[steps]
     assert by_step == {"to_host": 2, "to_host_late": 2, "to_device": into, "waits": 1}
     assert operators > 10 * LAYERS
-
-
-@pytest.mark.parametrize("rows", STEPS["captured"]["cuda_graph_bs"])
-def test_lengths_of_the_step_before_are_caught_in_a_graph_of_any_size(start, monkeypatch, rows):
-    told, refused, replay = list[list[int]](), list[list[int]](), _LengthGraph.replay
-
-    def late(graph: _LengthGraph, lengths: Sequence[int]) -> None:
-        told.append(list(lengths))
-        try:
-            replay(graph, told[-2] if len(told) > 1 else lengths)
-        except ContractError as error:
-            assert "its lengths are those of another step" in str(error)
-            refused.append(told[-1])
-            raise
-
-    with start(cuda_graph_bs=[rows]) as engine:
-        answer(engine, prompts(rows, 6))
-        monkeypatch.setattr(_LengthGraph, "replay", late)
-        with contextlib.suppress(BanyanError):
-            answer(engine, prompts(rows, 7))
-    assert told[0] not in refused and told[1] in refused
-    assert {len(lengths) for lengths in refused} == {rows}
 
 
 @pytest.mark.parametrize("is_unpadded", [False, True])

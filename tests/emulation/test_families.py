@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 import banyan
-from banyan.base.errors import BanyanError
 from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.operators import Operators
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.graph import Graph
 from tests.models.families import tiny
@@ -118,30 +116,6 @@ def test_a_family_says_what_it_says_on_the_cpu(npu, tmp_path, replayed, variant:
         assert compare(answers(engine), wanted) > sum(TOKENS) / 3
         assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
     assert len(replayed) > 25 and not any(replayed)
-
-
-@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=IN_ALL) for n in (1, 4))])
-def test_wrong_lengths_on_the_device_are_caught_where_an_indexer_chooses(
-    npu, tmp_path, monkeypatch, replayed, rows: int
-) -> None:
-    ends_of = Operators.ends_of
-
-    def late(operators: Operators, device, starts, contexts) -> tuple:
-        ends, lengths = ends_of(operators, device, starts, contexts)
-        return ends, lengths if contexts.is_cpu else lengths - (lengths > 12).int()
-
-    sizes = ROOM | CAPTURED["deepseek v3.2"]
-    tiny("deepseek v3.2", tmp_path, num_hidden_layers=2, **sizes)
-    monkeypatch.setattr(Operators, "ends_of", late)
-    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 20}
-    with (
-        start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[rows]) as engine,
-        contextlib.suppress(BanyanError),
-    ):
-        engine.generate(input_ids=[[3, 5, 7 + n] for n in range(rows)], sampling_params=params)
-    refused = [why for why in replayed if why]
-    assert refused and len(replayed) > len(refused) + 5
-    assert all("its lengths are those of another step" in why for why in refused)
 
 
 @IN_ALL

@@ -1,8 +1,12 @@
 """Runs beside the real torch_npu: tells its schemas, which operators have no meta kernels, and what
-those of the others give, as JSON."""
+those of the others give, as JSON.
+
+    python -m tests.emulation.real.ask [FOLDER]     # of a package whose libraries are not loaded
+"""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -11,7 +15,15 @@ _FOR_META = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 
 
 def main() -> None:
-    import torch_npu  # noqa: F401  registers the operators
+    if sys.argv[1:]:
+        from tests.emulation.real.apart import register
+        from tests.emulation.real.lists import declared
+
+        packages = Path(sys.argv[1])
+        kept = register(packages, declared(packages))
+        assert kept.ns == "npu"
+    else:
+        import torch_npu  # noqa: F401  registers the operators
 
     from banyan.ops.npu.exchange_cases import exchange_cases
     from tests.emulation.real.calls import called, results

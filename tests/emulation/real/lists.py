@@ -4,7 +4,7 @@
 
 A release that this torch can load tells what it registers. Of another one the declarations in its
 package are taken, which the first line says; both agree but for a few `.out` forms. The second line
-of the former names the operators of our cases that it has no meta kernels for.
+names the operators of our cases that it has no meta kernels for.
 """
 
 import json
@@ -42,18 +42,24 @@ def schemas(version: str) -> dict[str, list[str]]:
 
 
 def without_meta(version: str) -> list[str]:
-    """Operators that a release which was loaded has no meta kernels for."""
+    """Operators of our cases that a release has no meta kernels for."""
     lines = (LISTS / f"{version}.txt").read_text(encoding="utf-8").splitlines()
     return [word for line in lines if line.startswith(_ABSENT) for word in line.split()[4:]]
 
 
-def ask(packages: Path) -> dict[str, Any]:
-    """What the torch_npu of a folder registers, and what its meta kernels give (ask.py)."""
+def ask(packages: Path, is_apart: bool = False) -> dict[str, Any]:
+    """What the torch_npu of a folder registers, and what its meta kernels give (ask.py).
+
+    Args:
+        is_apart: without its libraries (apart.py).
+    """
     with tempfile.TemporaryDirectory() as folder:
-        stub.build(packages / "torch_npu", Path(folder))
+        if not is_apart:
+            stub.build(packages / "torch_npu", Path(folder))
+        given = [str(packages.resolve())] if is_apart else []
         done = subprocess.run(
-            [sys.executable, "-m", "tests.emulation.real.ask"],
-            env=stub.environment(packages, Path(folder), ROOT),
+            [sys.executable, "-m", "tests.emulation.real.ask", *given],
+            env=stub.environment(None if is_apart else packages, Path(folder), ROOT),
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -86,13 +92,12 @@ def main() -> None:
     for word in sys.argv[1:]:
         packages = Path(word)
         version, loads = version_of(packages), can_load(packages)
-        head = [f"# torch_npu {version}, as its package declares them"]
-        lines = declared(packages) if not loads else []
-        if loads:
-            told = ask(packages)
-            absent, lines = " ".join(told["absent"]), told["schemas"]
-            head = [f"# torch_npu {version}, as it registers them", f"{_ABSENT} {absent}".strip()]
-        text = "\n".join([*head, *lines])
+        told = ask(packages, is_apart=not loads)
+        lines = told["schemas"] if loads else declared(packages)
+        how = "it registers them" if loads else "its package declares them"
+        head = f"# torch_npu {version}, as {how}"
+        absent = f"{_ABSENT} {' '.join(told['absent'])}".strip()
+        text = "\n".join([head, absent, *lines])
         (LISTS / f"{version}.txt").write_text(text + "\n", encoding="utf-8")
 
 

@@ -51,11 +51,11 @@ def _missing(library: Path) -> set[str]:
     return {name for name in names if _OF_CANN.fullmatch(name)}
 
 
-def environment(packages: Path, stub: Path, root: Path) -> dict[str, str]:
-    """Of a process that imports the torch_npu of `packages`."""
+def environment(packages: Path | None, stub: Path, root: Path) -> dict[str, str]:
+    """Of a process that imports the torch_npu of `packages`; None = no package at all."""
     return {
         **os.environ,
-        "PYTHONPATH": f"{packages}:{root}",
+        "PYTHONPATH": str(root) if packages is None else f"{packages}:{root}",
         "LD_LIBRARY_PATH": str(stub),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from banyan.ops.npu.cases import cases
 from banyan.ops.npu.exchange_cases import exchange_cases
 from tests.emulation.operators import SCHEMAS
-from tests.emulation.real.lists import LISTS, schemas, versions, without_meta
+from tests.emulation.real.lists import schemas, versions, without_meta
 
 START = "<!-- printed by python -m tests.emulation.real.table -->"
 END = "<!-- end -->"
@@ -33,21 +33,16 @@ def _lines() -> Iterator[str]:
     yield "|---|---|---|---|"
     counts = Counter(case.operator for case in (*cases(), *exchange_cases()))
     of_ranks = {case.operator for case in exchange_cases()}
-    loaded = [v for v in versions() if "registers" in _head(v)]
     for operator, count in sorted(counts.items()):
         emulated = f"{count} cases" if operator in SCHEMAS else "no"
         known = [v for v in versions() if f"npu::{operator}" in schemas(v)]
         checked = ", ".join(known)
-        both = [v for v in loaded if v in known and f"npu::{operator}" not in without_meta(v)]
+        both = [v for v in known if f"npu::{operator}" not in without_meta(v)]
         checked += f"; meta kernels of {', '.join(both)}" if both else ""
         needs = "two devices" if operator in of_ranks else "`banyan npu-selfcheck`"
         yield f"| `{operator}` | {emulated} | {checked or 'no'} | {needs} |"
     for each in HARDWARE:
         yield f"| {each} | no | no | yes |"
-
-
-def _head(version: str) -> str:
-    return (LISTS / f"{version}.txt").read_text(encoding="utf-8").splitlines()[0]
 
 
 if __name__ == "__main__":
