@@ -25,6 +25,7 @@ from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
 from banyan.layers.lane import Lane
+from banyan.layers.seats import Stacked
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.models.base import Model
 from banyan.ops.api import Ops
@@ -147,7 +148,8 @@ def open_model(
         config.model.rounds or not card.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
-    seats = open_seats(config.lora, traits, is_rounded, keeps_parts)
+    stacked = Stacked(dtype, device)
+    seats = open_seats(config.lora, traits, is_rounded, keeps_parts, stacked)
     watch = open_expert_watch(config, card, groups, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
     sends = sends_rows(config)

@@ -137,7 +137,7 @@ def run_engine(
         cleanup.callback(wake.close)
         served = _served(config, card, opened, memory.groups)
         open_mover = mover_of(served, wake.ring, secret, doors)
-        rack = open_rack(config.lora, opened.model, opened.build)
+        rack = open_rack(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
             *(_open_drafter(config), opened.draft, rack),
@@ -151,7 +151,8 @@ def run_engine(
         balancer = open_balancer(config, card, opened.build, wake.ring)
         del opened, served  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
-        spec = core_spec(config, card, memory, rack.first if rack else ())
+        first, laid_out = (rack.first, rack.laid_out_bytes) if rack else ((), 0)
+        spec = core_spec(config, card, memory, first, are_laid_out=laid_out > 0)
         recorders = Recorders(config.observe, spec, recording, cleanup)
         grammars = open_grammars(config, card, wake.ring)
         desk = _desk_of(grammars, cleanup)
@@ -349,7 +350,8 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    rack = open_rack(opened.config.lora, opened.model, opened.build)
+    stream = opened.platform.stream
+    rack = open_rack(opened.config.lora, opened.model, opened.build, stream)
     runner = ModelRunner(
         *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, address)),
         *(_open_drafter(opened.config), opened.draft, rack),

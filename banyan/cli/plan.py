@@ -164,7 +164,11 @@ def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[
         most = _size(memory_of_adapters(config.lora, memory))
         cards = [read_adapter(place.path) for place in named_adapters(config.lora.paths)]
         files = _size(sum(card.size_bytes for card in cards))
-        yield f"{'adapters':<12} at most {most}{each}; {len(cards)} at the start, {files} in files"
+        bound = f"at most {most}{each}"
+        if not room.is_host:
+            lora = config.lora
+            bound = f"{lora.max_loaded} places of rank {lora.max_rank}, beside the weights"
+        yield f"{'adapters':<12} {bound}; {len(cards)} at the start, {files} in files"
     yield f"{'requests':<12} at most {memory.max_running} at once"
     yield f"\n{'TOKENS EACH':>12} {'AT ONCE':>10} {'CACHE OF ONE':>14}"
     for context in _contexts(memory.max_request_tokens):

@@ -12,6 +12,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list
 from banyan.base.log import logger
 from banyan.config.dispatch import within_the_exchange
+from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import UNSAID, Config
 
 log = logger(__name__)
@@ -29,6 +30,8 @@ class Defaults:
         chunk_tokens: prompt tokens per step.
         running_cap: requests that run at once, when the cache has room for more.
         free_share: share of the free memory that the cache takes.
+        loaded_adapters: in memory at most; 0 = as many as run at once, where there is room for each
+            from the start on.
         shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
     """
 
@@ -38,6 +41,7 @@ class Defaults:
     chunk_tokens: int
     running_cap: int
     free_share: float
+    loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
 
 
@@ -58,6 +62,9 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         "schedule.chunk_tokens": chunk,
         "schedule.running_cap": running,
     }
+    if config.lora.is_enabled:
+        most = max(config.lora.max_running, len(config.lora.paths))
+        found["lora.max_loaded"] = defaults.loaded_adapters or most
     is_open = {
         name: value for name, value in found.items() if _value(config, name) in (0, AUTO, UNSAID)
     }

@@ -28,7 +28,7 @@ _TARGETS = (
 NO_PROJECTION = "none"
 """A target that no projection has."""
 MOST_LOADED = 256
-"""Adapters in memory where nobody says how many."""
+"""Adapters in memory where nobody says how many, and memory is taken as they come."""
 
 
 def plan_the_adapters(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -73,7 +73,7 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
     targets = tuple(target for target in lora.targets if target not in KINDS)
     if lora.targets and not targets:
         targets = (NO_PROJECTION,)
-    found = replace(lora, max_rank=rank, max_loaded=most, kinds=kinds, targets=targets)
+    found = replace(lora, max_rank=rank, kinds=kinds, targets=targets)
     return replace(config, lora=found)
 
 

@@ -75,18 +75,24 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_spec(
-    config: Config, card: ModelCard, memory: MemoryPlan, loads: Sequence[tuple[str, int]] = ()
+    config: Config,
+    card: ModelCard,
+    memory: MemoryPlan,
+    loads: Sequence[tuple[str, int]] = (),
+    are_laid_out: bool = False,
 ) -> CoreSpec:
     """What the decisions of one replica depend on.
 
     Args:
         loads: digest and bytes of each adapter of the start.
+        are_laid_out: each that may be loaded has its place in memory already.
 
     Raises:
         CapacityError: they need more memory than they may have.
     """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
+    most = 0 if are_laid_out else memory_of_adapters(config.lora, memory)
     return CoreSpec(
         groups=memory.groups,
         limits=Limits(
@@ -130,15 +136,14 @@ def core_spec(
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if can_have_store(config, card) else None,
         role=config.handoff.role,
-        adapters=_adapter_rules(config.lora, memory, loads) if config.lora.is_enabled else None,
+        adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
     )
 
 
-def _adapter_rules(
-    lora: LoraConfig, memory: MemoryPlan, loads: Sequence[tuple[str, int]]
-) -> AdapterRules:
-    most, needed = memory_of_adapters(lora, memory), sum(size for _, size in loads)
-    if needed > most:
+def _adapter_rules(lora: LoraConfig, loads: Sequence[tuple[str, int]], most: int) -> AdapterRules:
+    """most: bytes of memory for all of them; 0 = nobody counts."""
+    needed = sum(size for _, size in loads)
+    if 0 < most < needed:
         raise CapacityError(
             f"the {len(loads)} adapters of --lora-paths take {needed / MIB:,.1f} MiB of memory on "
             f"a rank, and adapters have {most / MIB:,.1f} MiB",

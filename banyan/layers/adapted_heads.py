@@ -51,10 +51,12 @@ def seat_heads(
     """Room for what adapters bring for the heads of this rank: into the latent space, and back."""
     facts, found = expansion.facts, ([], [])
     for head in range(heads_of(expansion)):
-        inputs = facts.plain_dim, facts.rank
-        for side, tables, width in zip(("into", "back"), found, inputs, strict=True):
-            table = seats.table(width, seats.max_rank)
-            tables.append(seats.tables.setdefault(f"{name}.{side}.{head}", table))
+        sizes = (facts.plain_dim, facts.rank), (facts.rank, facts.value_dim)
+        for side, tables, (inputs, outputs) in zip(("into", "back"), found, sizes, strict=True):
+            at = f"{name}.{side}.{head}"
+            if at not in seats.tables:
+                seats.tables[at] = seats.table(inputs, [outputs])
+            tables.append(seats.tables[at])
     return found
 
 

@@ -3,11 +3,14 @@ adapters lie beside.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from banyan.layers.slot import WeightSlot
 from banyan.ops.adapter_rows import RowTable
+from banyan.ops.adapter_stack import AdapterStack
 from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.expert_adapters import ExpertTable
 
@@ -15,6 +18,14 @@ EMBEDDING, HEAD, GAINS = "embed_tokens", "lm_head", "DoRA"
 """Kinds of changes beside those of projections; the names of config/adapter_card.py."""
 HEADS = ("head", "head.dense", "head.out")
 """What makes logits of tokens or scores of classes; an encoder does so in two steps."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """How matrices lie on a device that is not the host: of which type, and where."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 class AdapterSeats:
@@ -26,6 +37,7 @@ class AdapterSeats:
         targets: last parts of the projections' names in checkpoints; () = every projection.
         kinds: what else adapters may change: EMBEDDING, HEAD, and outputs as a whole (GAINS).
         is_rounded, keeps_parts: as for AdapterTable.
+        stacked: where tables lie on a device that is not the host; None = they are the host's.
     """
 
     def __init__(
@@ -36,8 +48,10 @@ class AdapterSeats:
         kinds: Collection[str] = (),
         is_rounded: bool = False,
         keeps_parts: bool = True,
+        stacked: Stacked | None = None,
     ) -> None:
         self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
+        self.stacked = stacked
         self.max_rank = max_rank
         self.capacity = capacity
         self.targets = () if "all" in targets else tuple(targets)
@@ -60,12 +74,11 @@ class AdapterSeats:
         self.outputs = AdapterTokens(1)
         """Of the tokens whose logits are computed."""
 
-    def seat(self, name: str) -> None:
-        """Make room for what adapters bring for a projection."""
+    def seat(self, name: str, is_exact: bool = False) -> None:
+        """Make room for what adapters bring for a projection; is_exact: in float32."""
         if name not in self.tables:
             slot = self.slots[name]
-            width = self.max_rank * len(slot.shapes)
-            self.tables[name] = self.table(_own_inputs(slot), width)
+            self.tables[name] = self.table(_own_inputs(slot), own_outputs(slot), is_exact)
 
     @property
     def has_outputs(self) -> bool:
@@ -76,9 +89,27 @@ class AdapterSeats:
         """Those whose rows come to a layer, which are the gathered ones or this rank's own."""
         return self.gathered if gathers and self.gathered is not None else self.tokens
 
-    def table(self, inputs: int, width: int) -> AdapterTable:
-        """Empty; see there."""
-        return AdapterTable(inputs, width, self.capacity, self.is_rounded, self.keeps_parts)
+    def table(self, inputs: int, outputs: Sequence[int], is_exact: bool = False) -> AdapterTable:
+        """Empty; see there. outputs: of each part of the projection on this rank."""
+        stack, sizes = None, (self.max_rank, self.capacity)
+        if self.stacked is not None:
+            dtype = torch.float32 if is_exact else self.stacked.dtype
+            stack = AdapterStack(inputs, outputs, *sizes, dtype, self.stacked.device)
+        width = self.max_rank * len(outputs)
+        how = (self.is_rounded, self.keeps_parts, stack)
+        return AdapterTable(inputs, width, self.capacity, *how)
+
+    def new_tokens(self, count: int) -> AdapterTokens:
+        """For steps of so many tokens."""
+        if self.stacked is None:
+            return AdapterTokens(count)
+        shape, device = (count, self.capacity), self.stacked.device
+        return AdapterTokens(count, torch.ones(shape, dtype=torch.bool, device=device))
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Of all tables on a device that is not the host."""
+        return sum(t.stack.size_bytes for t in self.tables.values() if t.stack is not None)
 
 
 class AdaptedRouter:
@@ -94,6 +125,16 @@ class AdaptedRouter:
     def now(self) -> tuple[AdapterTable, AdapterTokens]:
         """Of the step at hand."""
         return self._table, self._seats.tokens_of(self._gathers)
+
+
+def own_outputs(slot: WeightSlot) -> list[int]:
+    """Outputs of each part on this rank."""
+    found = list[int]()
+    for part, shape in slot.shapes.items():
+        rule = slot.rules[part]
+        first, last = rule.span(shape[0], slot.group) if rule.dim == 0 else (0, shape[0])
+        found.append(last - first)
+    return found
 
 
 def _own_inputs(slot: WeightSlot) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.ops.adapter_stack import AdapterStack, Matrices
 from banyan.ops.arena import HUGE_PAGE, Arena
 
 MAX_PARTS = 4
@@ -61,6 +62,7 @@ class AdapterTable:
         is_rounded: what they stand beside is rounded, and so are matrices: to 8 bits where that
             changes none of them much, and else those of float32 to half precision.
         keeps_parts: the plain op reads them, as they are given.
+        stack: where they lie in memory of a device that is not the host; None = here.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class AdapterTable:
         capacity: int,
         is_rounded: bool = False,
         keeps_parts: bool = True,
+        stack: AdapterStack | None = None,
     ) -> None:
         self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
+        self.stack = stack
         self.inputs = inputs
         self.width = width
         self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
@@ -87,6 +91,9 @@ class AdapterTable:
         arena: where its matrices lie; one for all that an adapter has keeps them together.
         """
         assert 0 < len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
+        if self.stack is not None:
+            given = [Matrices(p.first, p.down.float(), p.up.float() * p.scale) for p in parts]
+            return PlacedParts(self.stack.place(given), [], [], sum(len(p.down) for p in parts))
         placed = tiled_parts(parts, arena) if self.is_rounded else None
         placed = placed or placed_parts(parts, arena, self.is_rounded)
         assert placed.rank <= self.width
@@ -99,8 +106,13 @@ class AdapterTable:
         self.parts[number] = ()
         self.entries[number] = 0
         if not parts:
+            if self.stack is not None:
+                self.stack.enter(number, ())
             return
         placed = parts if isinstance(parts, PlacedParts) else self.place(parts, Arena(HUGE_PAGE))
+        if self.stack is not None:
+            self.stack.enter(number, placed.tensors)
+            return
         self.parts[number] = placed.parts
         self._kept[number] = tuple(placed.tensors)
         self.entries[number] = torch.tensor(part_words(placed.head, placed.ranges))
@@ -111,8 +123,8 @@ class PlacedParts:
     """Matrices in the order in which kernels read them.
 
     Attributes:
-        tensors: what must stay where it is.
-        head: the first words of AdapterPair (csrc/adapters.h).
+        tensors: what must stay where it is, or is to go to a stack.
+        head: the first words of AdapterPair (csrc/adapters.h); [] for a stack.
         ranges: of each part, its words there.
         rank: of all parts together.
         parts: as they were given, where they are kept.
@@ -127,6 +139,8 @@ class PlacedParts:
     @property
     def loose_bytes(self) -> int:
         """Of what lies in no arena."""
+        if not self.head:
+            return bytes_of(self.tensors)
         return bytes_of(matrix for part in self.parts for matrix in (part.down, part.up))
 
 
@@ -273,9 +287,15 @@ class AdapterTokens:
 
     Args:
         max_tokens: of the largest step.
+        others: [max_tokens, capacity] bool on a device that is not the host: the adapters, from 1
+            on, that are not the token's. None = stacks are not used.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, others: Tensor | None = None) -> None:
+        self.others = others
+        self._stacked = None
+        if others is not None:
+            self._stacked = torch.arange(1, others.shape[1] + 1, device=others.device)
         self.pieces = torch.zeros(1 + 3 * max_tokens, dtype=torch.int32)
         """[0] how many, then (adapter, first, count) of each, in places of `order`."""
         self.order = torch.zeros(max_tokens, dtype=torch.int32)
@@ -309,6 +329,11 @@ class AdapterTokens:
         ]
         self._pieces[1 : 1 + 3 * len(found)] = np.array(found, np.int32).reshape(-1)
         self._pieces[0] = len(found)
+
+    def mark(self, adapters: Tensor) -> None:
+        """`fill`, on the device. adapters: [tokens] int64."""
+        assert self.others is not None and self._stacked is not None
+        self.others[: len(adapters)] = adapters.unsqueeze(1) != self._stacked
 
     def groups(self) -> list[tuple[int, Tensor]]:
         """(adapter, its tokens [n] int64), for kernels that call Python."""

@@ -109,6 +109,10 @@ def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
+    if table.stack is not None:
+        assert tokens.others is not None
+        table.stack.add(out, x, tokens.others)
+        return
     for number, where in tokens.groups():
         for at in where.tolist():  # each token by itself: sums differ with the number of rows
             for part in table.parts[number]:

@@ -84,6 +84,7 @@ class Traits:
             its memory is the host's.
         dispatch: exchanges of a fixed size to the ranks of experts; None = it has none.
         fusing: the operators that do this and what experts compute in one, by mode from 1 on.
+        stacks_adapters: where its memory is not the host's: it computes low-rank adapters.
         has_own_forms: its kernels may lay weights out in ways that copies of bytes do not keep.
     """
 
@@ -103,6 +104,7 @@ class Traits:
     verified: int = 0
     moves_pages: bool = False
     has_own_forms: bool = False
+    stacks_adapters: bool = False
     dispatch: Dispatch | None = None
     fusing: tuple[Fusing, ...] = ()
 

@@ -46,6 +46,7 @@ class NpuPlatform(Accelerator):
             verified=16,  # latent attention takes no longer rows
             moves_pages=True,
             has_own_forms=True,
+            stacks_adapters=True,
             dispatch=dispatch_of(npu.get_device_name()),
             fusing=fusing_of(npu.get_device_name()),
         )
@@ -61,6 +62,7 @@ class NpuPlatform(Accelerator):
             chunk_tokens=_CHUNKS[is_large],
             running_cap=256,
             free_share=0.85,  # the rest is for activations and graphs
+            loaded_adapters=0,
             shapes=tuple(rows for rows in _SHAPES if rows <= _LARGEST_SHAPES[is_large]),
         )
 

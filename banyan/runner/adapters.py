@@ -3,84 +3,122 @@ adapters there are and when one comes or goes is the engine's business.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapter_card import CONFIG, WEIGHTS
+from banyan.config.adapter_card import CONFIG, EXPANSION, ROUTER, WEIGHTS
 from banyan.config.adapters import AdapterPlace, named_adapters
 from banyan.config.catalogue import megabytes
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.layers.seats import GAINS, AdapterSeats
+from banyan.layers.seats import GAINS, AdapterSeats, Stacked
 from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.models.base import Model
 from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter
 from banyan.ops.adapter_rows import RowPart
-from banyan.ops.adapters import AdapterTokens, PlacedParts
+from banyan.ops.adapters import PlacedParts
 from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.expert_adapters import PlacedExperts
-from banyan.parallel.groups import Group, Groups
+from banyan.parallel.groups import Group
 from banyan.platform.base import Traits
 from banyan.runner.orders import Alike, Carrier, Finish, NoRoom, Said
 
 log = logger(__name__)
 
-_KIB = 1 << 10
+Stream = Callable[[], AbstractContextManager[object]]
+_KIB, _GIB = 1 << 10, 1 << 30
+_STACKED = (EXPANSION, ROUTER)
+"""Kinds of changes beside those of projections that devices compute too."""
 
 
 def open_seats(
-    lora: LoraConfig, traits: Traits, is_rounded: bool = False, keeps_parts: bool = True
+    lora: LoraConfig,
+    traits: Traits,
+    is_rounded: bool = False,
+    keeps_parts: bool = True,
+    stacked: Stacked | None = None,
 ) -> AdapterSeats | None:
     """What adapters lie in beside the model that is loaded next; None where none are asked for.
 
     Args:
         is_rounded: the model multiplies rounded activations with quantised weights.
         keeps_parts: as for AdapterTable.
+        stacked: how they lie on a device that is not the host.
 
     Raises:
         ConfigError: the device cannot compute them.
     """
     if not lora.is_enabled:
         return None
-    if not traits.is_host:
+    sizes = (lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
+    if traits.is_host:
+        return AdapterSeats(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
+    if not traits.stacks_adapters:
         raise ConfigError(
-            f"--enable-lora on {traits.name}: adapters are computed on CPUs only",
+            f"--enable-lora on {traits.name}: adapters are computed on CPUs and Ascend NPUs only",
             hint="merge the adapter into the weights, or use --device cpu",
         )
-    sizes = (lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
-    return AdapterSeats(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
+    if others := [kind for kind in lora.kinds if kind not in _STACKED]:
+        raise ConfigError(
+            f"adapters of {', '.join(others)} on {traits.name}: those of projections, "
+            f"{' and '.join(_STACKED)} are computed there",
+            hint="leave them out of --lora-paths and --lora-target-modules, or use --device cpu",
+        )
+    return AdapterSeats(*sizes, stacked=stacked)
 
 
-def open_rack(lora: LoraConfig, model: Model, build: Build) -> "AdapterRack | None":
+def open_rack(
+    lora: LoraConfig, model: Model, build: Build, stream: Stream = nullcontext
+) -> "AdapterRack | None":
     """The rack of one rank with the adapters of the start; None where there is no room for any. All
     ranks must call this.
+
+    Args:
+        stream: as for AdapterRack.
 
     Raises:
         ConfigError: one of them cannot be served, or does not fit.
     """
     if build.adapters is None:
         return None
-    rack = AdapterRack(base_of(model, build.adapters))
+    rack = AdapterRack(base_of(model, build.adapters), stream)
+    if rack.laid_out_bytes:
+        _check_the_room(lora, rack.laid_out_bytes)
     places = named_adapters(lora.paths)
     rack.take_first(places)
     rack.agree(places, build.groups.everyone, build.device)
     return rack
 
 
+def _check_the_room(lora: LoraConfig, size_bytes: int) -> None:
+    """ConfigError where tables that are laid out at the start are larger than adapters may be."""
+    most = int(lora.memory_gib * _GIB)
+    room = f"{lora.max_loaded} adapters of rank {lora.max_rank} have {megabytes(size_bytes)}"
+    log.info("%s on the device, laid out at the start", room)
+    if 0 < most < size_bytes:
+        raise ConfigError(
+            f"{room} on a rank, laid out at the start, and --lora-memory-gib allows "
+            f"{megabytes(most)}",
+            hint="lower --max-loaded-loras or --max-lora-rank, or name fewer --lora-target-modules",
+        )
+
+
 class AdapterRack:
     """
     Args:
         base: what adapters must fit, and the tables that its projections read.
+        stream: what steps of the device are ordered by; matrices are put there in their turn.
     """
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, stream: Stream = nullcontext) -> None:
         self._base = base
+        self._stream = stream
         self.seats = base.seats
         self._ranks: dict[int, int] = {}
         """Number -> rank, of those that are there."""
@@ -130,6 +168,12 @@ class AdapterRack:
         pairs = zip(self.first, sizes, strict=True)
         self.first = [first._replace(size_bytes=size) for first, size in pairs]
 
+    @property
+    def laid_out_bytes(self) -> int:
+        """What all that may be loaded have on the device from the start on; 0 where memory is taken
+        as they come."""
+        return self.seats.stacked_bytes
+
     def has(self, number: int) -> bool:
         return number in self._ranks
 
@@ -153,7 +197,8 @@ class AdapterRack:
 
         def take() -> Said:
             self._read = None
-            self._enter(order.number, read.placed)
+            with self._stream():
+                self._enter(order.number, read.placed)
             return Said("The adapter has been loaded.", read.digest.encode(), size)
 
         path = printable(order.path, 200)
@@ -183,8 +228,9 @@ class AdapterRack:
 
         def drop() -> Said:
             self._ranks.pop(order.number, None)
-            for table in self.seats.tables.values():
-                table.enter(order.number, ())
+            with self._stream():
+                for table in self.seats.tables.values():
+                    table.enter(order.number, ())
             for rows in self.seats.rows.values():
                 rows.enter(order.number, None)
             for experts in self.seats.experts.values():
@@ -214,6 +260,8 @@ class AdapterRack:
         experts = {n: seats.experts[n].place(its, arena) for n, its in loaded.experts.items()}
         loose = [*parts.values(), *experts.values()]
         size = arena.size_bytes + sum(placed.loose_bytes for placed in loose)
+        if self.laid_out_bytes:  # also of projections that it has nothing for
+            size = self.laid_out_bytes // seats.capacity
         size += sum(rows.size_bytes for rows in loaded.rows.values())
         return _Placed(parts, experts, loaded.rows, loaded.rank, size)
 
@@ -270,98 +318,3 @@ def _stamp_of(path: str) -> _Stamp:
     except OSError:
         return ()
     return tuple((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in found)
-
-
-class StepAdapters:
-    """Which tokens of a step have which adapter, in memory that stays where it is.
-
-    Args:
-        max_tokens, max_outputs: of the largest step.
-        sharers: replicas or shares whose rows layers gather.
-    """
-
-    def __init__(self, max_tokens: int, max_outputs: int, sharers: int) -> None:
-        self.own = AdapterTokens(max_tokens)
-        self.gathered = AdapterTokens(max_tokens * sharers) if sharers > 1 else None
-        self.outputs = AdapterTokens(max_outputs)
-
-
-class AdapterSlots:
-    """The adapter of each slot.
-
-    Args:
-        slots: how many there are, padding included.
-        groups: of this rank.
-    """
-
-    def __init__(self, slots: int, rack: AdapterRack, groups: Groups) -> None:
-        self._numbers = np.zeros(slots, np.int64)
-        self._of_step = self._numbers
-        """Of each token of the step at hand; of a divided one of all shares."""
-        self._rack = rack
-        self._replicas: Group | None = None
-        """Whose rows are gathered from step to step."""
-        self._sharers = 1
-        if groups.joint is not None:
-            self._replicas = groups.everyone.of_rows(groups.joint.tokens)
-            self._sharers = groups.joint.replicas
-        if groups.divided is not None:
-            self._sharers = groups.divided.replicas
-
-    def problem(self, number: int) -> str:
-        """Why a slot cannot have this adapter; "" when it can."""
-        if not number or self._rack.has(number):
-            return ""
-        return f"the request wants adapter {number}, which is not loaded"
-
-    def enter(self, slot: int, number: int) -> None:
-        self._numbers[slot] = number
-
-    def room(self, max_tokens: int, max_outputs: int) -> StepAdapters:
-        """For steps of that size."""
-        return StepAdapters(max_tokens, max_outputs, self._sharers)
-
-    def show(self, step: StepAdapters) -> None:
-        """Let what is computed or recorded next read these."""
-        seats = self._rack.seats
-        seats.tokens, seats.gathered = step.own, step.gathered
-
-    def fill(self, step: StepAdapters, slots: np.ndarray, of_all: np.ndarray | None) -> None:
-        """Enter a step, at the same time as the other replicas that work on it.
-
-        Args:
-            slots: [tokens], of each token.
-            of_all: of those of all shares, where it is divided.
-        """
-        mine = self._numbers[slots]
-        self._of_step = mine if of_all is None else self._numbers[of_all]
-        step.own.fill(mine)
-        self.show(step)
-        if step.gathered is None:
-            return
-        everyone = self._of_step
-        if self._replicas is not None:
-            told = self._replicas.gather_rows(torch.from_numpy(mine).unsqueeze(1))
-            everyone = told.flatten().numpy()
-        has_room = len(everyone) <= len(step.gathered.order)
-        gathered = step.gathered if has_room else AdapterTokens(len(everyone))
-        gathered.fill(everyone)
-        self._rack.seats.gathered = gathered
-
-    def turn_to(self, slots: np.ndarray) -> None:
-        """Let `choose` be of a step that was entered before. slots: [tokens], as for `fill`."""
-        self._of_step = self._numbers[slots]
-
-    @property
-    def has_outputs(self) -> bool:
-        """Logits depend on adapters of their own."""
-        return self._rack.seats.has_outputs
-
-    def show_outputs(self, outputs: AdapterTokens) -> None:
-        """Let logits that are made or recorded next read these."""
-        self._rack.seats.outputs = outputs
-
-    def choose(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:
-        """chosen: [n], tokens of the step whose logits are wanted."""
-        outputs.fill(self._of_step[chosen])
-        self.show_outputs(outputs)

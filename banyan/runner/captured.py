@@ -172,7 +172,7 @@ class CapturedForward:
             if self._shares > 1:
                 firsts_now = positions = firsts
                 step.place(slots, positions[mine], slots, table.max_length)
-                step.locate(slot_of, positions)
+                step.locate_all(slot_of, positions)
             elif count == 1:
                 firsts_now = positions = table.lengths[slots]
                 table.lengths[slots] = positions + 1

@@ -38,6 +38,7 @@ class StepTensors:
         taps: layers whose inputs are wanted.
         shares: that a step is divided into, of which this rank computes one.
         branching: longest path of drafts that branch; 0 = none do.
+        has_adapters: adapters of slots lie beside the model that reads the inputs.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class StepTensors:
         taps: tuple[int, ...] = (),
         shares: int = 1,
         branching: int = 0,
+        has_adapters: bool = True,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -81,7 +83,7 @@ class StepTensors:
         self._taps = taps
         self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
         self.trails = zeros(max_rows, 2, dtype=torch.int32) if store.trails else None
-        slots = table.adapters
+        slots = table.adapters if has_adapters else None
         self._adapters = None if slots is None else slots.room(max_tokens, max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
@@ -169,7 +171,7 @@ class StepTensors:
         """Enter where a batch samples, which has been entered before and need not be the last one
         that was. It has no drafts."""
         count = len(batch.last)
-        if self._table.adapters is not None:
+        if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.turn_to(np.repeat(batch.slots, batch.counts))
         self.choose(batch.last)
         self.chosen[:count] = sent(batch.last, self._device)
@@ -306,7 +308,7 @@ class StepTensors:
         self.chosen[:count], self.to_slots[:count], self.to_positions[:count] = there[5:]
         self.enter_lengths(batch.offsets, batch.starts)
         self.place(slot_of, positions, slots, max(batch.ends.tolist(), default=0))
-        self.locate(all_slots, all_positions)
+        self.locate_all(all_slots, all_positions)
 
     def enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
         """Lengths that kernels take from the host: what plans say of starts is true where nothing
@@ -323,10 +325,18 @@ class StepTensors:
         tokens, rows = len(slot_of), len(slots)
         self.tokens[:tokens] = self._table.tokens[slot_of, positions]
         self.positions[:tokens] = positions
+        if self._adapters is not None and self._table.adapters is not None:
+            self._table.adapters.mark(self._adapters, slot_of)
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
         self.locate(slot_of, positions)
+
+    def locate_all(self, slot_of: Tensor, positions: Tensor) -> None:
+        """The same of a divided step, of the positions of all shares."""
+        self.locate(slot_of, positions)
+        if self._adapters is not None and self._table.adapters is not None:
+            self._table.adapters.mark_all(self._adapters, slot_of)
 
     def locate(self, slot_of: Tensor, positions: Tensor) -> None:
         """Enter where keys and values of these positions go."""

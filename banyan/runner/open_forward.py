@@ -104,7 +104,8 @@ def _open(
 
     def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
         size = (max_tokens, max_rows, max_outputs, carried, build.dtype, sizes.taps, shares)
-        return StepTensors(table, store, platform, build.device, *size, sizes.branching)
+        more = (sizes.branching, build.adapters is not None)
+        return StepTensors(table, store, platform, build.device, *size, *more)
 
     def larger(batch: Batch) -> StepTensors:
         tokens, rows = batch.largest

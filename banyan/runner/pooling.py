@@ -8,7 +8,7 @@ from banyan.config.card import CLS, MEAN, Pooling
 from banyan.messages.plan import POOL
 from banyan.models.base import Model
 from banyan.ops.adapters import AdapterTokens
-from banyan.runner.adapters import AdapterSlots
+from banyan.runner.adapter_slots import AdapterSlots
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
 

@@ -45,7 +45,8 @@ from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
-from banyan.runner.adapters import AdapterRack, AdapterSlots
+from banyan.runner.adapter_slots import AdapterSlots
+from banyan.runner.adapters import AdapterRack
 from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
 from banyan.runner.branches import Compaction, branches_of

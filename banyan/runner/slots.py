@@ -16,7 +16,7 @@ from banyan.base.ids import SlotId
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host import sent
 from banyan.ops.sampling import PARAMS, params_tensor
-from banyan.runner.adapters import AdapterSlots
+from banyan.runner.adapter_slots import AdapterSlots
 from banyan.runner.kvstore import GroupLayout
 
 _UNKNOWN = -1

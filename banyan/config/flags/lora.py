@@ -48,7 +48,8 @@ FLAGS = (
     Flag(
         "max-loaded-loras",
         "lora.max_loaded",
-        "adapters in memory; one more takes the place of one that nobody uses; default: 256",
+        "adapters in memory; one more takes the place of one that nobody uses; default: 256, on "
+        "NPUs, which have room for each from the start on, as many as run at once",
         kind=INT,
         low=1,
         high=4096,
@@ -59,7 +60,7 @@ FLAGS = (
         "lora-memory-gib",
         "lora.memory_gib",
         "memory of all adapters on each rank, in GiB; one more takes the place of those that "
-        "nobody uses; default: half of what the cache leaves free",
+        "nobody uses, and on NPUs ends the start; default: half of what the cache leaves free",
         kind=FLOAT,
         low=0.001,
         high=1 << 20,

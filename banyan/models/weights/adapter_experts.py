@@ -92,7 +92,7 @@ def open_experts(model: nn.Module, seats: AdapterSeats) -> None:
         router = f"{name}.router"
         seats.slots[router] = block.router.slots()["weight"]
         if ROUTER in seats.kinds:
-            seats.seat(router)
+            seats.seat(router, is_exact=True)
             gathers = block.group.gathers and not block.sends_rows
             block.router.adapted = AdaptedRouter(seats.tables[router], seats, gathers)
         if EXPERTS in seats.kinds:

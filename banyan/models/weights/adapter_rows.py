@@ -13,7 +13,7 @@ from banyan.base.log import printable
 from banyan.config.card import ModelCard
 from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
-from banyan.layers.seats import HEADS
+from banyan.layers.seats import HEADS, own_outputs
 from banyan.layers.slot import WeightSlot
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -198,7 +198,7 @@ class Gains:
         """gain: [outputs], of a module's outputs in the checkpoint's order."""
         slot = self._slots[place.module]
         if place.module not in self._found:
-            self._found[place.module] = torch.ones(_own_outputs(slot))
+            self._found[place.module] = torch.ones(sum(own_outputs(slot)))
         stored = StoredWeight.from_tensor(gain.float().unsqueeze(1))
         for _, first, rows in own_rows(slot, place, stored):
             mine = rows.dense.flatten()
@@ -212,15 +212,6 @@ class Gains:
         bias = self._biases.get(name)
         shifts = torch.zeros_like(gain) if bias is None else (1 - gain) * bias.float()
         return RowPart(GAIN, gain, shifts=shifts)
-
-
-def _own_outputs(slot: WeightSlot) -> int:
-    total = 0
-    for part, shape in slot.shapes.items():
-        rule = slot.rules[part]
-        begin, end = rule.span(shape[0], slot.group) if rule.dim == 0 else (0, shape[0])
-        total += end - begin
-    return total
 
 
 def base_weights(card: ModelCard, names: set[str], folder: str) -> Iterator[tuple[str, Tensor]]:

@@ -262,7 +262,8 @@ class _Gauges(Collector):
         if (rules := json.loads(ready.facts).get("adapters")) is not None:
             found["num_loaded_adapters"] = ("Adapters in memory", stats.adapters)
             found["adapter_used_bytes"] = ("Memory that adapters take", stats.adapter_bytes)
-            found["adapter_max_bytes"] = ("Memory that they may take", rules["max_bytes"])
+            if rules["max_bytes"]:  # else each has its place from the start on
+                found["adapter_max_bytes"] = ("Memory that they may take", rules["max_bytes"])
         if (length := accept_length(stats)) is not None:
             found["spec_accept_length"] = ("Tokens that each verified row gave", length)
         return found
