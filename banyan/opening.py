@@ -12,6 +12,7 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.torch_parts import complete_torch
 from banyan.config.card import STATE, ModelCard
 from banyan.config.defaults import settings_of, settle
 from banyan.config.dispatch import check_the_tokens, is_fused, sends_rows, slot_bytes
@@ -113,6 +114,8 @@ def open_model(
     place_rank(config.device, replace(parallel, tp=here, pp=1, cp=1, is_joined=False), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
+    if not traits.is_host:
+        complete_torch()
     _check_the_device(config, card, traits)
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp

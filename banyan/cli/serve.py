@@ -1,5 +1,6 @@
 """`banyan serve [MODEL]`: flags to Config, then the server with its engine."""
 
+import gc
 import os
 import signal
 import sys
@@ -51,6 +52,7 @@ def serve(argv: Sequence[str]) -> int:
         config = replace(config, model=replace(config.model, deletes=ANY))
     if config.parallel.node:
         return _keep_ranks(config, environment)
+    gc.disable()  # imports make much to look through and nothing to throw away
     from banyan.compose import waiting_engines
     from banyan.ops.cpu.build import building_ahead
 
@@ -62,6 +64,8 @@ def serve(argv: Sequence[str]) -> int:
         from banyan.prepare import prepare
         from banyan.server.life.serve import run_server
 
+        gc.freeze()
+        gc.enable()
         return run_server(config, partial(prepare, config, environment), start_engine)
 
 

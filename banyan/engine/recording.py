@@ -29,7 +29,7 @@ class RecordingMemory:
         self._is_closed = False
 
     def give_size(self, size: int) -> None:
-        """Have all of it from here on.
+        """How much of it there is. The system gives its pages as they are written.
 
         Raises:
             CapacityError: the machine has not so much.
@@ -38,7 +38,7 @@ class RecordingMemory:
         try:
             if size > pages * page_bytes:  # the system would try until it has none left
                 raise OSError(errno.ENOMEM, f"this machine has {pages * page_bytes} bytes")
-            os.posix_fallocate(self.descriptor, 0, size)
+            os.ftruncate(self.descriptor, size)
         except OSError as error:
             raise CapacityError(
                 f"no memory of {size} bytes for the flight recorder: {error.strerror}",
@@ -65,8 +65,8 @@ class RecordingMemory:
 
 
 def mapped(descriptor: int) -> mmap.mmap:
-    """The memory, all of it in place, so that a process does not grow while it records."""
-    return mmap.mmap(descriptor, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    """The memory; what nothing has been written to takes none of the machine's."""
+    return mmap.mmap(descriptor, 0, mmap.MAP_SHARED)
 
 
 def journal_of(content: bytes) -> bytes:

@@ -6,13 +6,15 @@ Bit i of a mask (little-endian within the byte string) = token i is allowed next
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from banyan.base.table import Table
-from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.constraint import Constraint
+
+if TYPE_CHECKING:  # numpy: the server's process reads names of backends here, and has none
+    import numpy as np
+
+    from banyan.grammar.vocabulary import Encode, Vocabulary
 
 
 class Grammar(Protocol):
@@ -57,7 +59,7 @@ class Matcher(Protocol):
         """As of Grammar."""
         ...
 
-    def fill(self, mask: np.ndarray) -> None:
+    def fill(self, mask: "np.ndarray") -> None:
         """Write which tokens may come next: int32 [words], bit i of the whole = token i."""
         ...
 
@@ -104,7 +106,7 @@ class Backend(Protocol):
         ...
 
 
-BackendFactory = Callable[[Vocabulary, Encode, str | None], Backend]
+BackendFactory = Callable[["Vocabulary", "Encode", str | None], Backend]
 """From the vocabulary, the way to write text in it, and the pattern of white space between JSON
 tokens; "" = none, None = any."""
 

@@ -21,7 +21,8 @@ def banyan(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 
 def modules_after(code: str) -> set[str]:
     script = f"import sys\ntry:\n    {code}\nfinally:\n    print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return set(done.stderr.split())
 
 
@@ -47,9 +48,15 @@ def test_help_and_refusals_load_nothing_heavy(words: list[str]) -> None:
 
 
 def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> None:
-    loaded = modules_after("import banyan.compose, banyan.server.life.serve")
+    loaded = modules_after("import banyan.compose, banyan.prepare, banyan.server.life.serve")
     assert "banyan.server.life.serve" in loaded
     assert not loaded & {"torch", "numpy", "transformers"}
+
+
+def test_an_engine_loads_torch_without_what_only_tensors_without_memory_need() -> None:
+    loaded = modules_after("from banyan.compose import main; main()")
+    assert {"torch", "banyan.replica"} <= loaded
+    assert "torch._meta_registrations" not in loaded
 
 
 @pytest.mark.parametrize(

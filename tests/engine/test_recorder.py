@@ -12,7 +12,7 @@ from banyan.base.errors import CapacityError, ModelError
 from banyan.engine import snapshot
 from banyan.engine.journal import Began, Received, read_journal
 from banyan.engine.recorder import FlightRecorder, Recorders
-from banyan.engine.recording import RecordingMemory
+from banyan.engine.recording import RecordingMemory, mapped
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
 from banyan.sim.replay import check
@@ -213,4 +213,14 @@ def test_more_memory_than_the_machine_has_is_refused_before_any_is_taken():
     made = RecordingMemory()
     with pytest.raises(CapacityError, match="this machine has"):
         made.give_size(1 << 60)
+    made.close()
+
+
+def test_memory_that_nothing_was_written_to_is_not_taken() -> None:
+    made = RecordingMemory()
+    made.give_size(1 << 24)
+    with mapped(made.descriptor) as memory:
+        assert os.fstat(made.descriptor).st_blocks == 0
+        memory[1 << 20] = 1
+        assert 0 < os.fstat(made.descriptor).st_blocks * 512 <= 1 << 21
     made.close()
