@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from banyan.base.errors import BanyanError
+from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
 from banyan.base.torch_parts import without_meta_kernels
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, NO_RECORDING, RANK, Duty
+from banyan.engine.far_engines import FarEngines
 from banyan.engine.processes import (
     STACKS,
     Child,
@@ -64,7 +65,17 @@ def start_engine_process(
     config: Config, card: ModelCard, address: str, on_death: OnDeath, secret: str = ""
 ) -> EngineHandle:
     """Start the engine in a process of its own, connected to `address`, for a caller that asks for
-    no recording."""
+    no recording, and leads no other nodes.
+
+    Raises:
+        ConfigError: the engine would be on another node.
+    """
+    parallel = config.parallel
+    if parallel.node_of(parallel.replica):
+        raise ConfigError(
+            f"--enable-dp-attention and {parallel.nodes_flag} go together in a server alone",
+            hint="run: banyan serve with the same flags, on each node",
+        )
     config = replace(config, observe=replace(config.observe, recorder_bytes=0))
     return _start(_engine_child(), config, card, address, on_death, secret)
 
@@ -75,19 +86,35 @@ def waiting_engines(
     secret: str = "",
 ) -> Iterator[Callable[[Config, ModelCard, str, OnDeath], EngineHandle]]:
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
-    processes load their libraries meanwhile. Those that got none end with the block."""
+    processes load their libraries meanwhile. Those that got none end with the block, and so do
+    other nodes."""
     waiting = [_engine_child() for _ in range(count)]
+    far = FarEngines(secret)
 
     def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
+        if config.parallel.node_of(config.parallel.replica):
+            far.start(_unlocked(config), card, address, on_death)
+            return EngineHandle(stop=_nothing, put_down=_nothing, pids=list)
         engine = waiting.pop() if waiting else _engine_child()
         return _start(engine, config, card, address, on_death, secret)
 
     try:
         yield start
     finally:
+        far.close()
         for engine in waiting:
             engine.child.stop()
             engine.memory.close()
+
+
+def _nothing() -> None:
+    """An engine of another node ends with those that come after it, or with the server."""
+
+
+def _unlocked(config: Config) -> Config:
+    """Without what lets people in: an engine lets nobody in."""
+    server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
+    return replace(config, server=server)
 
 
 @dataclass(frozen=True)
@@ -111,14 +138,12 @@ def _start(
     on_death: OnDeath,
     secret: str,
 ) -> EngineHandle:
-    # an engine lets nobody in
-    server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
     child, memory, size = engine.child, engine.memory, config.observe.recorder_bytes
     if size:
         memory.give_size(size)
     recording = memory.descriptor if size else NO_RECORDING
     duty = Duty(
-        *(ENGINE, replace(config, server=server), card, address),
+        *(ENGINE, _unlocked(config), card, address),
         secret=secret,
         recording=recording,
     )

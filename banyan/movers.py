@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from banyan.messages.orders import AttachStore, DetachStore, Order
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
+from banyan.parallel.gloo import own_address
 from banyan.platform.base import Platform, Traits
 from banyan.runner.device_memory import DeviceMemory
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -313,6 +315,8 @@ def _rooms_of(
 
     handoff, host = served.config.handoff, served.config.server.host
     parallel, is_giver = served.config.parallel, handoff.mode == "prefill"
+    if parallel.node_of(parallel.replica):
+        host = own_address(urlsplit(parallel.ranks_meet).hostname)
     options = RoomOptions(
         is_giver=is_giver,
         host=host,

@@ -111,14 +111,14 @@ def open_model(
     """Open the device, meet the other ranks, load this rank's share of the weights."""
     parallel = config.parallel
     here, place = parallel.local_world, rank % parallel.local_world
-    place_rank(config.device, replace(parallel, tp=here, pp=1, cp=1, is_joined=False), place)
+    place_rank(config.device, parallel, place)
     platform = open_platform(config.device.name)
     traits = platform.traits
     if not traits.is_host:
         complete_torch()
     _check_the_device(config, card, traits)
     config, origins = settle(config, platform.defaults(card))
-    sharers = 1 if is_placed(config.device) else here * parallel.dp
+    sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
     threads = config.parallel.threads or max(1, traits.cores // sharers)
     device = platform.open(_number_of(config, traits, place), threads)
     phases.done("device")
@@ -291,7 +291,7 @@ def plan_the_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
     config = opened.config
     found, groups = agree_on_memory(card, opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
-    sharers = config.parallel.local_world * config.parallel.dp if is_host else 1
+    sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
     # What states were after tokens that may not stand.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
     running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM

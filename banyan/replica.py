@@ -26,11 +26,12 @@ from banyan.config.schema import Config, ParallelConfig
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import NO_RECORDING, RANK, Duty
+from banyan.engine.far_clock import open_far_step_clock
 from banyan.engine.kv_events import Publisher
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
-from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
+from banyan.engine.nodes import Nodes, check_secret, own_hello
 from banyan.engine.processes import Process
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.recorder import Recorders
@@ -71,6 +72,9 @@ from banyan.opening import (
     runner_sizes,
 )
 from banyan.ops.bind import PROBES
+from banyan.parallel.collectives import Meeting
+from banyan.parallel.gloo import own_address
+from banyan.parallel.process_group import open_store
 from banyan.runner.adapters import AdapterRack, open_rack
 from banyan.runner.expert_balancer import balance_between_steps, open_balancer
 from banyan.runner.expert_mover import ExpertMover
@@ -156,7 +160,7 @@ def run_engine(
         recorders = Recorders(config.observe, spec, recording, cleanup)
         grammars = open_grammars(config, card, wake.ring)
         desk = _desk_of(grammars, cleanup)
-        step_clock = _step_clock(config.parallel)
+        step_clock = _step_clock(config.parallel, ranks.meeting, secret)
         tells = kv_events(config.observe) is not None
         core = spec.build(grammars, step_clock, recorders.recorder, tells)
         recorders.follow(core, clock.now())
@@ -393,7 +397,7 @@ class OtherRanks:
         self._nodes: Nodes | None = None
         self._ray: RayNodes | None = None
         self._remote: list[int] = []
-        self.meeting = parallel.meeting if parallel.is_joined else ""
+        self.meeting = parallel.ranks_meet if parallel.is_joined else ""
         if parallel.world == 1:
             return
         duty = Duty(RANK, config, card, "")
@@ -402,10 +406,9 @@ class OtherRanks:
             if parallel.by_ray:
                 self._ray = _ray_nodes(parallel)
                 parallel = self._ray.parallel
-            if parallel.nodes > 1:
+            if parallel.rank_nodes > 1:
                 check_secret(parallel, secret)
-                host, _, port = parallel.meeting.rpartition(":")
-                self.meeting = f"tcp://{host}:{int(port) + 1}"
+                self.meeting = parallel.ranks_meet
                 self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
                 self._remote = list(range(parallel.local_world, parallel.world))
                 if self._ray is None:
@@ -413,10 +416,10 @@ class OtherRanks:
                 else:
                     self._ray.start(duty)
                     self._nodes.gather(self._ray.check)
-            self._local = LocalRanks(ranks_of(parallel, 0)[1:], duty, self.meeting, spares)
+            self._local = LocalRanks(range(1, parallel.local_world), duty, self.meeting, spares)
             self.meeting = self._local.meeting
             if self._nodes is not None:
-                self._nodes.start(duty, self.meeting)
+                self._nodes.start(lambda _: [duty], self.meeting)
             undo.pop_all()
 
     def watch(self, on_death: Callable[[str], None]) -> None:
@@ -484,12 +487,18 @@ def _ray_nodes(parallel: ParallelConfig) -> "RayNodes":
     return RayNodes(parallel)
 
 
-def _step_clock(parallel: ParallelConfig) -> StepClock | None:
+def _step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> StepClock | None:
     """What joined replicas agree by; None for one by itself."""
     if not parallel.is_joined:
         return None
-    whole = (parallel.meeting, parallel.replica, parallel.dp, parallel.meet_timeout_s)
-    return open_step_clock(*whole)
+    mine, limit_s = (parallel.replica, parallel.dp), parallel.meet_timeout_s
+    if parallel.nodes == 1:
+        return open_step_clock(meeting, *mine, limit_s)
+    board = open_store(Meeting(1, 1, meeting, limit_s, name=".clock"))
+    host = own_address(urlsplit(meeting).hostname)
+    return open_far_step_clock(
+        host, *mine, secret, limit_s, board.set, lambda name: board.get(name).decode()
+    )
 
 
 def _open_drafter(config: Config) -> Callable[[Callable[[], Beside]], Drafter] | None:

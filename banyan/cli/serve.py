@@ -59,7 +59,7 @@ def serve(argv: Sequence[str]) -> int:
     runs_here = config.device.name in ("auto", "cpu")
     with (
         building_ahead(config.device.compiler, config.device.isa) if runs_here else nullcontext(),
-        waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine,
+        waiting_engines(config.parallel.local_replicas, environment.dist_secret) as start_engine,
     ):
         from banyan.prepare import prepare
         from banyan.server.life.serve import run_server

@@ -42,6 +42,12 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             f"{handoff.port + parallel.dp - 1}",
             hint=f"name a port up to {_LAST_PORT + 1 - parallel.dp}",
         )
+    if handoff.mode == "prefill" and parallel.is_joined and parallel.nodes > 1:
+        raise ConfigError(
+            f"{flag} with --enable-dp-attention and {parallel.nodes_flag} {parallel.nodes}: "
+            "prompts are taken from the address of one server, and some replicas are elsewhere",
+            hint="start a server on each machine: --nnodes 1 there, and a router before them",
+        )
     if cache.store:
         raise ConfigError(
             f"{flag} and --hicache-storage-backend {cache.store} exclude each other: pages come "

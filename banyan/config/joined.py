@@ -29,9 +29,14 @@ def check_the_joined_replicas(config: Config, card: ModelCard, environment: Envi
             f"--data-parallel-size {parallel.dp} replicas",
             hint="choose a multiple: with this flag it counts the ranks of all replicas",
         )
+    if parallel.dp % parallel.nodes:
+        raise ConfigError(
+            f"{_FLAG}: --data-parallel-size {parallel.dp} replicas cannot be spread evenly over "
+            f"--nnodes {parallel.nodes} nodes",
+            hint="choose a multiple: each replica lies on one node, whole",
+        )
     for is_there, other, hint in (
         (parallel.pp > 1, "--pipeline-parallel-size", "use --tensor-parallel-size alone"),
-        (parallel.nodes > 1, "--nnodes", "start all ranks on one machine"),
         (
             config.model.implementation == "transformers",
             "--model-impl transformers",
@@ -86,9 +91,11 @@ def of_replica(config: Config, number: int, meeting: str) -> Config:
     """What one replica is told.
 
     Args:
-        meeting: path of a file that is not there; joined replicas of one start meet at it.
+        meeting: path of a file that is not there; joined replicas of one start meet at it, where
+            they are on one machine.
     """
     parallel = replace(config.parallel, replica=number)
     if parallel.is_joined:
-        parallel = replace(parallel, meeting=f"file://{meeting}")
+        place = parallel.meeting if parallel.nodes > 1 else f"file://{meeting}"
+        parallel = replace(parallel, meeting=place)
     return replace(config, parallel=parallel)

@@ -291,15 +291,16 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             f"--node-rank {parallel.node} of {parallel.nodes} nodes",
             hint=f"number them 0 … {parallel.nodes - 1}",
         )
-    if parallel.world % parallel.nodes:
+    if parallel.world % parallel.rank_nodes:
         raise ConfigError(
             f"{parallel.world} ranks cannot be spread evenly over {parallel.nodes} nodes",
             hint="choose a multiple",
         )
-    if parallel.dp > 1:
+    if parallel.dp > 1 and not parallel.is_joined:
         raise ConfigError(
             "--data-parallel-size and --nnodes do not go together",
-            hint="start a server on each machine, and a router before them",
+            hint="start a server on each machine, and a router before them; or join the replicas "
+            "by --enable-dp-attention",
         )
     if parallel.by_ray and not parallel.meeting:
         return config  # Ray knows an address

@@ -231,7 +231,7 @@ class ParallelConfig:
     """Which of them this is; 0 leads and serves."""
     meeting: str = ""
     """host:port where node 0 listens for the others; the port above is taken too. Of replicas that
-    are joined, the file where all their ranks meet."""
+    are joined on one machine, the file where all their ranks meet."""
     by_ray: bool = False
     """A Ray cluster starts the nodes beside the first."""
     are_by_rank: bool = False
@@ -255,9 +255,37 @@ class ParallelConfig:
         return self.tp // self.cp // (self.dp if self.is_joined else 1)
 
     @property
+    def rank_nodes(self) -> int:
+        """Machines that the ranks of a replica are spread over: joined replicas lie on one each."""
+        return 1 if self.is_joined else self.nodes
+
+    @property
     def local_world(self) -> int:
-        """Those of them on one machine."""
-        return self.world // self.nodes
+        """Ranks of a replica on one machine."""
+        return self.world // self.rank_nodes
+
+    @property
+    def local_replicas(self) -> int:
+        """Replicas on one machine, in the order of their numbers."""
+        return self.dp // self.nodes if self.is_joined else self.dp
+
+    @property
+    def local_replica(self) -> int:
+        """Which of those this is."""
+        return self.replica % self.local_replicas
+
+    def node_of(self, replica: int) -> int:
+        """The machine that a replica leads from."""
+        return replica // self.local_replicas
+
+    @property
+    def ranks_meet(self) -> str:
+        """Where ranks find each other, if they are of several machines or of joined replicas:
+        tcp://host:port of node 0, or file:///path on the only one."""
+        if self.nodes == 1:
+            return self.meeting
+        host, _, port = self.meeting.rpartition(":")
+        return f"tcp://{host}:{int(port) + 1}"
 
     @property
     def nodes_flag(self) -> str:

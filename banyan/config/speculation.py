@@ -168,7 +168,7 @@ def _check(config: Config, card: ModelCard) -> None:
 
 def _check_beside(config: Config, flag: str) -> None:
     """Refuse what a draft model does not go with."""
-    if config.parallel.nodes > 1:
+    if config.parallel.nodes > 1 and not config.speculative.is_ahead:
         raise ConfigError(
             f"{flag} and {config.parallel.nodes_flag}: a draft model is not looked for on "
             "other machines",

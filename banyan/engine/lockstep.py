@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -50,24 +51,63 @@ class _Word(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Why it does; "" when it was told to."""
 
 
+class Peer(Protocol):
+    """The way to another replica, in whole words. No call waits."""
+
+    def fileno(self) -> int:
+        """Descriptor that polls readable while there is a word."""
+        ...
+
+    def hear(self) -> bytes:
+        """One word; b"" when there will be none any more. BlockingIOError while there is none."""
+        ...
+
+    def say(self, word: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalPeer:
+    """Of this machine: a connected socket that keeps words apart (SOCK_SEQPACKET)."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def hear(self) -> bytes:
+        try:
+            return self._socket.recv(_MAX_WORD_BYTES)
+        except ConnectionResetError:
+            return b""
+
+    def say(self, word: bytes) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # `hear` says who has ended
+            self._socket.send(word)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class StepClock:
     """One replica's end. Satisfies `Lockstep`; used from the thread of the loop.
 
     Args:
         replica: the number of this one.
-        peers: a connected socket to each of the others, by number.
+        peers: the way to each of the others, by number.
         timeout_s: how long the others may take to answer.
     """
 
     def __init__(
         self,
         replica: int,
-        peers: dict[int, socket.socket],
+        peers: Mapping[int, Peer],
         timeout_s: float,
         clock: Clock | None = None,
     ) -> None:
         self._replica = replica
-        self._peers = peers
+        self._peers = dict(peers)
         self._timeout_s = timeout_s
         self._clock = clock or WallClock()
         self._heard: dict[int, deque[Load]] = {number: deque() for number in peers}
@@ -80,7 +120,6 @@ class StepClock:
         self._decoder = msgspec.msgpack.Decoder(_Word)
         self._epoll = select.epoll()
         for peer in peers.values():
-            peer.setblocking(False)
             self._epoll.register(peer.fileno(), select.EPOLLIN)
 
     @property
@@ -97,7 +136,7 @@ class StepClock:
         for number, peer in list(self._peers.items()):
             with suppress(BlockingIOError):
                 while number in self._peers:
-                    self._hear(number, _said_by(peer))
+                    self._hear(number, peer.hear())
 
     def agree(self, load: Load) -> list[Load] | None:
         """See `Lockstep`.
@@ -160,16 +199,7 @@ class StepClock:
     def _tell(self, word: _Word) -> None:
         told = self._encoder.encode(word)
         for peer in self._peers.values():
-            with suppress(BrokenPipeError, ConnectionResetError):  # `receive` says who has ended
-                peer.send(told)
-
-
-def _said_by(peer: socket.socket) -> bytes:
-    """One word; b"" when there will be none any more."""
-    try:
-        return peer.recv(_MAX_WORD_BYTES)
-    except ConnectionResetError:
-        return b""
+            peer.say(told)
 
 
 def open_step_clock(meeting: str, replica: int, replicas: int, timeout_s: float) -> StepClock:
@@ -201,7 +231,7 @@ def open_step_clock(meeting: str, replica: int, replicas: int, timeout_s: float)
                 raise _absent(missing, timeout_s) from None
             peers[int.from_bytes(peer.recv(8), "little")] = peer
         path.unlink()
-    return StepClock(replica, peers, timeout_s)
+    return StepClock(replica, {n: LocalPeer(peer) for n, peer in peers.items()}, timeout_s)
 
 
 def _connect(path: str, replica: int, number: int, last: float, timeout_s: float) -> socket.socket:

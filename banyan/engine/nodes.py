@@ -1,8 +1,10 @@
-"""Ranks on several machines: the first node leads, the others keep ranks for it.
+"""Processes on several machines: the first node leads, the others keep processes for it: ranks of
+its replica, or engines of replicas that are joined with it (`engine/far_engines.py`).
 
 Every node is started with the same command line but for its number. A node says which version and
-which weights it has; the leader takes it or tells it why not, tells it the duty of its ranks, and
-passes frames to them through it. Both sides say that they live, and notice when the other does not.
+which weights it has; the leader takes it or tells it why not, tells it the duties of its processes,
+and passes frames to them, and from engines, through it. Both sides say that they live, and notice
+when the other does not.
 
 The connection is encrypted and lets in who knows the secret: the keys of both ends (Curve25519, by
 ZeroMQ's CURVE, rfc.zeromq.org/spec/26) are made of it.
@@ -12,10 +14,11 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import zmq
@@ -27,8 +30,11 @@ from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.schema import ParallelConfig
-from banyan.engine.duty import Duty
+from banyan.engine.duty import ENGINE, Duty
+from banyan.engine.local_engines import LocalEngines, frames_of
 from banyan.engine.ranks import LocalRanks
+from banyan.messages.link import pair_socket
+from banyan.messages.wire import MAX_FRAME_BYTES
 
 log = logger(__name__)
 
@@ -58,6 +64,8 @@ class Hello(msgspec.Struct, frozen=True):
     version: str
     weights: str
     cp: int = 1
+    joined: int = 1
+    """Replicas that work on one batch."""
 
 
 class Sign(msgspec.Struct, frozen=True):
@@ -111,10 +119,11 @@ def fingerprint(card: ModelCard) -> str:
 
 def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
     layout = (parallel.node, parallel.nodes, parallel.tp, parallel.pp)
-    return Hello(*layout, own_version(), fingerprint(card), parallel.cp)
+    joined = parallel.dp if parallel.is_joined else 1
+    return Hello(*layout, own_version(), fingerprint(card), parallel.cp, joined)
 
 
-def _keys(secret: str, who: str) -> tuple[bytes, bytes]:
+def keys_of(secret: str, who: str) -> tuple[bytes, bytes]:
     """(public, secret) key of one end, Z85."""
     raw = hashlib.scrypt(secret.encode(), salt=f"banyan {who}".encode(), n=1 << 14, r=8, p=1)
     private = zmq.utils.z85.encode(raw[:32])
@@ -136,6 +145,9 @@ def check_secret(parallel: ParallelConfig, secret: str) -> None:
 class Nodes:
     """The other nodes, as the leader sees them.
 
+    Those that keep engines may be gathered again (`again`): these come and go with the engines of
+    the leader, and it stays.
+
     Args:
         parallel: its `meeting` is where this node listens.
         mine: what the others must have too.
@@ -146,8 +158,10 @@ class Nodes:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SAID_BYTES)
-        public, private = _keys(secret, "leader")
+        most = MAX_FRAME_BYTES if mine.joined > 1 else 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most + _MAX_SAID_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # else what has no room would be dropped
+        public, private = keys_of(secret, "leader")
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, private
         try:
@@ -167,6 +181,8 @@ class Nodes:
         self._outbox.connect("inproc://frames")
         self._on_death: Callable[[str], None] | None = None
         self._lost = ""
+        self._fronts: dict[int, zmq.Socket[bytes]] = {}
+        """Replica -> the front's end, of the engines that are kept elsewhere."""
         self._told: dict[int, list[tuple[int, str]]] = {}
         """Node -> where its ranks stand, while that is asked for."""
         self._thread: threading.Thread | None = None
@@ -226,11 +242,12 @@ class Nodes:
                 f"it was started with --nnodes {hello.nodes} --tp {hello.tp} --pp {hello.pp}, the "
                 f"leader with --nnodes {mine.nodes} --tp {mine.tp} --pp {mine.pp}"
             )
-        if hello.cp != mine.cp:
-            return (
-                f"it was started with --attn-cp-size {hello.cp}, the leader with "
-                f"--attn-cp-size {mine.cp}"
-            )
+        for flag, its, own in (
+            ("--attn-cp-size", hello.cp, mine.cp),
+            ("--enable-dp-attention --dp-size", hello.joined, mine.joined),
+        ):
+            if its != own:
+                return f"it was started with {flag} {its}, the leader with {flag} {own}"
         if hello.weights != mine.weights:
             return "it has another model or other weights than the leader"
         if not 1 <= hello.node < mine.nodes:
@@ -239,12 +256,26 @@ class Nodes:
             return f"there is a node {hello.node} already: give each node a --node-rank of its own"
         return ""
 
-    def start(self, duty: Duty, meeting: str) -> None:
-        """Let every node start its ranks, which meet the others at `meeting`."""
+    def start(
+        self,
+        duties_of: Callable[[int], Sequence[Duty]],
+        meeting: str = "",
+        fronts: Mapping[int, str] = {},
+    ) -> None:
+        """Let every node start its processes.
+
+        Args:
+            duties_of: that of all ranks of a node, or those of its engines.
+            meeting: where ranks meet those of other nodes.
+            fronts: the address of the front of each engine, by replica.
+        """
+        for replica, address in fronts.items():
+            self._fronts[replica] = pair_socket(self._context)
+            self._fronts[replica].connect(address)
         for node, identity in self._identity.items():
-            told = msgspec.msgpack.encode((duty, meeting))
+            told = msgspec.msgpack.encode((duties_of(node), meeting))
             self._socket.send_multipart([identity, _START, told])
-            log.info("node %d starts its ranks", node)
+            log.info("node %d starts its processes", node)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
 
@@ -286,24 +317,37 @@ class Nodes:
         outbox.close(linger=0)
         return [found for node in sorted(self._told) for found in self._told[node]]
 
+    def again(self) -> None:
+        """Let the others end what they keep, and come again: to `gather`."""
+        self._let_go(_AGAIN)
+        self._thread, self._lost, self._is_closing = None, "", False
+        for known in (self._identity, self._heard, self._silent, self._told):
+            known.clear()
+
     def close(self, is_failure: bool = False) -> None:
         """Let the others end, or come again to the engine that takes the place of this one."""
+        self._let_go(_AGAIN if is_failure else _END)
+        self._context.destroy(linger=0 if self._thread is None else None)
+
+    def _let_go(self, word: bytes) -> None:
         if self._thread is None:
-            self._context.destroy(linger=0)
             return
         self._is_closing = True
         for identity in self._identity.values():
-            self._outbox.send_multipart([identity, _AGAIN if is_failure else _END])
+            self._outbox.send_multipart([identity, word])
         self._outbox.send_multipart([b""])
         self._thread.join(5.0)
-        self._outbox.close(linger=0)
-        self._context.term()
+        for front in self._fronts.values():
+            front.close(linger=0)
+        self._fronts = {}
 
     def _run(self) -> None:
         """All traffic of the socket, and who lives."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inbox, zmq.POLLIN)
+        for front in self._fronts.values():
+            poller.register(front, zmq.POLLIN)
         beat_at = 0.0
         while True:
             ready = dict(poller.poll(int(_BEAT_S * 1000)))
@@ -311,14 +355,15 @@ class Nodes:
                 break
             if self._socket in ready:
                 self._take(*self._socket.recv_multipart())
+            for replica, frame in frames_of(self._fronts):
+                identity = self._identity[self._parallel.node_of(replica)]
+                self._socket.send_multipart([identity, _FRAME, b"%d" % replica, frame])
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + _BEAT_S
                 for identity in self._identity.values():
                     self._socket.send_multipart([identity, _BEAT])
                 self._look(now)
-        self._inbox.close(linger=0)
-        self._socket.close()
 
     def _pass_on(self) -> bool:
         parts = self._inbox.recv_multipart()
@@ -333,6 +378,9 @@ class Nodes:
             self._socket.send_multipart([identity, _AGAIN])
             return
         self._heard[node] = time.monotonic()
+        if kind == _FRAME and len(parts) == 2:
+            self._bring(node, *parts)
+            return
         said = parts[0] if len(parts) == 1 else b""
         if kind == _BEAT and (sign := _sign_of(said)) is not None:
             self._silent[node] = sign
@@ -344,6 +392,13 @@ class Nodes:
             self._lose(f"node {node}: {printable(said.decode(errors='replace'), 300)}")
         else:
             self._lose(f"node {node} said what the leader does not understand")
+
+    def _bring(self, node: int, number: bytes, frame: bytes) -> None:
+        """What an engine of that node says to its front."""
+        replica = int(number) if len(number) < 6 and number.isdigit() else -1
+        if replica in self._fronts and self._parallel.node_of(replica) == node:
+            with suppress(zmq.Again):  # the front has gone
+                self._fronts[replica].send(frame, zmq.NOBLOCK)
 
     def _look(self, now: float) -> None:
         for node, heard in self._heard.items():
@@ -366,16 +421,24 @@ class Leader:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, "node")
-        self._socket.curve_serverkey, _ = _keys(secret, "leader")
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # whoever waits for room hears nothing
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys_of(secret, "node")
+        self._socket.curve_serverkey, _ = keys_of(secret, "leader")
         self._socket.connect(f"tcp://{address}")
 
     def say(self, kind: bytes, *parts: bytes) -> None:
         self._socket.send_multipart([kind, *parts])
 
-    def hear(self, timeout_s: float) -> list[bytes] | None:
-        is_there = self._socket.poll(int(timeout_s * 1000))
-        return self._socket.recv_multipart() if is_there else None
+    def hear(
+        self, timeout_s: float, beside: Sequence["zmq.Socket[bytes]"] = ()
+    ) -> list[bytes] | None:
+        """What the leader says next; None when it says nothing for so long, or when there is
+        something at one of the sockets `beside`."""
+        poller = zmq.Poller()
+        for one in (self._socket, *beside):
+            poller.register(one, zmq.POLLIN)
+        ready = dict(poller.poll(int(timeout_s * 1000)))
+        return self._socket.recv_multipart() if self._socket in ready else None
 
     def __enter__(self) -> Self:
         return self
@@ -404,9 +467,16 @@ def serve_node(
     while True:
         try:
             with Leader(parallel.meeting, secret) as leader:
-                duty, meeting = _meet(leader, parallel, mine)
-                duty = replace(duty, card=replace(duty.card, path=own_path))
-                _keep(LocalRanks(ranks_of(parallel, parallel.node), duty, meeting), leader)
+                duties, meeting = _meet(leader, parallel, mine)
+                duties = [
+                    replace(duty, card=replace(duty.card, path=own_path), secret=secret)
+                    for duty in duties
+                ]
+                if duties[0].role == ENGINE:
+                    kept: Kept = LocalEngines(duties)
+                else:
+                    kept = LocalRanks(ranks_of(parallel, parallel.node), duties[0], meeting)
+                _keep(kept, leader)
             return
         except _LeaderGone as gone:
             if not comes_again:
@@ -414,8 +484,8 @@ def serve_node(
             log.warning("%s: the node comes again", gone)
 
 
-def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[Duty, str]:
-    """Say who this is until the leader says what to do: (duty of the ranks, where they meet)."""
+def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[Duty], str]:
+    """Say who this is until the leader says what to do: (duties, where ranks meet)."""
     log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
     deadline = time.monotonic() + parallel.meet_timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
@@ -427,7 +497,7 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[Duty, 
             reason = printable(said[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
         if said[0] == _START:
-            return msgspec.msgpack.decode(said[1], type=tuple[Duty, str])
+            return msgspec.msgpack.decode(said[1], type=tuple[list[Duty], str])
         if said[0] == _AGAIN:
             time.sleep(_BEAT_S)
     raise DeviceError(
@@ -436,15 +506,37 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[Duty, 
     )
 
 
-def _keep(ranks: LocalRanks, leader: Leader) -> None:
-    """Pass frames on, and say that the ranks live."""
+class Kept(Protocol):
+    """Processes that a node keeps: `LocalRanks`, `LocalEngines`."""
+
+    kind: str
+    """What they are."""
+
+    @property
+    def numbers(self) -> list[int]: ...
+
+    @property
+    def speaking(self) -> Mapping[int, "zmq.Socket[bytes]"]:
+        """Where those of them speak whom the leader hears."""
+        ...
+
+    def watch(self, on_death: Callable[[str], None]) -> None: ...
+    def silence(self) -> tuple[int, float]: ...
+    def stacks(self) -> list[tuple[int, str]]: ...
+    def send(self, rank: int, frame: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+def _keep(kept: Kept, leader: Leader) -> None:
+    """Pass frames on, and say that the processes live."""
     died: list[str] = []
-    ranks.watch(died.append)
-    log.info("ranks %s run here; requests go to node 0", ", ".join(map(str, ranks.numbers)))
+    kept.watch(died.append)
+    numbers = ", ".join(map(str, kept.numbers))
+    log.info("%s %s run here; requests go to node 0", kept.kind, numbers)
     heard, beat_at = time.monotonic(), 0.0
     try:
         while True:
-            said = leader.hear(_BEAT_S / 2)
+            said = leader.hear(_BEAT_S / 2, list(kept.speaking.values()))
             now = time.monotonic()
             if said is not None:
                 heard = now
@@ -453,10 +545,12 @@ def _keep(ranks: LocalRanks, leader: Leader) -> None:
                 if said[0] == _AGAIN:
                     raise _LeaderGone("the leader's engine has ended")
                 if said[0] == _FRAME:
-                    ranks.send(int(said[1]), said[2])
+                    kept.send(int(said[1]), said[2])
                 if said[0] == _TELL:
-                    told = [(rank, text[:_MAX_STACK]) for rank, text in ranks.stacks()]
+                    told = [(rank, text[:_MAX_STACK]) for rank, text in kept.stacks()]
                     leader.say(_STACKS, msgspec.json.encode(told))
+            for number, frame in frames_of(kept.speaking):
+                leader.say(_FRAME, b"%d" % number, frame)
             if died:
                 leader.say(_LOST, died[0].encode())
                 raise _LeaderGone(died[0])
@@ -464,6 +558,6 @@ def _keep(ranks: LocalRanks, leader: Leader) -> None:
                 raise _LeaderGone(f"the leader has not been heard of for {now - heard:.1f} s")
             if now >= beat_at:
                 beat_at = now + _BEAT_S
-                leader.say(_BEAT, msgspec.json.encode(Sign(*ranks.silence())))
+                leader.say(_BEAT, msgspec.json.encode(Sign(*kept.silence())))
     finally:
-        ranks.close()
+        kept.close()

@@ -20,7 +20,7 @@ def device_number(device: DeviceConfig, parallel: ParallelConfig, place: int) ->
     Args:
         place: of the rank among those of its replica on this machine.
     """
-    mine = parallel.replica * parallel.local_world + place
+    mine = parallel.local_replica * parallel.local_world + place
     return device.first_number + mine * device.number_step
 
 
@@ -30,11 +30,12 @@ def is_placed(device: DeviceConfig) -> bool:
 
 
 def place_rank(
-    device: DeviceConfig, parallel: ParallelConfig, rank: int, root: Path = Path("/")
+    device: DeviceConfig, parallel: ParallelConfig, place: int, root: Path = Path("/")
 ) -> None:
-    """Keep the calling thread, and those that it starts, to the cores of this rank.
+    """Keep the calling thread, and those that it starts, to the cores of one rank.
 
     Args:
+        place: of the rank among those of its replica on this machine.
         root: where /sys is found; a test gives its own.
 
     Raises:
@@ -42,8 +43,9 @@ def place_rank(
     """
     if not is_placed(device):
         return
-    mine = parallel.replica * parallel.world + rank
-    nodes = _nodes(device.numa_nodes, parallel.dp * parallel.world)
+    here = parallel.local_world
+    mine = parallel.local_replica * here + place
+    nodes = _nodes(device.numa_nodes, parallel.local_replicas * here)
     sharers = [place for place, node in enumerate(nodes) if node == nodes[mine]]
     cores = _cores_of(nodes[mine], root)
     if len(cores) < len(sharers):

@@ -22,7 +22,8 @@ _ALIVE_MS = 100
 
 
 class LocalRanks:
-    """
+    """Satisfies `engine.nodes.Kept`.
+
     Args:
         ranks: their numbers within the replica; there may be none.
         duty: what each of them is told, but for its number and addresses.
@@ -37,6 +38,9 @@ class LocalRanks:
         meeting: str = "",
         spares: Sequence[Process] = (),
     ) -> None:
+        self.kind = "ranks"
+        self.speaking: dict[int, zmq.Socket[bytes]] = {}
+        """None of them does."""
         self._folder = PrivateFolder()
         self._context = zmq.Context()
         self._children: dict[int, Child] = {}

@@ -251,6 +251,16 @@ def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:
                 os.close(lock)
 
 
+def pair_socket(context: zmq.Context["zmq.Socket[bytes]"]) -> "zmq.Socket[bytes]":
+    """An end of a link, or of what passes its frames on."""
+    made = context.socket(zmq.PAIR)
+    # No high-water mark: streams are bounded per request by the client, which aborts slow readers.
+    made.setsockopt(zmq.SNDHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    return made
+
+
 class _Socket:
     """One end of a pair of sockets. Its descriptor tells of edges: whoever sees it readable must
     ask `has_frame` until there is none, and again after every `send`, which may swallow an edge.
@@ -258,12 +268,7 @@ class _Socket:
 
     def __init__(self) -> None:
         self.context = zmq.Context()
-        self.zmq: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
-        # No high-water mark: streams are bounded per request by the client, which aborts slow
-        # readers.
-        self.zmq.setsockopt(zmq.SNDHWM, 0)
-        self.zmq.setsockopt(zmq.RCVHWM, 0)
-        self.zmq.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.zmq = pair_socket(self.context)
 
     def has_frame(self) -> bool:
         return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & _READABLE)

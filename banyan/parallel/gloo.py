@@ -13,7 +13,7 @@ from banyan.parallel.process_group import GroupCollectives, dist, open_store
 _LOOPBACK = "127.0.0.1"
 
 
-def _own_address(host: str | None) -> str:
+def own_address(host: str | None) -> str:
     """The address of this machine from which it reaches the meeting; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -23,7 +23,7 @@ def _own_address(host: str | None) -> str:
 def _open(meeting: Meeting) -> GroupCollectives:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=meeting.timeout_s)
-    host = _LOOPBACK if meeting.path else _own_address(urlsplit(meeting.address).hostname)
+    host = _LOOPBACK if meeting.path else own_address(urlsplit(meeting.address).hostname)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     group = dist.ProcessGroupGloo(open_store(meeting), meeting.rank, meeting.size, options)
     return GroupCollectives(group, meeting)

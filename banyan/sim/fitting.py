@@ -76,7 +76,7 @@ def fit(config: Config, card: ModelCard, room: Room, weight_bytes: float) -> Fit
     parallel = config.parallel
     layout = Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined, cp=parallel.cp)
     weights = round(weights_per_device(card, layout, weight_bytes))
-    sharers = parallel.local_world * parallel.dp if room.is_host else 1
+    sharers = parallel.local_world * parallel.local_replicas if room.is_host else 1
     per_number = cache_bytes_of(config, card, room.is_host)
     groups = cache_groups(config, card, layout, per_number)
     held = LIBRARY_BYTES + weights

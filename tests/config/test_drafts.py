@@ -159,7 +159,6 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
         ({}, "--pp-size 2", "by stages"),
         ({}, "--enable-memory-saver", "are not released"),
-        ({}, "--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
         ({}, "--speculative-eagle-topk 4", "how large a tree may be is not said"),
     ],
 )

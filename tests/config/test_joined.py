@@ -40,9 +40,9 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
         (("--tp", "3"), CARD, "3 ranks cannot be shared out among .* 2 replicas"),
         (("--pp", "2"), CARD, "--enable-dp-attention and --pipeline-parallel-size do not"),
         (
-            ("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"),
+            ("--nnodes", "4", "--dist-init-addr", "127.0.0.1:5000"),
             CARD,
-            "--enable-dp-attention and --nnodes do not",
+            "2 replicas cannot be spread evenly over --nnodes 4 nodes",
         ),
         (
             ("--speculative-algorithm", "NEXTN"),

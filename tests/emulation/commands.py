@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FACTOR = 4
-"""Of ranks, replicas, nodes, and tokens that ranks divide: what is less than one stays one."""
+"""Of ranks, replicas, and tokens that ranks divide: what is less than one stays one."""
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
-_COUNTED = (
-    *("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--nnodes"),
-    "--max-prefill-tokens",
-)
+_COUNTED = ("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--max-prefill-tokens")
 _OF_MACHINES = ("--host", "--port", "--dist-init-addr", "--model-path", "--node-rank")
 _OF_THEIR_HOSTS = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SGLANG_SET_CPU_AFFINITY")
 """Names of interfaces, and a wish that takes as many cores as ranks."""
@@ -58,11 +55,13 @@ class Line:
         """ "prefill", "decode" or ""."""
         return next((flag[1] for flag in self.flags() if flag[0] == "--disaggregation-mode"), "")
 
-    def scaled(self) -> "Line":
-        """With the counts of a small machine, and no addresses."""
+    def scaled(self, nodes: int = 1) -> "Line":
+        """With the counts of small machines, so many, and no addresses."""
         words: list[str] = []
         for flag, *value in self.flags():
-            if flag in _COUNTED:
+            if flag == "--nnodes":
+                value = [str(nodes)]
+            elif flag in _COUNTED:
                 value = [str(max(1, int(value[0]) // FACTOR))]
             if flag not in _OF_MACHINES:
                 words += [flag, *value]

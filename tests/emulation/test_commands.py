@@ -62,29 +62,44 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 @contextmanager
-def serving(name: str, model: Path, log: Path, patch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server of this line, once it is ready."""
-    line = LINES[name].scaled()
+def serving(
+    name: str, model: Path, log: Path, patch: pytest.MonkeyPatch, nodes: int = 1
+) -> Iterator[Server]:
+    """A server of this line, once it is ready; the first of so many programs."""
+    line = LINES[name].scaled(nodes)
     variables = {"BANYAN_NPU": "emulated", "BANYAN_NPU_CHECKS": "1", **line.variables}
+    if nodes > 1:
+        variables |= dict.fromkeys(("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
     if STORE in line.variables:  # of the server before it, or one that is made now
         variables[STORE] = os.environ.get(STORE) or f"tcp://127.0.0.1:{free_port()}"
         needs("ascend")
     for key, value in variables.items():
         patch.setenv(key, value)
-    server = launch(log, "--model-path", str(model), "--max-total-tokens", "4096", *line.words)
+    words = ("--model-path", str(model), "--max-total-tokens", "4096", *line.words)
+    meeting = f"127.0.0.1:{free_port()}"
+    programs = [
+        launch(
+            log.with_name(f"{log.name}-{node}"),
+            *(*words, "--node-rank", str(node), "--dist-init-addr", meeting),
+        )
+        for node in reversed(range(nodes))
+    ]
+    server = programs[-1]
     try:
 
         def is_ready() -> bool:
-            assert server.process.poll() is None, server.tail()
+            assert all(each.process.poll() is None for each in programs), server.tail()
             return status_of(server, "/readyz") == 200
 
         wait_until(is_ready, START_S, "the server to be ready")
-        assert "several operators" not in log.read_text(errors="replace"), "one was asked for"
+        for each in programs:
+            assert "several operators" not in each.log.read_text(errors="replace"), "one was asked"
         ranks = int(dict(f for f in line.flags() if len(f) == 2).get("--tp-size", "1"))
-        assert len(server.children_of("banyan.compose")) >= ranks
+        assert all(len(p.children_of("banyan.compose")) >= ranks / nodes for p in programs)
         yield server
     finally:
-        server.kill()
+        for each in programs:
+            each.kill()
 
 
 BODIES = [
@@ -97,17 +112,20 @@ BODIES = [
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize(
+    ("name", "nodes"), [*((name, 1) for name in LINES), ("recipe deepseek-v3.2, decode", 2)]
+)
 def test_a_documented_line_starts_a_server_that_answers(
-    npu, models: dict[str, Path], tmp_path, monkeypatch, name: str
+    npu, models: dict[str, Path], tmp_path, monkeypatch, name: str, nodes: int
 ) -> None:
-    """One that goes on with prompts answers with one that computes them, by the line beside its."""
+    """One that goes on with prompts answers with one that computes them, by the line beside its.
+    With two nodes, as documented, each of the two is two programs."""
     role = LINES[name].scaled().role
     with ExitStack() as stack:
 
         def start(name: str) -> Server:
             log = tmp_path / name.replace(" ", "-")
-            return stack.enter_context(serving(name, models[name], log, monkeypatch))
+            return stack.enter_context(serving(name, models[name], log, monkeypatch, nodes))
 
         if role == "decode":
             first = start(name.replace("decode", "prefill"))

@@ -10,7 +10,7 @@ import pytest
 from banyan.base.errors import DeviceError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Journal
-from banyan.engine.lockstep import StepClock, open_step_clock
+from banyan.engine.lockstep import LocalPeer, StepClock, open_step_clock
 from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import SAMPLE, Load, StepResult
 from banyan.messages.requests import Abort
@@ -33,10 +33,10 @@ class HandClock:
 
 def three(timeout_s: float = 5.0) -> tuple[list[StepClock], HandClock]:
     """Three replicas that have met."""
-    peers: list[dict[int, socket.socket]] = [{}, {}, {}]
+    peers: list[dict[int, LocalPeer]] = [{}, {}, {}]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        peers[a][b], peers[b][a] = pair
+        peers[a][b], peers[b][a] = map(LocalPeer, pair)
     hand = HandClock()
     return [StepClock(i, mine, timeout_s, hand) for i, mine in enumerate(peers)], hand
 

@@ -36,6 +36,10 @@ def test_each_node_has_as_many_ranks():
         ({"version": "2"}, "it runs version 2, the leader 1"),
         ({"weights": "x"}, "another model or other weights"),
         ({"tp": 3}, "--nnodes 3 --tp 3 --pp 1, the leader with --nnodes 3 --tp 6 --pp 1"),
+        (
+            {"joined": 2},
+            "--enable-dp-attention --dp-size 2, the leader with --enable-dp-attention --dp-size 1",
+        ),
         ({"node": 3}, r"--node-rank 3 is not in 1 … 2"),
         ({"node": 0}, r"--node-rank 0 is not in 1 … 2"),
     ],
@@ -94,7 +98,7 @@ def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said)
         two.say(b"H", msgspec.json.encode(replace_hello(node=2)))
         nodes.gather()
         config = replace(Config(), parallel=where)
-        nodes.start(Duty(RANK, config, CARD, ""), "")
+        nodes.start(lambda _: [Duty(RANK, config, CARD, "")])
         nodes.watch(died.put)
 
         one.say(*said)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -205,3 +206,36 @@ def test_nodes_that_others_may_reach_need_a_secret(tiny_model, tmp_path):
     with node(tmp_path, 1, 1, tiny_model, "--dist-init-addr", "192.0.2.1:29500") as other:
         assert other.exit_code(40) == 2
         assert "Set BANYAN_DIST_SECRET to the same" in other.tail()
+
+
+JOINED = ("--enable-dp-attention", "--dp-size", "2", "--cpu-activations", "fp32")
+
+
+def asked_of(server: Server, replica: int) -> list[int]:
+    body = {"input_ids": PROMPTS[1], "sampling_params": GREEDY, "routed_dp_rank": replica}
+    return server.generate(**body)["output_ids"]
+
+
+def test_joined_replicas_lie_on_several_nodes(tiny_model, tmp_path):
+    """Each replica answers as one rank does, with company and without; a lost one comes again."""
+    port = free_port()
+    with serving(tmp_path / "one.log", "--model-path", str(tiny_model), *FEW, *JOINED[-2:]) as one:
+        expected, alone = outputs(one), asked_of(one, 0)
+    with (
+        node(tmp_path, 1, port, tiny_model, *JOINED) as other,
+        node(tmp_path, 0, port, tiny_model, *JOINED) as first,
+    ):
+        wait_ready(first)
+        assert len(first.engine_pids()) == 1 and len(ranks_at(other)) == 1
+        assert outputs(first) + outputs(first) == expected * 2
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda n: asked_of(first, n % 2), range(4))) == [alone] * 4
+        lost = ranks_at(other)[0]
+        os.kill(lost, signal.SIGKILL)
+        wait_until(lambda: status_of(first, "/readyz") == 503, 10.0, "the loss to be noticed")
+        assert "node 1: engine1" in first.log.read_text()
+        wait_until(lambda: status_of(first, "/readyz") == 200, 60.0, "both to serve again")
+        assert [asked_of(first, n) for n in range(2)] == [alone] * 2
+        first.signal(signal.SIGTERM)
+        assert first.exit_code(20) == 0
+        assert other.exit_code(20) == 0, other.tail()

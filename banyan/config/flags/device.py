@@ -202,8 +202,8 @@ FLAGS = (
     Flag(
         "nnodes",
         "parallel.nodes",
-        "machines that the ranks are spread over; each is started with the same command line but "
-        "for --node-rank",
+        "machines that the ranks, or joined replicas, are spread over; each is started with the "
+        "same command line but for --node-rank",
         kind=INT,
         low=1,
         high=1024,
@@ -212,7 +212,7 @@ FLAGS = (
     Flag(
         "node-rank",
         "parallel.node",
-        "which of the machines this is; 0 serves, the others keep ranks for it",
+        "which of the machines this is; 0 serves, the others keep processes for it",
         kind=INT,
         low=0,
         high=1023,
