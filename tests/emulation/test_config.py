@@ -12,6 +12,7 @@ def test_each_documented_flag_is_told_with_its_outcome(npu, tmp_path, capsys, mo
     told = out.partition(f"# Flags on an {chip}")[2].splitlines()
     assert len(told) > 300 and all(line.startswith("#") for line in told[1:])
     found = {line.split()[1]: line for line in told[1:]}
-    assert "works (yes)" in found["page-size"]
+    for flag in ("page-size", "enable-lora", "lora-paths", "max-loaded-loras"):
+        assert "works (yes)" in found[flag]
     assert "not applicable (gpu-only)" in found["enable-p2p-check"]
     assert "refused (planned)" in found["enable-deterministic-inference"]
