@@ -6,7 +6,7 @@ process imports torch without them, and whoever may need them has them brought.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -30,7 +30,7 @@ class _StandIn(ModuleType):
 
 
 @contextmanager
-def without_meta_kernels() -> Iterator[None]:
+def without_meta_kernels() -> Generator[None]:
     """Import torch inside: its part is left out until `complete_torch`. Nothing is left out where
     torch is here already, or imports packages for other devices by itself."""
     if "torch" in sys.modules or entry_points(group=_BACKENDS):
