@@ -80,11 +80,10 @@ def open_far_step_clock(
     Raises:
         DeviceError: the others cannot be listened for.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     public, private = keys_of(secret, "clock")
     peers: dict[int, FarPeer] = {}
     for other in range(replica + 1, replicas):
-        pair = _pair(context)
+        pair = _pair()
         pair.curve_publickey, pair.curve_secretkey, pair.curve_server = public, private, True
         try:
             port = pair.bind_to_random_port(f"tcp://{host}")
@@ -95,7 +94,7 @@ def open_far_step_clock(
         tell(f"clock {replica} {other}", f"tcp://{host}:{port}")
         peers[other] = FarPeer(pair)
     for other in range(replica):
-        pair = _pair(context)
+        pair = _pair()
         pair.curve_publickey, pair.curve_secretkey = zmq.curve_keypair()
         pair.curve_serverkey = public
         pair.connect(ask(f"clock {other} {replica}"))
@@ -103,7 +102,7 @@ def open_far_step_clock(
     return StepClock(replica, peers, timeout_s)
 
 
-def _pair(context: zmq.Context["zmq.Socket[bytes]"]) -> "zmq.Socket[bytes]":
-    pair = context.socket(zmq.PAIR)
+def _pair() -> "zmq.Socket[bytes]":
+    pair = zmq.Context.instance().socket(zmq.PAIR)
     pair.setsockopt(zmq.MAXMSGSIZE, _MAX_WORD_BYTES)
     return pair
