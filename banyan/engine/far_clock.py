@@ -4,13 +4,15 @@ nodes say to each other is (`engine/nodes.py`).
 
 import os
 import select
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 import zmq
 
 from banyan.base.errors import DeviceError
-from banyan.engine.lockstep import StepClock
+from banyan.engine.lockstep import StepClock, absent
 from banyan.engine.nodes import keys_of
 
 _LINGER_MS = 500
@@ -34,6 +36,7 @@ class FarPeer:
         self._epoll = select.epoll()
         self._epoll.register(int(pair.getsockopt(zmq.FD)), select.EPOLLIN)
         self._epoll.register(self._missed, select.EPOLLIN)
+        self._note()
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -48,16 +51,20 @@ class FarPeer:
             raise BlockingIOError from None
 
     def say(self, word: bytes) -> None:
-        with suppress(zmq.Again):  # it never came, or is gone
+        with suppress(zmq.Again):  # it is gone
             self._pair.send(word, zmq.NOBLOCK)
-        if not self._has_missed and int(self._pair.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._has_missed = True
-            os.eventfd_write(self._missed, 1)
+        self._note()
 
     def close(self) -> None:
         self._epoll.close()
         os.close(self._missed)
         self._pair.close(linger=_LINGER_MS)
+
+    def _note(self) -> None:
+        """Tell of a word whose edge is gone."""
+        if not self._has_missed and int(self._pair.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._has_missed = True
+            os.eventfd_write(self._missed, 1)
 
 
 def open_far_step_clock(
@@ -69,7 +76,7 @@ def open_far_step_clock(
     tell: Callable[[str, str], None],
     ask: Callable[[str], str],
 ) -> StepClock:
-    """Meet the replicas of all machines; returns when each has said where it listens.
+    """Meet the replicas of all machines; returns when all have come.
 
     Args:
         host: the address of this machine that the others know.
@@ -78,8 +85,9 @@ def open_far_step_clock(
         ask: the text under a name; waits for it.
 
     Raises:
-        DeviceError: the others cannot be listened for.
+        DeviceError: the others cannot be listened for, or some did not come.
     """
+    bound: dict[int, zmq.Socket[bytes]] = {}
     public, private = keys_of(secret, "clock")
     peers: dict[int, FarPeer] = {}
     for other in range(replica + 1, replicas):
@@ -92,17 +100,25 @@ def open_far_step_clock(
                 f"replica {replica} cannot listen at {host} for others: {error}"
             ) from None
         tell(f"clock {replica} {other}", f"tcp://{host}:{port}")
-        peers[other] = FarPeer(pair)
+        bound[other] = pair
     for other in range(replica):
         pair = _pair()
         pair.curve_publickey, pair.curve_secretkey = zmq.curve_keypair()
         pair.curve_serverkey = public
         pair.connect(ask(f"clock {other} {replica}"))
+        pair.send(b"")
+        peers[other] = FarPeer(pair)
+    last = time.monotonic() + timeout_s
+    for other, pair in bound.items():  # who has not come cannot be told anything
+        if not pair.poll(max(0, int(1000 * (last - time.monotonic())))):
+            raise absent([other], timeout_s)
+        pair.recv()
         peers[other] = FarPeer(pair)
     return StepClock(replica, peers, timeout_s)
 
 
 def _pair() -> "zmq.Socket[bytes]":
-    pair = zmq.Context.instance().socket(zmq.PAIR)
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    pair = context.socket(zmq.PAIR)
     pair.setsockopt(zmq.MAXMSGSIZE, _MAX_WORD_BYTES)
     return pair

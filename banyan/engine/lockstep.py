@@ -228,7 +228,7 @@ def open_step_clock(meeting: str, replica: int, replicas: int, timeout_s: float)
                 peer, _ = door.accept()
             except TimeoutError:
                 missing = [n for n in range(replicas) if n != replica and n not in peers]
-                raise _absent(missing, timeout_s) from None
+                raise absent(missing, timeout_s) from None
             peers[int.from_bytes(peer.recv(8), "little")] = peer
         path.unlink()
     return StepClock(replica, {n: LocalPeer(peer) for n, peer in peers.items()}, timeout_s)
@@ -242,14 +242,14 @@ def _connect(path: str, replica: int, number: int, last: float, timeout_s: float
         except (FileNotFoundError, ConnectionRefusedError):
             peer.close()
             if time.monotonic() >= last:
-                raise _absent([number], timeout_s) from None
+                raise absent([number], timeout_s) from None
             time.sleep(_LOOK_S)
         else:
             peer.send(replica.to_bytes(8, "little"))
             return peer
 
 
-def _absent(missing: list[int], timeout_s: float) -> DeviceError:
+def absent(missing: list[int], timeout_s: float) -> DeviceError:
     return DeviceError(
         f"replica {', '.join(map(str, missing))} did not come within {timeout_s:g} s",
         hint="see the log above: why did it not start?",
