@@ -122,6 +122,7 @@ inline __m256i castsi512_si256(__m512i x) { return as<I>(x).low; }
 inline __m256i extracti64x4_epi64(__m512i x, int part) { return part ? as<I>(x).high : as<I>(x).low; }
 inline __m256 castps512_ps256(__m512 x) { return as<F>(x).low; }
 inline __m256 extractf32x8_ps(__m512 x, int part) { return part ? as<F>(x).high : as<F>(x).low; }
+inline __m512 castsi512_ps(__m512i x) { return as<__m512>(x); }
 inline __m512i castpd_si512(__m512d x) { return as<__m512i>(x); }
 inline __m512d cvtps_pd(__m256 x) {
   return as<__m512d>(
@@ -195,6 +196,10 @@ inline __m512i dpbusd_epi32(__m512i sum, __m512i x, __m512i y) {
   std::memcpy(b, &y, 64);
   for (int i = 0; i < 64; i++) s.lane[i / 4] += a[i] * b[i];
   return as<__m512i>(s);
+}
+
+inline __m512i dpwssd_epi32(__m512i sum, __m512i x, __m512i y) {
+  return add_epi32(sum, madd_epi16(x, y));
 }
 
 // Tile registers; a shape that the machine refuses stops the program.
@@ -307,6 +312,7 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
 #define _mm512_castps512_ps256 emulated::castps512_ps256
+#define _mm512_castsi512_ps emulated::castsi512_ps
 #define _mm512_castpd_si512 emulated::castpd_si512
 #define _mm512_extractf32x8_ps emulated::extractf32x8_ps
 #define _mm512_loadu_ps emulated::loadu<__m512>
@@ -321,6 +327,7 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #define _mm512_maskz_compress_ps emulated::compress<__m512>
 #define _mm512_maskz_compress_epi32 emulated::compress<__m512i>
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
+#define _mm512_dpwssd_epi32 emulated::dpwssd_epi32
 #define _tile_loadconfig emulated::tile_loadconfig
 #define _tile_release emulated::tile_release
 #define _tile_zero emulated::tile_zero

@@ -31,8 +31,10 @@ int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microsecond
   const LinearArgs& args = *(const LinearArgs*)a;
   int64_t reading = group_bytes(args.format, args.k) / 3;
   Cut cut(sizes.n[args.size]);
-  int64_t working = (cut.panels ? cut.begin(1) : 0) * args.k * GROUP / 48;
-  return 10000 / ((reading > working ? reading : working) + 1) + 1;
+  int64_t rows = cut.panels ? cut.begin(1) : 0, working = rows * args.k * GROUP / 48;
+  int64_t grain = 10000 / ((reading > working ? reading : working) + 1) + 1;
+  int64_t at_once = linear_table(isa()).groups_at_once(rows);
+  return (grain + at_once - 1) / at_once * at_once;
 }
 
 template <bool EXACT>
@@ -43,9 +45,16 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
   int64_t groups = groups_of(args.n);
   Cut cut(sizes.n[args.size]);
   uint8_t* scratch = worker.scratch(LINEAR_SCRATCH);
-  for (int64_t i = begin; i < end; i++) {
-    int64_t panel = i / groups, first = cut.begin(panel), last = cut.begin(panel + 1);
-    if (first < last) unit(args, i % groups, first, last, scratch);
+  for (int64_t i = begin, count; i < end; i += count) {
+    const int64_t panel = i / groups, group = i % groups;
+    const int64_t first = cut.begin(panel), last = cut.begin(panel + 1);
+    count = EXACT ? 1 : table.groups_at_once(last - first);
+    if (count > 1 && count <= groups - group && count <= end - i) {
+      table.several[args.format](args, group, first, last, scratch);
+    } else {
+      count = 1;
+      if (first < last) unit(args, group, first, last, scratch);
+    }
   }
 }
 template void linear_run<false>(const void*, const Sizes&, int64_t, int64_t, Worker&);
@@ -137,7 +146,7 @@ const Kernel QUANTIZE = {"quantize", quantize_units, quantize_grain, quantize_ru
 
 // Random numbers and small data for the check.
 struct Check {
-  static constexpr int64_t N = 20, K = 640, M = 34;
+  static constexpr int64_t N = 68, K = 640, M = 34;
   uint64_t state = 88172645463325252ull;
   std::vector<float> x, want, got, factors;
   std::vector<uint8_t> tiles, rows, other, scratch;
@@ -194,15 +203,27 @@ struct Check {
     }
     return error <= 1e-10 * size;  // a NaN fails
   }
-  // The results of one kernel on `count` rows against the plain one.
+  // The results of one kernel on `count` rows against the plain one, for the first group and the last.
   bool agree(LinearUnit plain, LinearUnit asked, LinearArgs args, int64_t count) {
-    for (int64_t g = 0; g < groups_of(N); g++) {
+    for (int64_t g = 0; g < groups_of(N); g += groups_of(N) - 1) {
       args.out = want.data();
       for (int64_t i = 0; i < count; i++) plain(args, g, i, i + 1, aligned(scratch));
       args.out = got.data();
       asked(args, g, 0, count, aligned(scratch));
     }
     return close();
+  }
+  // Several groups at once against one after the other: the same bits.
+  bool agree_at_once(const LinearKernels& asked, LinearArgs args, int64_t count) {
+    if (asked.at_once == 1) return true;
+    args.out = want.data();
+    for (int64_t g = 0; g < asked.at_once; g++)
+      asked.rounded[args.format](args, g, 0, count, aligned(scratch));
+    args.out = got.data();
+    asked.several[args.format](args, 0, 0, count, aligned(scratch));
+    for (int64_t i = 0; i < count * N; i += N)
+      if (std::memcmp(&want[i], &got[i], sizeof(float) * GROUP * asked.at_once)) return false;
+    return true;
   }
 };
 
@@ -282,6 +303,11 @@ BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
         return 1;
       }
     }
+    for (int64_t count : {(int64_t)1, (int64_t)2, (int64_t)7, Check::M})
+      if (format < NUM_QUANTISED && !check.agree_at_once(asked, args, count)) {
+        std::snprintf(why, room, "format %d, %d rows: groups at once differ", format, (int)count);
+        return 1;
+      }
     args.x = (const uint8_t*)check.x.data();
     args.x_bytes = Check::K * 4;
     for (int64_t count : {(int64_t)1, (int64_t)9})

@@ -135,15 +135,23 @@ struct LinearArgs {
 typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                            uint8_t* scratch);
 constexpr int64_t PANEL_ROWS = 192;
-constexpr size_t LINEAR_SCRATCH = 64 << 10;
+constexpr size_t LINEAR_SCRATCH = 80 << 10;
 
 constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
+
+constexpr int64_t SEVERAL_FROM = 9;
 
 struct LinearKernels {
   // One row; scratch: quantize_scratch(k).
   void (*quantize)(const float* x, int64_t k, uint8_t* out, uint8_t* scratch);
   LinearUnit rounded[NUM_QUANTISED];                          // on quantised activations
   LinearUnit exact[NUM_FORMATS];                              // on fp32 activations
+  // Groups that `several` does together, with the same results; 1: there are none such.
+  int64_t at_once;
+  LinearUnit several[NUM_QUANTISED];
+
+  // Whether that pays for so many rows.
+  int64_t groups_at_once(int64_t rows) const { return rows < SEVERAL_FROM ? 1 : at_once; }
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
 const LinearKernels& linear_table(int32_t level);

@@ -42,38 +42,43 @@ inline void walk_rows(const Source& source, int64_t count, const Rows& rows, int
     if (row < end) walk_rows<Source, next_rows(R)>(source, count, rows, row, end, acc);
 }
 
-// acc += what is kept apart * its weights: fp32, one after the other.
-template <FormatId F>
-inline void add_apart(const uint8_t* tiles, const Rows& rows, int64_t row, float* acc) {
+// acc [N][GROUP] += what is kept apart * its weights, for N groups `stride` apart: fp32, one after the
+// other.
+template <FormatId F, int N>
+inline void add_apart(const uint8_t* tiles, int64_t stride, const Rows& rows, int64_t row,
+                      float* acc) {
   constexpr Format f = FORMATS[F];
   const float* values = rows.apart(row);
   const uint32_t* places = rows.places(row);
-  vf total[VECTORS];
-  for (int i = 0; i < VECTORS; i++) total[i] = load(acc + i * LANES);
+  vf total[N * VECTORS];
+  for (int i = 0; i < N * VECTORS; i++) total[i] = load(acc + i * LANES);
   for (int64_t e = 0; e < apart_of(rows.blocks); e++) {
     const uint32_t place = places[e], input = place % BLOCK;
     const uint32_t g = input / 4, byte = input % 4 * 8;  // the vector, and where in 32 bits
     const uint8_t* tile = tiles + place / BLOCK * f.tile_bytes();
-    const uint8_t* low = tile + f.low_at() + (f.bits == 8 ? g : g / 2) * 64;
-    const uint8_t* high = tile + f.high_at() + (f.bits == 6 ? g / 4 * 64 : 0);
-    const uint16_t* scales = (const uint16_t*)tile + (f.has_halves ? input / 16 * GROUP : 0);
-    const uint16_t* minima = (const uint16_t*)((const uint8_t*)scales + f.scale_bytes());
-    for (int i = 0; i < VECTORS; i++) {
-      vi q;
-      std::memcpy(&q, low + i * LANES * 4, sizeof q);
-      q = f.bits == 8 ? q >> byte & 255 : q >> (byte + g % 2 * 4) & 15;
-      if (f.bits == 5 || f.bits == 6) {
-        vi top;
-        std::memcpy(&top, high + i * LANES * 4, sizeof top);
-        q |= (f.bits == 5 ? top >> (byte + g) & 1 : top >> (byte + g % 4 * 2) & 3) << 4;
+    for (int n = 0; n < N; n++, tile += stride) {
+      const uint8_t* low = tile + f.low_at() + (f.bits == 8 ? g : g / 2) * 64;
+      const uint8_t* high = tile + f.high_at() + (f.bits == 6 ? g / 4 * 64 : 0);
+      const uint16_t* scales = (const uint16_t*)tile + (f.has_halves ? input / 16 * GROUP : 0);
+      const uint16_t* minima = (const uint16_t*)((const uint8_t*)scales + f.scale_bytes());
+      for (int i = 0; i < VECTORS; i++) {
+        vi q;
+        std::memcpy(&q, low + i * LANES * 4, sizeof q);
+        q = f.bits == 8 ? q >> byte & 255 : q >> (byte + g % 2 * 4) & 15;
+        if (f.bits == 5 || f.bits == 6) {
+          vi top;
+          std::memcpy(&top, high + i * LANES * 4, sizeof top);
+          q |= (f.bits == 5 ? top >> (byte + g) & 1 : top >> (byte + g % 4 * 2) & 3) << 4;
+        }
+        if (f.levels) q = look_up(f.levels->q, q);
+        vf low_end = f.has_min ? load_fp16(minima + i * LANES) : vf{};
+        vf weight = fma(load_fp16(scales + i * LANES), to_float(q - f.offset), low_end);
+        vf& sum = total[n * VECTORS + i];
+        sum = fma(splat(values[e]), weight, sum);
       }
-      if (f.levels) q = look_up(f.levels->q, q);
-      vf low_end = f.has_min ? load_fp16(minima + i * LANES) : vf{};
-      vf weight = fma(load_fp16(scales + i * LANES), to_float(q - f.offset), low_end);
-      total[i] = fma(splat(values[e]), weight, total[i]);
     }
   }
-  for (int i = 0; i < VECTORS; i++) store(acc + i * LANES, total[i]);
+  for (int i = 0; i < N * VECTORS; i++) store(acc + i * LANES, total[i]);
 }
 
 // The lines that results will be written to, on their way into the cache while products are made.
@@ -86,7 +91,7 @@ template <FormatId F>
 inline void finish_rows(const LinearArgs& args, int64_t group, int64_t begin, const uint8_t* tiles,
                         const Rows& rows, int64_t row, int64_t end, float* acc) {
   for (; row < end; row++) {
-    add_apart<F>(tiles, rows, row, acc + row * GROUP);
+    add_apart<F, 1>(tiles, 0, rows, row, acc + row * GROUP);
     finish(args, group, begin + row, acc + row * GROUP);
   }
 }
@@ -301,18 +306,22 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
   for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
 }
 
-#define BN_LINEAR_KERNELS                                                                     \
-  {                                                                                           \
-    quantize_row,                                                                             \
-        {rounded_unit<W4>, rounded_unit<W4_MIN>, rounded_unit<W4_HALVES>,                     \
-         rounded_unit<W4_MIN_HALVES>, rounded_unit<W5>, rounded_unit<W5_MIN>,                 \
-         rounded_unit<W6_HALVES>, rounded_unit<W8>, rounded_unit<W4_E2M1>,                    \
-         rounded_unit<W4_IQ4>, rounded_unit<W4_IQ3>, rounded_unit<W4_IQ2_HALVES>},            \
+#define BN_OF_QUANTISED(unit)                                                              \
+  {                                                                                          \
+    unit<W4>, unit<W4_MIN>, unit<W4_HALVES>, unit<W4_MIN_HALVES>, unit<W5>, unit<W5_MIN>,    \
+        unit<W6_HALVES>, unit<W8>, unit<W4_E2M1>, unit<W4_IQ4>, unit<W4_IQ3>,                \
+        unit<W4_IQ2_HALVES>                                                                  \
+  }
+// at_once, several: as in LinearKernels.
+#define BN_LINEAR_KERNELS(at_once, ...)                                                        \
+  {                                                                                          \
+    quantize_row, BN_OF_QUANTISED(rounded_unit),                                             \
         {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
-         exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,           \
-         exact_unit<W4_E2M1>, exact_unit<W4_IQ4>, exact_unit<W4_IQ3>,                         \
-         exact_unit<W4_IQ2_HALVES>,                                                           \
-         exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>, exact_unit<E4M3>},               \
+         exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,          \
+         exact_unit<W4_E2M1>, exact_unit<W4_IQ4>, exact_unit<W4_IQ3>,                        \
+         exact_unit<W4_IQ2_HALVES>,                                                          \
+         exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>, exact_unit<E4M3>},              \
+        at_once, __VA_ARGS__                                                                 \
   }
 
 }  // namespace

@@ -24,7 +24,7 @@ constexpr Shape<INPUTS> SHAPE{};
 
 // acc += products of 16 rows with a panel. The integers are those of vpdpbusd, what follows too.
 template <FormatId F>
-inline void multiply_tiles(const Unpacked<F>& source, int64_t blocks, const Rows& rows, int64_t row,
+inline void multiply_tiles(const Bytes<F>& source, int64_t blocks, const Rows& rows, int64_t row,
                            float* acc) {
   constexpr int PARTS = FORMATS[F].parts(), INPUTS = BLOCK / PARTS, STEPS = 2 / PARTS;
   alignas(64) int32_t sums[2][16][GROUP];
@@ -53,15 +53,15 @@ inline void multiply_tiles(const Unpacked<F>& source, int64_t blocks, const Rows
     for (int t = 0; t < (has_second ? 2 : 1); t++) {
       const int part = PARTS == 2 ? t : 0;
       const int64_t block = PARTS == 2 ? b : b + t;
-      const Unpacked<F> w = source.at(block);
+      const Bytes<F> w = source.at(block);
       for (int r = 0; r < 16; r++) {
         const uint8_t* here = x + r * rows.bytes + block * BLOCK;
         const int64_t to_scale = scales_at + block * 4 - block * 32;
         __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums[t][r]),
-                                       start_of<F>(part, here, to_scale, array));
+                                       start_of(w, part, here, to_scale, array));
         __m512 total = _mm512_loadu_ps(acc + r * GROUP);
         _mm512_storeu_ps(acc + r * GROUP,
-                         add_part<F>(w, part, sum, here, to_scale, array, total));
+                         add_part(w, part, sum, here, to_scale, array, total));
       }
     }
   }
@@ -83,5 +83,5 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
 #include "linear.inl"
 
 namespace banyan {
-const LinearKernels linear_amx = BN_LINEAR_KERNELS;
+const LinearKernels linear_amx = BN_LINEAR_KERNELS(1, {});
 }

@@ -85,5 +85,5 @@ inline void multiply(const Source& w, int64_t blocks, const Rows& rows, int64_t 
 #include "linear.inl"
 
 namespace banyan {
-const LinearKernels linear_base = BN_LINEAR_KERNELS;
+const LinearKernels linear_base = BN_LINEAR_KERNELS(1, {});
 }

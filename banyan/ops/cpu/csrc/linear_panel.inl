@@ -28,6 +28,7 @@ struct alignas(64) Panel {
   static constexpr int BLOCKS = 18;
   uint8_t q[BLOCKS][8][64];
   float scales[BLOCKS][2][GROUP], minima[BLOCKS][2][GROUP];
+  int32_t offset, tile_bytes;  // of the format, where kernels of formats with equal parts are one
 };
 
 inline int32_t word(const void* p) {

@@ -20,7 +20,8 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
 }  // namespace banyan
 
 #include "linear.inl"
+#include "linear_several.inl"
 
 namespace banyan {
-const LinearKernels linear_vnni = BN_LINEAR_KERNELS;
+const LinearKernels linear_vnni = BN_LINEAR_KERNELS(SEVERAL, BN_OF_QUANTISED(several_unit));
 }

@@ -21,6 +21,7 @@ struct Tile {
   const uint8_t* tile;
 
   Tile at(int64_t block) const { return {tile + block * BYTES}; }
+  static constexpr int32_t offset() { return f.offset; }
   void prefetch() const {
     UNROLL for (int i = 0; i < BYTES; i += 64)
         _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
@@ -56,30 +57,43 @@ struct Tile {
   }
 };
 
-// Weights that lie in a panel.
+// Weights that lie in a panel. Once they are bytes, formats differ in what stands beside them alone.
+constexpr FormatId like(FormatId format) {
+  constexpr FormatId same[] = {W4, W4_MIN, W4_HALVES, W4_MIN_HALVES};
+  for (FormatId id : same)
+    if (FORMATS[id].has_min == FORMATS[format].has_min &&
+        FORMATS[id].has_halves == FORMATS[format].has_halves)
+      return id;
+  return format;
+}
 template <FormatId F>
-struct Unpacked {
+struct Bytes {
   static constexpr FormatId format = F;
   const Panel* panel;
   const uint8_t* next;  // the tiles that the panel will hold next, to be fetched; or null
   int64_t block = 0;
 
-  Unpacked at(int64_t b) const { return {panel, next, b}; }
+  Bytes at(int64_t b) const { return {panel, next, b}; }
+  int32_t offset() const { return FORMATS[F].offset ? panel->offset : 0; }
   void prefetch() const {
-    constexpr int BYTES = FORMATS[F].tile_bytes();
     if (!next) return;
-    UNROLL for (int i = 0; i < BYTES; i += 64)
-        _mm_prefetch((const char*)next + block * BYTES + i, _MM_HINT_T0);
+    const int64_t bytes = panel->tile_bytes;
+    for (int64_t i = 0; i < bytes; i += 64)
+      _mm_prefetch((const char*)next + block * bytes + i, _MM_HINT_T0);
   }
   __m512i weights(int g) const { return _mm512_load_si512(panel->q[block][g]); }
   __m512 scale(int part) const { return _mm512_load_ps(panel->scales[block][part]); }
   __m512 minimum(int part) const { return _mm512_load_ps(panel->minima[block][part]); }
 };
+template <FormatId F>
+using Unpacked = Bytes<like(F)>;
 
 template <FormatId F>
 void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
   constexpr Format f = FORMATS[F];
   constexpr int PARTS = f.parts();
+  panel.offset = f.offset;
+  panel.tile_bytes = f.tile_bytes();
   for (int64_t b = 0; b < blocks; b++) {
     const Tile<F> tile = tiles.at(b);
     UNROLL for (int g = 0; g < 8; g++) _mm512_store_si512(panel.q[b][g], tile.weights(g));
@@ -90,41 +104,58 @@ void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
   }
 }
 
-// What follows the integers of one part: total = fma(sum, scale * x_scale, total) and the minimum.
+// Integer sums begin at the bits of 1.5 * 2^23: what is added to them is added to that number, so they
+// need no conversion, and fma(sum, scale, lift) is the sum without it * scale, rounded once. Sums are
+// below 2^20 in magnitude, and a lift is exact: scales come from fp16.
+constexpr int32_t LIFT_BITS = 0x4b400000;
+inline __m512 lift_of(__m512 scale) { return _mm512_mul_ps(scale, _mm512_set1_ps(-0x1.8p23f)); }
+
+// Where the integer sums of a part begin: the lift, and -offset * sum of the activations, of which
+// `sums` holds those of both halves.
+inline __m512i lifted_start(int32_t offset, bool has_halves, int part, int32_t sums) {
+  const int32_t low = -offset & 0xffff, high = (int32_t)((uint32_t)-offset << 16);
+  const int32_t pick = !has_halves ? low | high : part ? high : low;
+  return _mm512_dpwssd_epi32(_mm512_set1_epi32(LIFT_BITS), _mm512_set1_epi32(sums),
+                             _mm512_set1_epi32(pick));
+}
+template <class Source>
+inline __m512i start_of(const Source& w, int part, const uint8_t* x, int64_t here, int64_t array) {
+  constexpr Format f = FORMATS[Source::format];
+  if (!f.offset) return _mm512_set1_epi32(LIFT_BITS);
+  return lifted_start(w.offset(), f.has_halves, part, word(x + here + 2 * array));
+}
+
+// What follows the integers of one part: total = fma(sum * scale, x_scale, total) and the minimum.
 // x: the row at this block; here: from there to its scale; array: bytes between the row's arrays.
-template <FormatId F, class Source>
-inline __m512 add_part(const Source& w, int part, __m512i sum, const uint8_t* x, int64_t here,
-                       int64_t array, __m512 total) {
-  constexpr Format f = FORMATS[F];
-  const __m512 scale = _mm512_set1_ps(*(const float*)(x + here));
-  total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(w.scale(part), scale), total);
-  if (f.has_min) {
-    __m512 x_sum = _mm512_set1_ps(*(const float*)(x + here + array));
-    if (f.has_halves) {
+template <bool HAS_MIN, bool HAS_HALVES>
+inline __m512 add_lifted(__m512i sum, __m512 scale, __m512 lift, __m512 minimum, int part,
+                         const uint8_t* x, int64_t array, __m512 total) {
+  const __m512 x_scale = _mm512_set1_ps(*(const float*)x);
+  total = _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sum), scale, lift), x_scale, total);
+  if (HAS_MIN) {
+    __m512 x_sum = _mm512_set1_ps(*(const float*)(x + array));
+    if (HAS_HALVES) {
       const __m512i pick = _mm512_set1_epi32(part ? 0x10000 : 1);
-      const __m512i sums = _mm512_set1_epi32(word(x + here + 2 * array));
-      x_sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_madd_epi16(sums, pick)));
+      const __m512i sums = _mm512_set1_epi32(word(x + 2 * array));
+      x_sum = _mm512_mul_ps(x_scale, _mm512_cvtepi32_ps(_mm512_madd_epi16(sums, pick)));
     }
-    total = _mm512_fmadd_ps(w.minimum(part), x_sum, total);
+    total = _mm512_fmadd_ps(minimum, x_sum, total);
   }
   return total;
 }
-
-// -offset * sum of the activations of a part, where the integer sums begin.
-template <FormatId F>
-inline __m512i start_of(int part, const uint8_t* x, int64_t here, int64_t array) {
-  constexpr Format f = FORMATS[F];
-  if (!f.offset) return _mm512_setzero_si512();
-  constexpr int32_t off = -f.offset, low = off & 0xffff, high = (int32_t)((uint32_t)off << 16);
-  const int32_t pick = !f.has_halves ? low | high : part ? high : low;
-  return _mm512_madd_epi16(_mm512_set1_epi32(word(x + here + 2 * array)), _mm512_set1_epi32(pick));
+template <class Source>
+inline __m512 add_part(const Source& w, int part, __m512i sum, const uint8_t* x, int64_t here,
+                       int64_t array, __m512 total) {
+  constexpr Format f = FORMATS[Source::format];
+  const __m512 scale = w.scale(part), minimum = f.has_min ? w.minimum(part) : scale;
+  return add_lifted<f.has_min, f.has_halves>(sum, scale, lift_of(scale), minimum, part, x + here,
+                                             array, total);
 }
 
 template <class Source, int R>
 inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
                           float* acc) {
-  constexpr FormatId F = Source::format;
-  constexpr int PARTS = FORMATS[F].parts(), VECTORS_OF_PART = 8 / PARTS;
+  constexpr int PARTS = FORMATS[Source::format].parts(), VECTORS_OF_PART = 8 / PARTS;
   __m512 total[R];
   const uint8_t* x[R];
   UNROLL for (int r = 0; r < R; r++) {
@@ -139,7 +170,7 @@ inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows
     const int64_t here = scales_at + b * 4 - b * 32;  // x moves on by a block
     UNROLL for (int p = 0; p < PARTS; p++) {
       __m512i sums[R];
-      UNROLL for (int r = 0; r < R; r++) sums[r] = start_of<F>(p, x[r], here, array);
+      UNROLL for (int r = 0; r < R; r++) sums[r] = start_of(w, p, x[r], here, array);
       UNROLL for (int j = 0; j < VECTORS_OF_PART; j++) {
         const int g = p * VECTORS_OF_PART + j;
         const __m512i v = w.weights(g);
@@ -147,7 +178,7 @@ inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows
             sums[r] = _mm512_dpbusd_epi32(sums[r], v, _mm512_set1_epi32(word(x[r] + 4 * g)));
       }
       UNROLL for (int r = 0; r < R; r++)
-          total[r] = add_part<F>(w, p, sums[r], x[r], here, array, total[r]);
+          total[r] = add_part(w, p, sums[r], x[r], here, array, total[r]);
     }
     UNROLL for (int r = 0; r < R; r++) x[r] += BLOCK;
   }
