@@ -205,7 +205,8 @@ def _store_of(served: Served, wake: Callable[[], None], doors: Sequence[Door]) -
             )
         if cache.host_tier:
             _check_the_pages(served, "--enable-hierarchical-cache")
-            store = _host_tier(cache, pages, store)
+            arrange(served.config, pages)
+            store = _host_tier(cache, pages, mover.page_bytes(), store)
         if store is not None:
             mover.attach(store)
         return mover if world == 1 else Ahead(mover)
@@ -263,17 +264,34 @@ def _pages_of_all(served: Served, store: KVStore, doors: Sequence[Door]) -> KVSt
     if parallel.world == 1:
         return store
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
-    return RankPages(store, doors, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+    cache = served.config.cache
+    is_by_name = cache.host_tier and cache.host_layout in BY_NAME
+    given = (doors, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+    return RankPages(store, *given, is_by_name)
 
 
-def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> HostTier:
-    """Memory of the host for the pages of a device.
+def arrange(config: Config, pages: KVStore) -> None:
+    """Say how a rank's pages are carried to memory of the host, and back. Rank 0 of several puts
+    together what all of them have (`runner/rank_pages.py`)."""
+    cache = config.cache
+    if cache.host_tier:
+        is_by_name = cache.host_layout in BY_NAME and config.parallel.world == 1
+        pages.arrange(is_by_name, cache.host_copies == COPIED_APART)
+
+
+def _host_tier(
+    cache: CacheConfig, pages: KVStore, page_bytes: Sequence[int], behind: Store | None
+) -> HostTier:
+    """Memory of the host for the pages of a device, or of several.
+
+    Args:
+        page_bytes: of a page of each group, over all ranks.
 
     Raises:
         ConfigError: the host has less.
     """
-    groups = enumerate(pages.groups)
-    there = sum(pages.page_bytes(at) * group.num_pages for at, group in groups)
+    groups = zip(page_bytes, pages.groups, strict=True)
+    there = sum(size * group.num_pages for size, group in groups)
     wanted = cache.host_gb * 10**9 or int(cache.host_ratio * there)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if wanted > free:
@@ -282,7 +300,6 @@ def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> Host
             "GB are free",
             hint="lower --hicache-size or --hicache-ratio",
         )
-    pages.arrange(cache.host_layout in BY_NAME, cache.host_copies == COPIED_APART)
     log.info(
         "host_tier_gb=%.3f copies=%s layout=%s: pages of the device lie in memory of the host too",
         *(wanted / 1e9, cache.host_copies, cache.host_layout),

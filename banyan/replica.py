@@ -61,7 +61,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
-from banyan.movers import Served, mover_of, store_carriers
+from banyan.movers import Served, arrange, mover_of, store_carriers
 from banyan.opening import (
     OpenModel,
     Phases,
@@ -356,8 +356,9 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     stream = opened.platform.stream
     rack = open_rack(opened.config.lora, opened.model, opened.build, stream)
+    telling = _telling(opened.config, sizes, rank, address)
     runner = ModelRunner(
-        *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, address)),
+        *(opened.model, opened.build, sizes, opened.platform, telling),
         *(_open_drafter(opened.config), opened.draft, rack),
     )
     switching = store_carriers(_served(opened.config, card, opened, ()), None)
@@ -376,13 +377,21 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         serve_rank(obeying, lambda: next(iter(receive() or ()), None))
 
 
-def _telling(sizes: RunnerSizes, rank: int, address: str) -> Callable[[KVStore], None] | None:
+def _telling(
+    config: Config, sizes: RunnerSizes, rank: int, address: str
+) -> Callable[[KVStore], None] | None:
     """What tells rank 0 of this rank's pages, where it moves them; nothing is moved from here."""
     if not sizes.shares_pages:
         return None
-    if rank in sizes.places:
-        return lambda store: tell_rank_0_afar(store, sizes.places[rank])
-    return lambda store: tell_rank_0(store, link_of(address))
+
+    def tell(store: KVStore) -> None:
+        arrange(config, store)
+        if rank in sizes.places:
+            tell_rank_0_afar(store, sizes.places[rank])
+        else:
+            tell_rank_0(store, link_of(address))
+
+    return tell
 
 
 class OtherRanks:

@@ -24,6 +24,8 @@ _HOST_TIERS = {
     "cuda": (("kernel", COPIED_APART), (DIRECT, BY_NAME[1])),
 }
 """Device whose pages may lie in memory of the host too -> ways to copy them, and layouts."""
+_TIERS_OF_RANKS = ("npu",)
+"""Those of which one process carries the pages of several ranks."""
 _EXTRA = "--hicache-storage-backend-extra-config"
 
 
@@ -167,10 +169,18 @@ def _with_host_tier(config: Config, card: ModelCard) -> Config:
                 f"{flag} {given} is not available on {device}: it is made for other devices",
                 hint=f"choose {' or '.join(known)}, or leave it out",
             )
-    if config.parallel.world > 1 or config.parallel.is_joined or config.handoff.role:
+    parallel, flag = config.parallel, "--enable-hierarchical-cache"
+    if parallel.is_joined or config.handoff.role:
+        why = why_no_store(config, card)
         raise ConfigError(
-            f"--enable-hierarchical-cache is not available on {device} with several ranks or "
-            "--disaggregation-mode: pages are carried between the host and one device",
+            f"{flag} is not available on {device} with "
+            f"{'--disaggregation-mode' if config.handoff.role else '--enable-dp-attention'}: {why}",
+            hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
+        )
+    if parallel.world > 1 and device not in _TIERS_OF_RANKS:
+        raise ConfigError(
+            f"{flag} is not available on {device} with several ranks: pages are carried between "
+            "the host and one device",
             hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
         )
     if cache.host_gb == 0 and cache.host_ratio == 0:

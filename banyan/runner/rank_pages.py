@@ -82,6 +82,7 @@ class RankPages:
         doors: to the pages of the other ranks, in their order.
         is_by_head: the heads of a page lie one behind another; else the tokens do.
         timeout_s: how long another rank is waited for.
+        is_by_name: what all layers keep under one name lies together; else all that a layer keeps.
 
     Raises:
         DeviceError: a rank does not come.
@@ -94,6 +95,7 @@ class RankPages:
         doors: Sequence[Door],
         is_by_head: bool,
         timeout_s: float,
+        is_by_name: bool = False,
     ) -> None:
         self.groups = store.groups
         ranks = [own_pages(store), *(door.open(timeout_s) for door in doors)]
@@ -107,7 +109,8 @@ class RankPages:
                 found.append((shelf, self._rows(rank, shelf)))
         self._wholes: list[list[_Whole]] = [[] for _ in self.groups]
         names = list(dict.fromkeys(name for _, name in held))
-        for layer, name in sorted(held, key=lambda key: (key[0], names.index(key[1]))):
+        order = {key: (key[0], names.index(key[1])) for key in held}
+        for layer, name in sorted(held, key=lambda key: order[key][:: -1 if is_by_name else 1]):
             group = held[layer, name][0][0].group
             outer = 1 if is_by_head else self.groups[group].page_size
             self._wholes[group].append(_whole(held[layer, name], outer))
@@ -116,7 +119,8 @@ class RankPages:
         return sum(whole.size_bytes for whole in self._wholes[group])
 
     def take(self, group: int, page: PageId) -> np.ndarray:
-        """The bytes of a page over all ranks: layers in order, tensors as declared, all heads."""
+        """The bytes of a page over all ranks: layers in order, tensors as declared (but see
+        `is_by_name`), all heads."""
         payload, at = np.empty(self.page_bytes(group), np.uint8), 0
         with self._lock:
             self._move(False, group, page)

@@ -95,3 +95,13 @@ def test_each_device_has_its_own_ways_to_keep_pages_on_the_host(device, copies, 
     assert cache.host_layout == "page_first_direct"
     with pytest.raises(ConfigError, match=f"{others} is not available on {device}"):
         resolve(config_of(*flags, "--hicache-io-backend", others), CARD, NOTHING)
+
+
+def test_a_tier_of_several_ranks_is_of_npus_alone() -> None:
+    flags = ("--enable-hierarchical-cache", "--tp", "2", "--device")
+    assert resolve(config_of(*flags, "npu"), CARD, NOTHING).cache.host_tier
+    with pytest.raises(ConfigError, match="not available on cuda with several ranks"):
+        resolve(config_of(*flags, "cuda"), CARD, NOTHING)
+    with pytest.raises(ConfigError, match="not available with --nnodes: one process"):
+        nodes = ("--nnodes", "2", "--dist-init-addr", "192.0.2.7:6688")
+        resolve(config_of(*flags, "npu", *nodes), CARD, NOTHING)

@@ -15,6 +15,7 @@ from banyan.runner.kvstore import KVStore
 from banyan.transfer.host import HostTier
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.test_ranks import IN_ALL
+from tests.models.families import tiny
 from tests.system.checkpoint import LAYERS, write_tiny_model
 from tests.system.serving import wait_until
 
@@ -150,13 +151,57 @@ def test_a_store_behind_the_host_outlives_the_process(
     assert told(found) == told(here)
 
 
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+RANKS = {
+    "tp 2": ("", {"tp_size": 2}),
+    "tp 2, each tensor by itself": ("", {"tp_size": 2, "hicache_io_backend": "direct"}),
+    "tp 2, keys of all layers first": (
+        *("", {"tp_size": 2, "hicache_mem_layout": "page_first_kv_split"}),
+    ),
+    "pp 2": ("", {"pp_size": 2}),
+    "tp 4 of a model with two KV heads": ("", {"tp_size": 4}),
+    "tp 2 of latents": ("deepseek v2", {"tp_size": 2}),
+    "ep 2 of latents with an indexer": ("deepseek v3.2", {"tp_size": 2, "ep_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "tp 2" else IN_ALL) for name in RANKS]
+)
+def test_pages_of_several_ranks_come_back_bit_for_bit(
+    model: Path, npu: EmulatedNpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Each in a process of its own: the first one carries the pages of all of them."""
+    monkeypatch.setenv("BANYAN_NPU", "emulated")
+    monkeypatch.setenv("BANYAN_NPU_CHECKS", "1")
+    variant, flags = RANKS[layout]
+    if variant:
+        index = {"index_head_dim": 128} if variant == "deepseek v3.2" else {}
+        tiny(variant, tmp_path, max_position_embeddings=1024, **LATENTS, **index)
+        model, flags = tmp_path, flags | {"skip_tokenizer_init": True}
+    prompts = [[id % 90 + 5 for id in each] for each in (PROMPT, *OTHERS)]
+    with start(model, engine_mode="normal", **flags) as engine:
+        ask(engine, prompts[0])
+        here = ask(engine, prompts[0])
+        for other in prompts[1:]:
+            ask(engine, other)
+        back = ask(engine, prompts[0])
+    assert details(here)["device"] == KEPT
+    assert details(back) == {"device": 0, "host": KEPT, "storage": 0, "storage_backend": "host"}
+    assert told(back) == told(here)
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel is not available on npu"),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head is not available"),
-        ({"tp_size": 2}, "not available on npu with several ranks"),
-        ({"disaggregation_mode": "decode"}, "not available on npu with several ranks or"),
+        ({"tp_size": 2, "attn_cp_size": 2}, "not available with --attn-cp-size 2"),
+        (
+            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "not available on npu with --enable-dp-attention: replicas that compute together",
+        ),
+        ({"disaggregation_mode": "decode"}, "not available on npu with --disaggregation-mode: "),
         ({"hicache_ratio": 0.0}, "--hicache-ratio 0 without --hicache-size"),
         ({"hicache_size": 10**6}, r"would take 1,000,000.0 GB, and .* GB are free"),
         ({"hicache_storage_backend": "host"}, "is no store that outlives"),

@@ -95,6 +95,28 @@ def test_a_page_is_the_same_on_any_number_of_ranks(
     assert layout_facts(pages.shelves, GROUPS) == facts
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_all_layers_keep_under_one_name_lies_together(ranks: int, tmp_path: Path) -> None:
+    """Where that is asked for: as one rank would lay a page out."""
+    whole = [layer(0, HEADS), layer(1, HEADS), layer(2, 0, latent=True)]
+    alone, here = KVStore(GROUPS, whole, CPU), HEADS // ranks
+    mine = [
+        [layer(n, here, first=at) for n in (0, 1)] + [layer(2, 0, latent=True)]
+        for at in range(0, HEADS, here)
+    ]
+    stores = [of_a_device(*each) for each in mine]
+    payload = np.random.default_rng(3).integers(0, 255, alone.page_bytes(0), np.uint8)
+    alone.put(0, 5, payload)
+    alone.arrange(True, False)
+    pages = opened(tmp_path, stores, False)
+    pages.put(0, 5, payload)
+    doors = [Linked(str(tmp_path / f"again{rank}")) for rank in range(1, ranks)]
+    for rank in range(1, ranks):
+        tell_rank_0(stores[rank], str(tmp_path / f"again{rank}"))
+    by_name = RankPages(stores[0], doors, False, 5.0, is_by_name=True)
+    assert (by_name.take(0, 5) == alone.take(0, 5)).all() and (alone.take(0, 5) != payload).any()
+
+
 STATES = (GroupLayout(STATE, 0, 64, 6),)
 VALUES, KEYS, TAPS, NUMBERS = 8, 2, 3, 5
 
