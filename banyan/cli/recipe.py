@@ -86,7 +86,13 @@ def _addresses(role: str, text: str) -> list[str]:
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
-    """Warnings of the rules, and what this build refuses; once for machines of one role."""
+    """What the files leave to their reader, warnings of the rules, and what this build refuses;
+    once for machines of one role."""
+    if len(plan.nodes) > 1:
+        yield (
+            "to be added: BANYAN_DIST_SECRET, the same long random text in each machine's .env; "
+            "who knows it is let in"
+        )
     for node, finding in check_plan(plan):
         if not finding.is_error:
             yield f"warning: {node.role}: {finding.line}"

@@ -257,6 +257,15 @@ def test_containers_get_the_devices_of_the_chip_and_the_same_command(soc: str) -
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
+@pytest.mark.parametrize(
+    ("nodes", "is_told"), [("192.0.2.1,192.0.2.2", True), ("192.0.2.1", False)]
+)
+def test_several_machines_are_told_that_they_need_a_secret(nodes, is_told, capsys) -> None:
+    words = ("recipe", "/models/M", "--soc", "A3", "--serve", nodes, "--interface", "eth0")
+    assert main(words) == 0
+    assert ("BANYAN_DIST_SECRET, the same long random text" in capsys.readouterr().err) == is_told
+
+
 def test_files_are_written_where_they_are_wished(tmp_path: Path, capsys) -> None:
     words = ["/models/m", "--soc", "A3", "--serve", "192.0.2.1", "--out", str(tmp_path / "plan")]
     assert main(["recipe", *words]) == 0
