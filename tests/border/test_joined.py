@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from banyan.engine.lockstep import StepClock
+from banyan.engine.lockstep import LocalPeer, StepClock
 from banyan.memory.groups import FULL, WINDOW
 from banyan.messages.plan import Load, Row
 from banyan.messages.requests import Generate
@@ -143,7 +143,8 @@ def play_joined(seed: int) -> list[Play]:
     kit, random = JoinedKit(), Random(seed)
     games = kit.company.plays
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    clocks = [StepClock(at, {1 - at: end}, timeout_s=60.0) for at, end in enumerate(ends)]
+    peers = map(LocalPeer, ends)
+    clocks = [StepClock(at, {1 - at: end}, timeout_s=60.0) for at, end in enumerate(peers)]
     try:
         for clock in clocks:
             games.append(Play(seed, None, kit, Clock(clock, kit.company)))

@@ -1,5 +1,6 @@
 """Every family against transformers, from its saved checkpoint to logits over pages."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -37,15 +38,26 @@ def expected_logits(reference, prompt=PROMPT):
         return reference(torch.tensor([prompt])).logits[0]
 
 
+def assert_as_expected(logits, reference) -> None:
+    """Within 1e-4 of the reference, or as near to it as that is to itself in float64: how far
+    float32 goes astray in some models depends on the processor."""
+    expected = expected_logits(reference)
+    assert expected.std() > 0.02
+    bound = 1e-4
+    if (logits - expected).abs().max() > bound:
+        exact = expected_logits(copy.deepcopy(reference).double())
+        bound = max(bound, float((expected - exact).abs().max()))
+        assert bound < 1e-3 * float(expected.std())
+    torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)
 def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
     reference = tiny(variant, tmp_path)
 
     (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
 
-    expected = expected_logits(reference)
-    assert expected.std() > 0.02
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert_as_expected(logits, reference)
 
 
 @pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)

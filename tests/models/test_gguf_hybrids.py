@@ -17,7 +17,7 @@ from banyan.models.weights.loader import load_model
 from banyan.models.weights.states import with_heads_of_keys
 from banyan.ops.stored import StoredWeight
 from tests.models.families import tiny
-from tests.models.test_families import PROMPT, expected_logits
+from tests.models.test_families import PROMPT, assert_as_expected, expected_logits
 from tests.models.test_gguf import interleave
 from tests.models.test_recordable import torch_calls
 from tests.models.test_tensor_parallel import shared_by_two
@@ -288,7 +288,7 @@ def test_logits_equal_those_of_transformers(case, ops, paged, tmp_path):
     card = read_card(path)
     (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
 
-    torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
+    assert_as_expected(logits, reference)
     assert card.latent is not None or torch_calls(card, ops) == []
     hub = read_card(str(tmp_path / "hub"))
     assert card.layer_kinds == hub.layer_kinds
@@ -307,7 +307,7 @@ def test_older_files_of_qwen3_next_hold_the_projections_of_a_key_head_together(
     (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
 
     assert card.state.is_grouped
-    torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
+    assert_as_expected(logits, reference)
 
 
 def test_layers_for_drafting_are_not_read(ops, paged, tmp_path):
