@@ -1,6 +1,9 @@
 // Builders of the linear family: which kernels, how the work is cut, and the check at load time.
 #include "linear.h"
 
+#include <time.h>
+
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -22,6 +25,50 @@ const LinearKernels& linear_table(int32_t level) {
   return linear_base;
 }
 
+namespace {
+
+constexpr int64_t TRIED_ROWS = 24;
+
+// The least time of a few that groups take together, or one after the other.
+int64_t fastest_ns(const LinearKernels& table, bool together, LinearArgs args, uint8_t* scratch) {
+  int64_t least = INT64_MAX;
+  for (int trial = 0; trial < 8; trial++) {
+    timespec from, to;
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    for (int64_t g = 0; g < table.at_once; g += together ? table.at_once : 1)
+      (together ? table.several : table.rounded)[args.format](args, g, 0, TRIED_ROWS, scratch);
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    int64_t took = (to.tv_sec - from.tv_sec) * 1000000000ll + to.tv_nsec - from.tv_nsec;
+    if (took < least) least = took;
+  }
+  return least;
+}
+
+// Whether several groups together are faster here. That depends on how many products a core begins
+// in a cycle, which no flag of a processor tells; as both give the same bits, it is tried: 0.2 ms.
+bool together_is_faster(const LinearKernels& table) {
+  constexpr int64_t K = 576;
+  const int64_t row = activation_bytes(K), bytes = table.at_once * group_bytes(W4_MIN, K);
+  const int64_t n = table.at_once * GROUP;
+  std::vector<uint8_t> memory(LINEAR_SCRATCH + bytes + TRIED_ROWS * (row + n * 4) + n * 4 + 64);
+  uint8_t* scratch = memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64;
+  uint8_t *tiles = scratch + LINEAR_SCRATCH, *x = tiles + bytes;
+  float* out = (float*)(x + TRIED_ROWS * row);
+  LinearArgs args{W4_MIN, 0, n, K, tiles, out + TRIED_ROWS * n, nullptr, x, row, out, n};
+  return fastest_ns(table, true, args, scratch) < fastest_ns(table, false, args, scratch);
+}
+
+// Groups that are done at once for so many rows.
+int64_t groups_at_once(const LinearKernels& table, int64_t rows) {
+  static std::atomic<int32_t> together{-1};
+  if (rows < SEVERAL_FROM || table.at_once == 1) return 1;
+  int32_t is_faster = together.load(std::memory_order_relaxed);
+  if (is_faster < 0) together = is_faster = together_is_faster(table);
+  return is_faster ? table.at_once : 1;
+}
+
+}  // namespace
+
 int64_t linear_units(const void* a, const Sizes& sizes) {
   const LinearArgs& args = *(const LinearArgs*)a;
   return Cut(sizes.n[args.size]).panels * groups_of(args.n);
@@ -33,7 +80,7 @@ int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microsecond
   Cut cut(sizes.n[args.size]);
   int64_t rows = cut.panels ? cut.begin(1) : 0, working = rows * args.k * GROUP / 48;
   int64_t grain = 10000 / ((reading > working ? reading : working) + 1) + 1;
-  int64_t at_once = linear_table(isa()).groups_at_once(rows);
+  int64_t at_once = groups_at_once(linear_table(isa()), rows);
   return (grain + at_once - 1) / at_once * at_once;
 }
 
@@ -48,7 +95,7 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
   for (int64_t i = begin, count; i < end; i += count) {
     const int64_t panel = i / groups, group = i % groups;
     const int64_t first = cut.begin(panel), last = cut.begin(panel + 1);
-    count = EXACT ? 1 : table.groups_at_once(last - first);
+    count = EXACT ? 1 : groups_at_once(table, last - first);
     if (count > 1 && count <= groups - group && count <= end - i) {
       table.several[args.format](args, group, first, last, scratch);
     } else {

@@ -149,9 +149,6 @@ struct LinearKernels {
   // Groups that `several` does together, with the same results; 1: there are none such.
   int64_t at_once;
   LinearUnit several[NUM_QUANTISED];
-
-  // Whether that pays for so many rows.
-  int64_t groups_at_once(int64_t rows) const { return rows < SEVERAL_FROM ? 1 : at_once; }
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
 const LinearKernels& linear_table(int32_t level);
