@@ -157,6 +157,13 @@ class KVStore:
             for held in self._pages_of(group) if layout.kind == STATE else ():
                 held[targets] = held[sources]
 
+    def scribble(self) -> None:
+        """Write finite numbers into every page: on a host, memory that nobody has written is one
+        page of zeros, which is never read from further away than the nearest cache."""
+        for group in range(len(self.groups)):
+            for pages in self._bytes_of(group):
+                pages.fill_(0x3C)
+
     def arrange(self, is_by_name: bool, is_apart: bool) -> None:
         """Say how pages are carried between a device and the host, before any is.
 

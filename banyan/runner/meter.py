@@ -1,7 +1,7 @@
 """OpMeter: what each op of a step takes, on a runner that serves nothing else.
 
-The steps are made up: rows over pages that hold zeros, so that any batch at any context can be
-timed at once.
+The steps are made up: rows over pages that hold any numbers, so that any batch at any context can
+be timed at once.
 """
 
 from array import array
@@ -36,6 +36,7 @@ class OpMeter:
         self._sizes = sizes
         self._probe = probe
         self._step = 0
+        runner.store.scribble()
 
     @property
     def is_recorded(self) -> bool:
