@@ -14,7 +14,9 @@ from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 
-KEPT = LayerCache(0, {"k": CacheTensor((2, 8), torch.float16), "v": CacheTensor((2, 8), torch.int8)})
+KEPT = LayerCache(
+    0, {"k": CacheTensor((2, 8), torch.float16), "v": CacheTensor((2, 8), torch.int8)}
+)
 SIZES = RunnerSizes(4, 64, (GroupLayout(FULL, 0, 16, 32),), 64)
 
 
@@ -25,7 +27,9 @@ class Scattered:
     took_s: list[float] = field(
         default_factory=lambda: [5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]
     )
-    store: KVStore = field(default_factory=lambda: KVStore(SIZES.groups, (KEPT,), torch.device("cpu")))
+    store: KVStore = field(
+        default_factory=lambda: KVStore(SIZES.groups, (KEPT,), torch.device("cpu"))
+    )
 
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         return SimpleNamespace(result=lambda: SimpleNamespace(error="", failed=[]))
