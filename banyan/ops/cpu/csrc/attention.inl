@@ -19,13 +19,16 @@ constexpr int GROUPS = SPAN / GROUP;       // of a span
 constexpr int BLOCK = 4;                   // groups that are converted, then used from the L1 cache
 constexpr int VECTORS = GROUP / LANES;     // of a group
 constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
-constexpr int AHEAD = 2;                   // groups that are fetched before they are needed
+constexpr int AHEAD = 6;                   // groups that are fetched before they are needed
 // Queries from which converting a block once pays: AVX2 converts as it loads, at no cost beside the
 // products; AVX-512 converts on the ports that multiply, and plain code number by number.
 constexpr int CONVERT_FROM = LANES == 8 ? 1 << 30 : LANES == 16 ? 30 : 12;
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for many queries
 
 #define UNROLL _Pragma("GCC unroll 16")
+
+// Into the second-level cache: more lines may be on their way there at a time than to the first.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // sums[r][n] += factor(r) · vector(n). Of factors and vectors the fewer are kept in registers: more
 // than these and the sums do not fit into 16.
@@ -58,7 +61,7 @@ void score(const float* q, int dim, const typename C::type* const* k, int64_t st
   vf sums[R][N * VECTORS] = {};
   auto at = [&](int d, int n) { return C::get(k[n / VECTORS] + d * stride + n % VECTORS * LANES); };
   for (int d = 0; d < dim; d++) {
-    UNROLL for (int n = 0; n < N; n++) __builtin_prefetch(k[n + AHEAD] + d * stride);
+    UNROLL for (int n = 0; n < N; n++) fetch(k[n + AHEAD] + d * stride);
     multiply<R, N * VECTORS>([&](int n) { return at(d, n); },
                              [&](int r) { return splat(q[r * dim + d]); }, sums);
   }
@@ -174,7 +177,7 @@ void weigh(const float* p, const typename C::type* const* v, int lo, int hi, int
     int stop = (j / GROUP + 1) * GROUP;
     if (stop > hi) stop = hi;
     for (; j < stop; j++, row += dim) {
-      __builtin_prefetch(row + ahead);
+      UNROLL for (int i = 0; i < W * LANES; i += 64 / sizeof *row) fetch(row + ahead + i);
       multiply<R, W>([&](int w) { return C::get(row + w * LANES); },
                      [&](int r) { return splat(p[r * SPAN + j]); }, sums);
     }
@@ -329,7 +332,7 @@ void convert_k(const typename C::type* const* k, int64_t stride, int groups, int
     float* to = block + (size_t)g * GROUP * dim;
     converted[g] = to;
     for (int d = 0; d < dim; d++) {
-      __builtin_prefetch(k[g + AHEAD] + d * stride);
+      fetch(k[g + AHEAD] + d * stride);
       UNROLL for (int i = 0; i < GROUP; i += LANES)
         store(to + d * GROUP + i, C::get(k[g] + d * stride + i));
     }
@@ -343,7 +346,7 @@ void convert_v(const typename C::type* const* v, int groups, int dim, float* blo
     float* to = block + (size_t)g * GROUP * dim;
     converted[g] = to;
     for (int i = 0; i < GROUP * dim; i += LANES) {
-      __builtin_prefetch(v[g + AHEAD] + i);
+      fetch(v[g + AHEAD] + i);
       store(to + i, C::get(v[g] + i));
     }
   }
