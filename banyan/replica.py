@@ -17,10 +17,10 @@ import zmq
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import unmap_code
-from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
+from banyan.config.defaults import with_settings
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.engine.core import EngineCore
@@ -108,6 +108,8 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
+_BURST = "schedule.burst"
+
 
 def run_engine(
     config: Config,
@@ -147,8 +149,8 @@ def run_engine(
             *(_open_drafter(config), opened.draft, rack),
         )
         runner.bell = wake.fd
-        kernels = opened.kernels
-        marks = Marks("engine")
+        config, settings = _settle_the_bursts(config, settings, runner)
+        kernels, marks = opened.kernels, Marks("engine")
         switching = store_carriers(served, runner.mover)
         obeying = _with_orders(config, card, opened, runner, [marks], rack, switching)
         launcher = _open_launcher(card, opened, runner, obeying, ranks, wake.ring)
@@ -178,7 +180,7 @@ def run_engine(
             step_clock=step_clock,
             publisher=_publisher(config, core, cleanup),
             crashes_on_nan=config.schedule.crashes_on_nan,
-            hurry=_hurry_of(runner, config.schedule.burst),
+            hurry=runner.hurry if config.schedule.burst > 1 else None,
             so_far=runner.told,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
@@ -234,17 +236,25 @@ def _sender(send: Callable[[Sent], None], mover: PageMover | None) -> Callable[[
     return send_after
 
 
-def _hurry_of(runner: ModelRunner, burst: int) -> Callable[[StepId], None] | None:
-    """What ends bursts; None where there are none. ConfigError where there cannot be any."""
-    if burst == 1:
-        return None
-    if not runner.abilities.bursts:
+def _settle_the_bursts(
+    config: Config, settings: dict[str, object], runner: ModelRunner
+) -> tuple[Config, dict[str, object]]:
+    """One step to a plan where this runner cannot have several; ConfigError where those were asked
+    for.
+
+    Args:
+        settings: what the device has decided.
+    """
+    burst = config.schedule.burst
+    if burst == 1 or runner.abilities.bursts:
+        return config, settings
+    if _BURST not in settings:
         raise ConfigError(
             f"--num-continuous-decode-steps {burst}: steps are {runner.how} here, and only "
             "recorded ones can follow each other by themselves",
             hint="leave the flag out",
         )
-    return runner.hurry
+    return with_settings(config, {_BURST: 1}), settings | {_BURST: 1}
 
 
 def _desk_of(grammars: GrammarCompiler | None, cleanup: ExitStack) -> GrammarDesk | None:

@@ -1,4 +1,9 @@
-"""What several decode steps in one plan do not go with. Part of `config/resolve.py`."""
+"""What several decode steps in one plan do not go with. Part of `config/resolve.py`.
+
+Where the flags leave their number open there is one step beside what they do not go with.
+"""
+
+from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.config.card import ModelCard
@@ -7,8 +12,8 @@ from banyan.config.schema import Config
 
 
 def check_the_bursts(config: Config, card: ModelCard, environment: Environment) -> Config:
-    flag = f"--num-continuous-decode-steps {config.schedule.burst}"
-    if config.schedule.burst == 1:
+    burst = config.schedule.burst
+    if burst == 1:
         return config
     others = (
         (
@@ -24,11 +29,19 @@ def check_the_bursts(config: Config, card: ModelCard, environment: Environment) 
             "--forward-hooks or --debug-tensor-dump-*",
             "steps are eager then",
         ),
+        (
+            bool(config.experts.recorder) or config.experts.balances,
+            "--expert-distribution-recorder-mode or --enable-eplb",
+            "passes are counted one by one",
+        ),
         (card.pooling is not None, "a model for vectors", "nothing is decoded"),
     )
     for is_there, what, why in others:
-        if is_there:
+        if is_there and burst:
             raise ConfigError(
-                f"{flag} and {what} do not go together: {why}", hint="leave one of them out"
+                f"--num-continuous-decode-steps {burst} and {what} do not go together: {why}",
+                hint="leave one of them out",
             )
+        if is_there:
+            return replace(config, schedule=replace(config.schedule, burst=1))
     return config

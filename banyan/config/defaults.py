@@ -33,6 +33,7 @@ class Defaults:
         loaded_adapters: in memory at most; 0 = as many as run at once, where there is room for each
             from the start on.
         shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
+        burst: decode steps that one plan may hold.
     """
 
     device: str
@@ -43,6 +44,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
+    burst: int = 1
 
 
 def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
@@ -61,6 +63,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         "cache.free_share": defaults.free_share,
         "schedule.chunk_tokens": chunk,
         "schedule.running_cap": running,
+        "schedule.burst": defaults.burst,
     }
     if config.lora.is_enabled:
         most = max(config.lora.max_running, len(config.lora.paths))

@@ -26,10 +26,10 @@ def check_the_expert_flags(config: Config, card: ModelCard, environment: Environ
         _check_what_is_told(config, card)
     if config.experts.recorder:
         _check_the_library(config, card, _MODE)
-        _check_the_sums(config, _MODE)
+        _check_the_folder(config)
     if config.experts.balances:
         _check_the_library(config, card, _BALANCE)
-        _check_the_sums(config, _BALANCE)
+        _check_the_folder(config)
         _check_the_balance(config)
         groups_and_nodes(config, card.experts or ExpertFacts(1, 1, 1))
     for flag in _placing(config):
@@ -136,12 +136,8 @@ def _check_what_is_told(config: Config, card: ModelCard) -> None:
         )
 
 
-def _check_the_sums(config: Config, flag: str) -> None:
-    """Refuse what keeps passes from being counted one by one, or dumps from being written."""
-    if config.schedule.burst > 1:
-        raise ConfigError(
-            f"{flag} and --num-continuous-decode-steps do not go together", hint="leave that at 1"
-        )
+def _check_the_folder(config: Config) -> None:
+    """Refuse what keeps dumps from being written."""
     folder = config.experts.folder
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(

@@ -35,6 +35,7 @@ _DIFFERENCES = """## Defaults that differ from SGLang's
 | `--max-running-requests` | at most 128 | by the cache |
 | `--page-size` | 16 | 1, on Ascend 128 |
 | `--kv-cache-dtype` | fp16 beside kernels that round activations, else the model's | the model's |
+| `--num-continuous-decode-steps` | 8 where steps are recorded and nothing forbids it | 1 |
 | `--tool-call-parser`, `--reasoning-parser` | as the chat template shows | none |
 """
 

@@ -190,8 +190,8 @@ class ScheduleConfig:
     """With stages: plans in flight beyond one for each of them."""
     token_gap: int = 0
     """Steps between sampling a token and a row that needs it: stages − 1."""
-    burst: int = 1
-    """Decode steps that one plan may hold."""
+    burst: int = 0
+    """Decode steps that one plan may hold; 0 = the device's own."""
     check_ledger: bool = False
     """Check the conservation law after every step (tests); idle checks are always on."""
     watchdog_s: float = 300.0

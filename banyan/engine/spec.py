@@ -127,7 +127,7 @@ def core_spec(
                 retract_steps=schedule.retract_steps,
                 clip_tokens=schedule.clip_new_tokens,
             ),
-            burst=schedule.burst,
+            burst=schedule.burst or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
         ),
         order=schedule.policy,

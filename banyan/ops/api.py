@@ -57,6 +57,7 @@ class BurstInputs:
         hurry: [1] int64; the burst ends after the step that sees `number` or more there.
         told: [1] int32, set to how many steps have run when another one follows.
         tell, bell: after each so many of these the eventfd `bell` is rung; 0 = never.
+        pace_ns: it is not rung sooner than so long after the last time, or the beginning.
     """
 
     sampled: np.ndarray
@@ -74,6 +75,7 @@ class BurstInputs:
     told: np.ndarray
     tell: int
     bell: int
+    pace_ns: int
 
 
 class Recording(Protocol):

@@ -67,6 +67,7 @@ class CpuPlatform(Host):
             chunk_tokens=512,
             running_cap=128,  # more only lengthens everybody's step
             free_share=0.25,  # the machine is rarely ours alone
+            burst=8,
         )
 
     def _ours(self) -> int:

@@ -14,6 +14,10 @@ from banyan.runner.batch import Batch
 from banyan.runner.inputs import StepTensors
 from banyan.runner.slots import SlotTable
 
+_PACE_NS = 8_000_000
+"""Between two events of a stream: 125 a second. Each costs wake-ups of the loop, the front and the
+reader, on cores that compute the next step."""
+
 
 @dataclass(frozen=True)
 class Burst:
@@ -96,6 +100,7 @@ class Bursts:
             np.zeros(1, np.int32),
             tell,
             bell,
+            _PACE_NS,
         )
         self._running = Running(number, batch, inputs.told)
         try:

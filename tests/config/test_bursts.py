@@ -1,11 +1,15 @@
 """What several decode steps in one plan do not go with."""
 
+from dataclasses import replace
+
 import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
+from banyan.config.defaults import settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
+from banyan.platform.cpu import CpuPlatform
 from tests.config.test_resolve import CARD
 
 BURST = ("--num-continuous-decode-steps", "4")
@@ -18,11 +22,26 @@ BURST = ("--num-continuous-decode-steps", "4")
         ("--tp-size 2", "several ranks do not go together"),
         ("--pp-size 2", "several ranks do not go together"),
         ("--disaggregation-mode prefill", "--disaggregation-mode do not go together"),
+        ("--enable-eplb", "--enable-eplb do not go together"),
     ],
 )
 def test_what_bursts_do_not_go_with_is_refused_by_name(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve(parse([*BURST, *words.split()], Environment()), CARD, Environment())
+
+
+@pytest.mark.parametrize(
+    ("words", "burst"),
+    [("", 8), ("--speculative-algorithm NGRAM", 1), ("--tp-size 2", 1), (" ".join(BURST), 4)],
+)
+def test_where_it_is_left_open_there_are_as_many_as_go(words: str, burst: int) -> None:
+    config = resolve(parse(words.split(), Environment()), CARD, Environment())
+    assert settle(config, CpuPlatform().defaults(CARD))[0].schedule.burst == burst
+
+
+def test_devices_that_say_nothing_plan_step_by_step() -> None:
+    config = resolve(parse([], Environment()), CARD, Environment())
+    assert settle(config, replace(CpuPlatform().defaults(CARD), burst=1))[0].schedule.burst == 1
 
 
 def test_replicas_that_share_nothing_may_burst() -> None:

@@ -35,7 +35,10 @@ def burst(driver: Driver, requests: list[Request], tell: int) -> StepPlan:
 
 
 @pytest.mark.parametrize(("tell", "rings"), [(0, 0), (1, 5), (2, 2), (4, 1)])
-def test_the_engine_is_rung_behind_each_so_many_steps_but_the_last(card, bell, tell, rings):
+def test_the_engine_is_rung_behind_each_so_many_steps_but_the_last(
+    card, bell, tell, rings, monkeypatch
+):
+    monkeypatch.setattr("banyan.runner.burst._PACE_NS", 0)
     driver, requests = prompted(card, bell)
     result = driver.runner.launch(burst(driver, requests, tell)).result()
     assert [len(tokens) for tokens in result.tokens] == [4 * STEPS] * 2
@@ -44,6 +47,14 @@ def test_the_engine_is_rung_behind_each_so_many_steps_but_the_last(card, bell, t
     else:
         with pytest.raises(BlockingIOError):
             os.eventfd_read(bell)
+
+
+def test_steps_that_take_next_to_nothing_ring_once_for_many(card, bell, monkeypatch):
+    monkeypatch.setattr("banyan.runner.burst._PACE_NS", 3600 * 10**9)
+    driver, requests = prompted(card, bell)
+    driver.runner.launch(burst(driver, requests, 1)).result()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(bell)
 
 
 def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(card, bell, monkeypatch):

@@ -18,7 +18,7 @@ def bursting_engine(model: Path, **flags: object) -> Engine:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> Iterator[Engine]:
-    with start(tiny_model, is_drafting=False) as engine:
+    with start(tiny_model, is_drafting=False, num_continuous_decode_steps=1) as engine:
         yield engine
 
 
@@ -26,6 +26,14 @@ def plain(tiny_model: Path) -> Iterator[Engine]:
 def bursting(tiny_model: Path) -> Iterator[Engine]:
     with bursting_engine(tiny_model) as engine:
         yield engine
+
+
+def test_they_are_what_a_cpu_does_where_nothing_is_said(tiny_model, plain):
+    right = [told(answer) for answer in answers(plain)]
+    with start(tiny_model, is_drafting=False) as engine:
+        found, plans = plans_of(engine)
+    assert found == right
+    assert plans < LONG["max_new_tokens"] / 2
 
 
 def plans_of(engine: Engine, **body: object) -> tuple[list[object], int]:
@@ -93,3 +101,9 @@ def test_a_stop_text_ends_a_burst_where_it_does_step_by_step(plain, bursting, in
 def test_steps_that_are_not_recorded_refuse_bursts(tiny_model):
     with pytest.raises(BanyanError, match="steps are eager here"):
         bursting_engine(tiny_model, disable_cuda_graph=True).shutdown()
+
+
+def test_where_steps_are_not_recorded_and_nothing_is_said_there_are_none(tiny_model, plain):
+    right = [told(answer) for answer in answers(plain, prompt=REPEATS)]
+    with start(tiny_model, is_drafting=False, disable_cuda_graph=True) as engine:
+        assert [told(answer) for answer in answers(engine, prompt=REPEATS)] == right

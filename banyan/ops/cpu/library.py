@@ -276,7 +276,8 @@ class Recording:
             *(array.ctypes.data for array in (*state, *more)),
             len(places),
             *(array.ctypes.data for array in lists),
-            *(inputs.number, inputs.told.ctypes.data, inputs.tell, inputs.bell, done.ctypes.data),
+            *(inputs.number, inputs.told.ctypes.data, inputs.tell, inputs.bell, inputs.pace_ns),
+            done.ctypes.data,
         )
         _succeed(failure)
         return int(done[0])

@@ -474,7 +474,7 @@ BN_EXPORT const char* bn_program_run(Pool* pool, Program* program, const int64_t
 // places: [groups] where a group's locations [rows] are; at: [groups, steps, rows] what they become.
 // stops: the stop ids of row i are stops[first_stop[i]] ... stops[first_stop[i + 1]].
 // told: [1], set to how many steps have run whenever another one follows; with `tell` above 0 the
-// eventfd `bell` is rung after each so many of them.
+// eventfd `bell` is rung after each so many of them, pace_ns after the last time at the soonest.
 // done: how many steps have run. Returns null, or why the last of them failed.
 BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64_t* sizes,
                                        int32_t steps, int32_t rows, const int64_t* sampled,
@@ -483,9 +483,12 @@ BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64
                                        const int64_t* places, const int64_t* at,
                                        const int32_t* first_stop, const int32_t* stops,
                                        const int64_t* hurry, int64_t number, int32_t* told,
-                                       int32_t tell, int32_t bell, int32_t* done) {
+                                       int32_t tell, int32_t bell, int64_t pace_ns,
+                                       int32_t* done) {
   Sizes s;
   std::memcpy(s.n, sizes, sizeof s.n);
+  int64_t rung = now_ns();
+  int32_t untold = 0;
   for (*done = 0;;) {
     const char* failure = pool->run(program, s, nullptr);
     bool last = ++*done == steps || failure;
@@ -496,7 +499,12 @@ BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64
     }
     if (last) return failure;
     __atomic_store_n(told, *done, __ATOMIC_RELEASE);
-    if (tell > 0 && *done % tell == 0) ring(bell);
+    untold++;
+    if (tell > 0 && untold >= tell && now_ns() - rung >= pace_ns) {
+      ring(bell);
+      rung = now_ns();
+      untold = 0;
+    }
     for (int32_t i = 0; i < rows; i++) {
       tokens[i] = sampled[i];
       positions[i]++;
