@@ -5,6 +5,7 @@ same call, so no thread stands between the two ends. Knows nothing of what frame
 """
 
 import contextlib
+import os
 import select
 import socket
 from collections import deque
@@ -76,8 +77,8 @@ class FrameSocket:
         with contextlib.suppress(BlockingIOError):
             came, _ = self._socket.accept()
             came.setblocking(False)
-            self._socket.close()
-            self._socket, self.is_door = came, False
+            self._close_door()
+            self._socket = came
             self.flush()
 
     def take(self) -> list[bytes]:
@@ -131,7 +132,15 @@ class FrameSocket:
             with contextlib.suppress(OSError):
                 self._socket.sendall(b"".join(self._unsent))
         self._unsent.clear()
+        self._close_door()
         self._socket.close()
+
+    def _close_door(self) -> None:
+        if self.is_door:
+            self.is_door = False
+            with contextlib.suppress(FileNotFoundError):  # its folder may have gone before
+                os.unlink(self._socket.getsockname())
+            self._socket.close()
 
     def _read(self) -> bytes:
         try:

@@ -280,6 +280,15 @@ def test_an_engine_without_a_front_is_told_so_at_once(folder):
         links.SocketEngineLink(folder.address("nobody"))
 
 
+def test_an_address_is_free_again_when_its_front_has_closed_or_its_engine_has_come(folder):
+    links.SocketFrontLink(folder.address("front")).close()
+    front, engine = socket_pair(folder.address("front"))
+    asyncio.run(_meet(front))
+    assert os.listdir(folder.path) == []
+    engine.close()
+    front.close()
+
+
 def test_what_the_front_says_before_the_engine_exists_is_kept(folder):
     front = links.SocketFrontLink(folder.address("early"))
 
