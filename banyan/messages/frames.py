@@ -92,14 +92,20 @@ class FrameSocket:
         frames: list[bytes] = []
         is_more = not (self.is_door or self.is_over)
         while is_more:
-            piece = self._read()
-            is_more = len(piece) == _PIECE_BYTES
+            try:
+                piece = self._socket.recv(_PIECE_BYTES)
+            except BlockingIOError:
+                return frames
+            except ConnectionError:
+                piece = b""
+            self.is_over = not piece
             size = len(piece) - _HEAD_BYTES
-            if size > 0 and not self._begun and _size(piece) == size:  # as nearly always
-                frames.append(piece[_HEAD_BYTES:])
-            elif piece:
+            if self._begun or int.from_bytes(piece[:_HEAD_BYTES], "little") != size:
                 self._begun += piece
                 frames += self._cut()
+            else:  # one whole frame, as nearly always
+                frames.append(piece[_HEAD_BYTES:])
+            is_more = size + _HEAD_BYTES == _PIECE_BYTES
         return frames
 
     def send(self, frame: bytes) -> bool:
@@ -142,16 +148,6 @@ class FrameSocket:
                 os.unlink(self._socket.getsockname())
             self._socket.close()
 
-    def _read(self) -> bytes:
-        try:
-            piece = self._socket.recv(_PIECE_BYTES)
-        except BlockingIOError:
-            return b""
-        except ConnectionError:
-            piece = b""
-        self.is_over = not piece
-        return piece
-
     def _write(self, piece: bytes | memoryview) -> int:
         """How much of it was taken; -1 when nobody will."""
         try:
@@ -168,7 +164,7 @@ class FrameSocket:
         with memoryview(self._begun) as begun:
             while len(begun) - at >= _HEAD_BYTES:
                 start = at + _HEAD_BYTES
-                size = _size(begun[at:start])
+                size = int.from_bytes(begun[at:start], "little")
                 if size > MAX_FRAME_BYTES:
                     raise WireError(f"frame of {size} bytes; {MAX_FRAME_BYTES} are legal")
                 if start + size > len(begun):
@@ -177,8 +173,3 @@ class FrameSocket:
                 frames.append(bytes(begun[start:at]))
         del self._begun[:at]
         return frames
-
-
-def _size(piece: bytes | memoryview) -> int:
-    """Of the frame that begins there."""
-    return int.from_bytes(piece[:_HEAD_BYTES], "little")
