@@ -238,10 +238,10 @@ def _num_beside(duty: Duty) -> int:
 
 
 def _serve_engine(duty: Duty, spares: Sequence[Process]) -> None:
-    from banyan.messages.link import ZmqEngineLink
+    from banyan.messages.link import SocketEngineLink
     from banyan.replica import run_engine
 
-    link = ZmqEngineLink(duty.address)
+    link = SocketEngineLink(duty.address)
 
     def started(loop: "EngineLoop") -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())

@@ -46,7 +46,7 @@ from banyan.frontend.threads import use_threads
 from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready, Reply, Stats, accept_length
-from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
+from banyan.messages.link import FrontLink, PrivateFolder, SocketFrontLink, local_pair
 from banyan.messages.orders import MEMORY_TAGS
 from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
@@ -461,7 +461,7 @@ def _start(
     stack.callback(folder.close)
     address = folder.address("front")
     secret = read_environment().dist_secret
-    return ZmqFrontLink(address), start_engine_process(config, card, address, on_death, secret)
+    return SocketFrontLink(address), start_engine_process(config, card, address, on_death, secret)
 
 
 class _LoopThread:

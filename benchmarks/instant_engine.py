@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from banyan.engine.processes import take_duty, watch_parent
 from banyan.messages.events import Event, Finished, Ready, Reply, Stats, Tokens
-from banyan.messages.link import ZmqEngineLink
+from banyan.messages.link import SocketEngineLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
 
 FIRST_ID, NUM_IDS = 1000, 1000
@@ -35,7 +35,7 @@ class InstantEngine:
     rate: tokens per second, those of all requests together.
     """
 
-    def __init__(self, link: ZmqEngineLink, rate: float) -> None:
+    def __init__(self, link: SocketEngineLink, rate: float) -> None:
         self._link = link
         self._rate = rate
         self._open: dict[str, _Open] = {}
@@ -88,7 +88,7 @@ class InstantEngine:
 def main() -> None:
     address, rate = take_duty().decode().split()
     watch_parent()
-    InstantEngine(ZmqEngineLink(address), float(rate)).run()
+    InstantEngine(SocketEngineLink(address), float(rate)).run()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Finished, Ready, Tokens
-from banyan.messages.link import FrontLink
+from banyan.messages.link import FrontLink, next_events
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling import SamplingParams
 
@@ -38,7 +38,7 @@ class BatchTimes:
 async def wait_ready(link: FrontLink) -> Ready:
     """The engine's first word; its death is the engine handle's to report."""
     while True:
-        for event in await link.receive():
+        for event in await next_events(link):
             if isinstance(event, Ready):
                 return event
 
@@ -74,15 +74,15 @@ async def run_batch(
     open_requests = set(made)
     times: list[float] = []
     began = time.perf_counter()
-    await link.send(list(asked))
+    link.send(list(asked))
     while open_requests:
-        for event in await link.receive():
+        for event in await next_events(link):
             if isinstance(event, Tokens) and event.request in made:
                 made[event.request] += len(event.tokens) // 4
             elif isinstance(event, Finished):
                 open_requests.discard(event.request)
             elif isinstance(event, Failed) and event.request in made:
-                await link.send([Abort(request) for request in open_requests])
+                link.send([Abort(request) for request in open_requests])
                 raise BanyanError(f"the engine refused a sequence of the batch: {event.text}")
         now = time.perf_counter()
         slowest = min(made.values())

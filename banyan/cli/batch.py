@@ -20,7 +20,7 @@ from banyan.config.joined import of_replica
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
-from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.messages.link import PrivateFolder, SocketFrontLink
 from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
@@ -113,7 +113,7 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         stack.callback(folder.close)
         addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
         watchdog_s = config.schedule.watchdog_s
-        engines = [EngineClient(ZmqFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
+        engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
         parallel = config.parallel
         fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         await fleet.start()

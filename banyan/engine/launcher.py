@@ -36,6 +36,10 @@ class Handle:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
+        self.tokens = _tokens_of(plan)
+        """Those of other replicas in a joint step too; of a burst those of one step."""
+        self.steps = 1 if plan.steps == 1 else min(row.count for row in plan.rows)
+        """Decode steps that it holds at most."""
         self.result: StepResult | None = None
         self.copies: CopyResult | None = None
         self.launch_s = 0.0
@@ -66,6 +70,14 @@ class Handle:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+
+def _tokens_of(plan: StepPlan) -> int:
+    if plan.peers:
+        return sum(load.tokens for load in plan.peers)
+    if plan.steps > 1:
+        return len(plan.rows)
+    return sum(row.count for row in plan.rows)
 
 
 class Launcher(Protocol):

@@ -2,15 +2,15 @@
 other goes through whoever keeps them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import zmq
 
 from banyan.engine.duty import Duty
 from banyan.engine.processes import Child, spawn
-from banyan.messages.link import PrivateFolder, pair_socket
+from banyan.messages.frames import FrameSocket
+from banyan.messages.link import PrivateFolder
 
 
 class LocalEngines:
@@ -23,14 +23,12 @@ class LocalEngines:
     def __init__(self, duties: Sequence[Duty]) -> None:
         self.kind = "replicas"
         self._folder = PrivateFolder()
-        self._context = zmq.Context()
         self._children: dict[int, Child] = {}
-        self.speaking: dict[int, zmq.Socket[bytes]] = {}
+        self.speaking: dict[int, FrameSocket] = {}
         for duty in duties:
             number = duty.config.parallel.replica
             told = replace(duty, address=self._folder.address(f"front{number}"))
-            self.speaking[number] = pair_socket(self._context)
-            self.speaking[number].bind(told.address)
+            self.speaking[number] = FrameSocket.bound(told.address)
             self._children[number] = spawn("banyan.compose", f"engine{number}", told.encode())
 
     @property
@@ -52,19 +50,26 @@ class LocalEngines:
 
     def send(self, rank: int, frame: bytes) -> None:
         """What a front says to its engine; dropped when that one has died, which `watch` tells."""
-        with suppress(zmq.Again):
-            self.speaking[rank].send(frame, zmq.NOBLOCK)
+        self.speaking[rank].send(frame)
 
     def close(self) -> None:
         for child in self._children.values():
             child.stop()
-        self._context.destroy(linger=0)
+        for one in self.speaking.values():
+            one.close()
         self._folder.close()
 
 
-def frames_of(sockets: Mapping[int, "zmq.Socket[bytes]"]) -> Iterator[tuple[int, bytes]]:
-    """What has arrived at each, in order."""
+def frames_of(sockets: Mapping[int, FrameSocket]) -> Iterator[tuple[int, bytes]]:
+    """What has arrived at each, in order; what waits to leave them goes on."""
     for number, one in sockets.items():
-        with suppress(zmq.Again):
-            while True:
-                yield number, one.recv(zmq.NOBLOCK)
+        one.flush()
+        for frame in one.take():
+            yield number, frame
+
+
+def poll_along(poller: zmq.Poller, sockets: Collection[FrameSocket]) -> None:
+    """Poll for what `frames_of` gives and for what it lets go on."""
+    for one in sockets:
+        comes, goes = 0 if one.is_over else zmq.POLLIN, zmq.POLLOUT if one.has_unsent else 0
+        poller.register(one, comes | goes)

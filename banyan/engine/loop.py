@@ -23,11 +23,11 @@ from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.lockstep import StepClock
-from banyan.engine.outbox import Outbox
+from banyan.engine.outbox import ENDS, Outbox
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
-from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats, Tokens
+from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
 from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import (
@@ -324,7 +324,7 @@ class EngineLoop:
             if not handle.plan.orders:
                 # Launches run beside the device: the slower of the two sets the pace.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds
-                self._forecast.measured(_size(handle.plan), took / _ran(handle.plan, result))
+                self._forecast.measured(handle.tokens, took / _ran(handle.plan, result))
                 self._forecast.launched(handle.launch_s)
             told, masks = self._core.complete(result, now)
             if self._crashes_on_nan:
@@ -387,8 +387,8 @@ class EngineLoop:
     def _wait_to_plan(self) -> float:
         if self._go_on is not None:  # a stage without a plan would rest
             return 0.0
-        tokens = sum(_size(handle.plan) for handle in self._flying)
-        steps = max((_steps(handle.plan) for handle in self._flying), default=1)
+        tokens = sum(handle.tokens for handle in self._flying)
+        steps = max((handle.steps for handle in self._flying), default=1)
         return self._forecast.wait(tokens, self._clock.now() - self._started_s, steps)
 
     def _deliver(self, masks: list[Mask]) -> None:
@@ -407,7 +407,7 @@ class EngineLoop:
                 self._core.recorder.rested(now)
         is_due = now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle)
         # Who has an answer and asks for the counters finds it in them.
-        if is_due or any(isinstance(event, Finished | Failed) for event in events):
+        if is_due or any(isinstance(event, ENDS) for event in events):
             self._beat_s = now
             stats = self._core.stats(now)
             if self._ranks is not None:
@@ -441,20 +441,6 @@ def _check_rows(result: StepResult) -> None:
             raise DeviceError(f"{where}: {NOT_FINITE}, and --crash-on-nan is given")
 
 
-def _size(plan: StepPlan) -> int:
-    """Tokens, those of other replicas in a joint step too; of a burst those of one step."""
-    if plan.peers:
-        return sum(load.tokens for load in plan.peers)
-    if plan.steps > 1:
-        return len(plan.rows)
-    return sum(row.count for row in plan.rows)
-
-
-def _steps(plan: StepPlan) -> int:
-    """Decode steps that a plan holds at most."""
-    return 1 if plan.steps == 1 else min(row.count for row in plan.rows)
-
-
 def _ran(plan: StepPlan, result: StepResult) -> int:
-    """How many of them have run."""
+    """How many of the steps that a plan holds have run."""
     return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])

@@ -14,8 +14,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, Self
@@ -31,9 +30,9 @@ from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.schema import ParallelConfig
 from banyan.engine.duty import ENGINE, Duty
-from banyan.engine.local_engines import LocalEngines, frames_of
+from banyan.engine.local_engines import LocalEngines, frames_of, poll_along
 from banyan.engine.ranks import LocalRanks
-from banyan.messages.link import pair_socket
+from banyan.messages.frames import FrameSocket
 from banyan.messages.wire import MAX_FRAME_BYTES
 
 log = logger(__name__)
@@ -181,7 +180,7 @@ class Nodes:
         self._outbox.connect("inproc://frames")
         self._on_death: Callable[[str], None] | None = None
         self._lost = ""
-        self._fronts: dict[int, zmq.Socket[bytes]] = {}
+        self._fronts: dict[int, FrameSocket] = {}
         """Replica -> the front's end, of the engines that are kept elsewhere."""
         self._told: dict[int, list[tuple[int, str]]] = {}
         """Node -> where its ranks stand, while that is asked for."""
@@ -270,8 +269,7 @@ class Nodes:
             fronts: the address of the front of each engine, by replica.
         """
         for replica, address in fronts.items():
-            self._fronts[replica] = pair_socket(self._context)
-            self._fronts[replica].connect(address)
+            self._fronts[replica] = FrameSocket.connected(address)
         for node, identity in self._identity.items():
             told = msgspec.msgpack.encode((duties_of(node), meeting))
             self._socket.send_multipart([identity, _START, told])
@@ -338,7 +336,7 @@ class Nodes:
         self._outbox.send_multipart([b""])
         self._thread.join(5.0)
         for front in self._fronts.values():
-            front.close(linger=0)
+            front.close()
         self._fronts = {}
 
     def _run(self) -> None:
@@ -346,10 +344,9 @@ class Nodes:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inbox, zmq.POLLIN)
-        for front in self._fronts.values():
-            poller.register(front, zmq.POLLIN)
         beat_at = 0.0
         while True:
+            poll_along(poller, self._fronts.values())
             ready = dict(poller.poll(int(_BEAT_S * 1000)))
             if self._inbox in ready and not self._pass_on():
                 break
@@ -397,8 +394,7 @@ class Nodes:
         """What an engine of that node says to its front."""
         replica = int(number) if len(number) < 6 and number.isdigit() else -1
         if replica in self._fronts and self._parallel.node_of(replica) == node:
-            with suppress(zmq.Again):  # the front has gone
-                self._fronts[replica].send(frame, zmq.NOBLOCK)
+            self._fronts[replica].send(frame)
 
     def _look(self, now: float) -> None:
         for node, heard in self._heard.items():
@@ -429,14 +425,12 @@ class Leader:
     def say(self, kind: bytes, *parts: bytes) -> None:
         self._socket.send_multipart([kind, *parts])
 
-    def hear(
-        self, timeout_s: float, beside: Sequence["zmq.Socket[bytes]"] = ()
-    ) -> list[bytes] | None:
+    def hear(self, timeout_s: float, beside: Collection[FrameSocket] = ()) -> list[bytes] | None:
         """What the leader says next; None when it says nothing for so long, or when there is
         something at one of the sockets `beside`."""
         poller = zmq.Poller()
-        for one in (self._socket, *beside):
-            poller.register(one, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        poll_along(poller, beside)
         ready = dict(poller.poll(int(timeout_s * 1000)))
         return self._socket.recv_multipart() if self._socket in ready else None
 
@@ -516,7 +510,7 @@ class Kept(Protocol):
     def numbers(self) -> list[int]: ...
 
     @property
-    def speaking(self) -> Mapping[int, "zmq.Socket[bytes]"]:
+    def speaking(self) -> Mapping[int, FrameSocket]:
         """Where those of them speak whom the leader hears."""
         ...
 
@@ -536,7 +530,7 @@ def _keep(kept: Kept, leader: Leader) -> None:
     heard, beat_at = time.monotonic(), 0.0
     try:
         while True:
-            said = leader.hear(_BEAT_S / 2, list(kept.speaking.values()))
+            said = leader.hear(_BEAT_S / 2, kept.speaking.values())
             now = time.monotonic()
             if said is not None:
                 heard = now

@@ -13,6 +13,7 @@ from banyan.base.ids import RequestId
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.requests import Generate
 
+ENDS = (Finished, Failed)
 HOLD_S = 0.02
 """The front sees stop texts so much later at most, and as many tokens are computed in vain."""
 
@@ -42,9 +43,9 @@ class Outbox:
                 event = self._rest_of(event)
                 if event is None or self._holds(event, now):
                     continue
-            if isinstance(event, Tokens | Finished | Failed):
                 sent += self._release(event.request)
-            if isinstance(event, Finished | Failed):
+            elif isinstance(event, ENDS):
+                sent += self._release(event.request)
                 self._patient.pop(event.request, None)
                 self._ahead.pop(event.request, None)
             sent.append(event)

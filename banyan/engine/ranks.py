@@ -11,6 +11,7 @@ import zmq
 
 from banyan.engine.duty import Duty
 from banyan.engine.processes import STACKS, Child, Process, Pulse, doing, spawn
+from banyan.messages.frames import FrameSocket
 from banyan.messages.link import PrivateFolder
 
 _LOOK_S = 0.1
@@ -39,7 +40,7 @@ class LocalRanks:
         spares: Sequence[Process] = (),
     ) -> None:
         self.kind = "ranks"
-        self.speaking: dict[int, zmq.Socket[bytes]] = {}
+        self.speaking: dict[int, FrameSocket] = {}
         """None of them does."""
         self._folder = PrivateFolder()
         self._context = zmq.Context()

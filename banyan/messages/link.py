@@ -1,9 +1,10 @@
 """Links: how messages and events travel between one front and one engine.
 
-Two kinds with one face: `zmq_pair` between processes (frames of messages/wire.py over a unix
+Two kinds with one face: `socket_pair` between processes (frames of messages/wire.py over a unix
 socket in a private folder), `local_pair` between threads of one process (the objects themselves).
-Knows frames and wake-ups, and nothing of what the messages mean. Frames that do not decode are
-dropped and counted, never raised.
+No thread stands between the ends, and none of their calls waits: whoever sends wakes the other end
+itself, and what comes is read in the call that was woken. Knows frames and wake-ups, and nothing of
+what the messages mean. Frames that do not decode are dropped and counted, never raised.
 """
 
 import asyncio
@@ -17,15 +18,14 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
-
-import zmq
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.messages.events import Event
+from banyan.messages.frames import FrameSocket
 from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Message
 from banyan.messages.wire import (
@@ -40,7 +40,7 @@ log = logger(__name__)
 
 T = TypeVar("T")
 
-_LINGER_MS = 1000
+_LINGER_S = 1.0
 """How long a closing engine waits for its last words (Fatal) to leave."""
 
 _FOLDER = "banyan-link-"
@@ -53,22 +53,22 @@ _SHORT = "/tmp"
 _FRESH_S = 60.0
 """A folder younger than this may be one that is about to be locked."""
 
-_NO_PEER_S = 0.01
-"""How often a front that has no engine yet tries to send."""
-
-_READABLE = int(zmq.POLLIN)
-
 
 class FrontLink(Protocol):
-    """The front's end; used from one event loop."""
+    """The front's end; used from one event loop. No call waits."""
 
     dropped: int
-    """Frames thrown away because they did not decode."""
+    """Frames thrown away because they did not decode, or for which there is no peer."""
 
-    async def send(self, messages: list[Message]) -> None: ...
+    def send(self, messages: list[Message]) -> None: ...
 
-    async def receive(self) -> list[Event]:
-        """Wait for events; returns at least one."""
+    def listen(self, bell: Callable[[], None] | None) -> None:
+        """Call `bell` on the running loop whenever `receive` may have something, and until it has
+        been asked; None = nobody is told."""
+        ...
+
+    def receive(self) -> list[Event]:
+        """Everything that has arrived, in order; [] when nothing has."""
         ...
 
     def close(self) -> None: ...
@@ -128,30 +128,23 @@ class LocalFrontLink:
         self._outgoing = outgoing
         self._incoming = incoming
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken = asyncio.Event()
 
-    async def send(self, messages: list[Message]) -> None:
+    def send(self, messages: list[Message]) -> None:
         self._outgoing.put(messages)
 
-    async def receive(self) -> list[Event]:
-        if self._loop is None:
+    def listen(self, bell: Callable[[], None] | None) -> None:
+        self.close()
+        if bell is not None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._incoming.fd, self._wake)
-        while True:
-            self._woken.clear()
-            if events := self._incoming.take():
-                return events
-            await self._woken.wait()
+            self._loop.add_reader(self._incoming.fd, bell)
+
+    def receive(self) -> list[Event]:
+        return self._incoming.take()
 
     def close(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._incoming.fd)
-
-    def _wake(self) -> None:
-        # Lowered here as well, else a descriptor nobody is reading would spin the event loop.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._incoming.fd)
-        self._woken.set()
+        self._loop = None
 
 
 class LocalEngineLink:
@@ -205,7 +198,7 @@ class PrivateFolder:
         _sweep(Path(self.path).parent)
 
     def address(self, name: str) -> str:
-        """ZMQ address of the socket called `name` in this folder."""
+        """Address of the socket called `name` in this folder."""
         return f"ipc://{self.path}/{name}"
 
     def close(self) -> None:
@@ -251,55 +244,7 @@ def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:
                 os.close(lock)
 
 
-def pair_socket(context: zmq.Context["zmq.Socket[bytes]"]) -> "zmq.Socket[bytes]":
-    """An end of a link, or of what passes its frames on."""
-    made = context.socket(zmq.PAIR)
-    # No high-water mark: streams are bounded per request by the client, which aborts slow readers.
-    made.setsockopt(zmq.SNDHWM, 0)
-    made.setsockopt(zmq.RCVHWM, 0)
-    made.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    return made
-
-
-class _Socket:
-    """One end of a pair of sockets. Its descriptor tells of edges: whoever sees it readable must
-    ask `has_frame` until there is none, and again after every `send`, which may swallow an edge.
-    """
-
-    def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.zmq = pair_socket(self.context)
-
-    def has_frame(self) -> bool:
-        return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & _READABLE)
-
-    def take(self, codec: Codec[T]) -> tuple[list[T], int]:
-        """What has arrived, in order, and the number of frames that did not decode."""
-        items: list[T] = []
-        dropped = 0
-        while self.has_frame():
-            frame = self.zmq.recv(zmq.NOBLOCK)
-            try:
-                items += codec.decode(frame)
-            except WireError as error:
-                dropped += 1
-                log.warning("dropped a frame error=%s", error)
-        return items, dropped
-
-    def send(self, frame: bytes) -> bool:
-        """False when there is no peer to take it."""
-        try:
-            self.zmq.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self, linger_ms: int) -> None:
-        self.zmq.close(linger=linger_ms)
-        self.context.term()
-
-
-class ZmqFrontLink:
+class SocketFrontLink:
     """FrontLink to an engine in another process. Binds, so that the engine may start later."""
 
     def __init__(self, address: str) -> None:
@@ -307,66 +252,93 @@ class ZmqFrontLink:
         self._encoder = message_codec()
         self._decoder = event_codec()
         self._repeats = Sender()
-        self._socket = _Socket()
-        self._socket.zmq.bind(address)
-        self._fd = int(self._socket.zmq.getsockopt(zmq.FD))
+        self._socket = FrameSocket.bound(address)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken = asyncio.Event()
+        self._bell: Callable[[], None] = _nobody
+        self._is_writing = False
+        """The loop tells when the kernel takes more."""
 
-    async def send(self, messages: list[Message]) -> None:
+    def send(self, messages: list[Message]) -> None:
+        # No bound: streams are bounded per request by the client, which aborts slow readers.
         for frame in _frames(self._encoder, [self._repeats.packed(m) for m in messages]):
-            while not self._socket.send(frame):
-                await asyncio.sleep(_NO_PEER_S)
-        self._wake()
+            self.dropped += not self._socket.send(frame)
+        self._settle()
 
-    async def receive(self) -> list[Event]:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._fd, self._wake)
-        while True:
-            self._woken.clear()
-            events, dropped = self._socket.take(self._decoder)
-            self.dropped += dropped
-            if events:
-                return events
-            await self._woken.wait()
+    def listen(self, bell: Callable[[], None] | None) -> None:
+        self._let_go()
+        if bell is not None:
+            self._loop, self._bell = asyncio.get_running_loop(), bell
+            self._loop.add_reader(self._socket.fileno(), self._come)
+            self._settle()
+
+    def receive(self) -> list[Event]:
+        if self._socket.is_door:
+            return []
+        events, dropped = _decoded(self._decoder, self._socket.take())
+        self.dropped += dropped
+        if self._socket.is_over:
+            self._let_go()
+        return events
 
     def close(self) -> None:
+        self._let_go()
+        self._socket.close()
+
+    def _come(self) -> None:
+        """The engine does, or something from it."""
+        if self._socket.is_door and self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.accept()
+            self._loop.add_reader(self._socket.fileno(), self._come)
+            self._settle()
+        else:
+            self._bell()
+
+    def _settle(self) -> None:
+        """Be told of room in the kernel as long as something waits for it."""
+        if self._loop is not None and self._socket.has_unsent != self._is_writing:
+            self._is_writing = not self._is_writing
+            if self._is_writing:
+                self._loop.add_writer(self._socket.fileno(), self._go_on)
+            else:
+                self._loop.remove_writer(self._socket.fileno())
+
+    def _go_on(self) -> None:
+        self._socket.flush()
+        self._settle()
+
+    def _let_go(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._fd)
-        self._socket.close(linger_ms=0)
-
-    def _wake(self) -> None:
-        if self._socket.has_frame():
-            self._woken.set()
+            self._loop.remove_reader(self._socket.fileno())
+            if self._is_writing:
+                self._loop.remove_writer(self._socket.fileno())
+        self._loop, self._is_writing = None, False
 
 
-class ZmqEngineLink:
-    """EngineLink to a front in another process. Connects; what it sends early waits there."""
+class SocketEngineLink:
+    """EngineLink to a front in another process. Connects; what it sends early waits there.
+
+    Raises:
+        OSError: the front is not there.
+    """
 
     def __init__(self, address: str) -> None:
         self.dropped = 0
         self._encoder = event_codec()
         self._decoder = message_codec()
         self._repeats = Receiver()
-        self._socket = _Socket()
-        self._socket.zmq.connect(address)
-        # The socket's own descriptor signals edges, and sending may swallow one. Together with an
-        # event descriptor that `send` raises in that case, the epoll descriptor is level again.
-        self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._has_missed = False
+        self._socket = FrameSocket.connected(address)
+        self._awaits = select.POLLIN
         self._epoll = select.epoll()
-        self._epoll.register(int(self._socket.zmq.getsockopt(zmq.FD)), select.EPOLLIN)
-        self._epoll.register(self._missed, select.EPOLLIN)
+        self._epoll.register(self._socket, self._awaits)
 
     def poll_fd(self) -> int:
         return self._epoll.fileno()
 
     def receive(self) -> list[Message]:
-        if self._has_missed:
-            self._has_missed = False
-            os.eventfd_read(self._missed)
-        packed, dropped = self._socket.take(self._decoder)
+        self._socket.flush()
+        packed, dropped = _decoded(self._decoder, self._socket.take())
+        self._settle()
         found = [self._repeats.unpacked(message) for message in packed]
         messages = [message for message in found if message is not None]
         if len(messages) < len(packed):
@@ -377,19 +349,55 @@ class ZmqEngineLink:
     def send(self, events: list[Event]) -> None:
         for frame in _frames(self._encoder, events):
             self.dropped += not self._socket.send(frame)
-        if not self._has_missed and self._socket.has_frame():
-            self._has_missed = True
-            os.eventfd_write(self._missed, 1)
+        self._settle()
 
     def close(self) -> None:
         self._epoll.close()
-        os.close(self._missed)
-        self._socket.close(linger_ms=_LINGER_MS)
+        self._socket.close(_LINGER_S)
+
+    def _settle(self) -> None:
+        """Poll for what is to come: the rest of what was sent leaves when there is room for it, and
+        a front that is gone must not be told of for ever."""
+        if self._socket.awaits != self._awaits:
+            self._awaits = self._socket.awaits
+            if self._awaits:
+                self._epoll.modify(self._socket, self._awaits)
+            else:
+                self._epoll.unregister(self._socket)
 
 
-def zmq_pair(address: str) -> tuple[ZmqFrontLink, ZmqEngineLink]:
+def socket_pair(address: str) -> tuple[SocketFrontLink, SocketEngineLink]:
     """Both ends over one ipc address; two processes make one end each with the same address."""
-    return ZmqFrontLink(address), ZmqEngineLink(address)
+    return SocketFrontLink(address), SocketEngineLink(address)
+
+
+async def next_events(link: FrontLink) -> list[Event]:
+    """For whoever awaits them; at least one."""
+    while not (events := link.receive()):
+        woken = asyncio.Event()
+        link.listen(woken.set)
+        try:
+            await woken.wait()
+        finally:
+            link.listen(None)
+    return events
+
+
+def _nobody() -> None:
+    """Is told."""
+
+
+def _decoded(codec: Codec[T], frames: list[bytes]) -> tuple[list[T], int]:
+    """What they hold, and the number of those that did not decode."""
+    items: list[T] = []
+    dropped = 0
+    for frame in frames:
+        try:
+            items += codec.decode(frame)
+        except WireError as error:
+            dropped += 1
+            log.warning("dropped a frame error=%s", error)
+    return items, dropped
 
 
 def _frames(codec: Codec[T], items: list[T]) -> Iterator[bytes]:

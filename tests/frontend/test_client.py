@@ -384,7 +384,7 @@ async def test_a_link_that_fails_counts_as_the_engines_death():
         engine.hold = True
         stream = client.submit(generate())
 
-        async def broken(messages):
+        def broken(messages):
             raise OSError("no buffer space")
 
         client._line.link.send = broken

@@ -15,13 +15,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId
 from banyan.messages import link as links
 from banyan.messages.events import Fatal, Stats, Tokens
-from banyan.messages.link import PrivateFolder, local_pair, remove_folders_of, zmq_pair
+from banyan.messages.frames import FrameSocket
+from banyan.messages.link import (
+    PrivateFolder,
+    local_pair,
+    next_events,
+    remove_folders_of,
+    socket_pair,
+)
 from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
@@ -38,9 +44,11 @@ def folder():
     folder.close()
 
 
-@pytest.fixture(params=["local", "zmq"])
+@pytest.fixture(params=["local", "socket"])
 def pair(request, folder):
-    front, engine = local_pair() if request.param == "local" else zmq_pair(folder.address("engine"))
+    front, engine = (
+        local_pair() if request.param == "local" else socket_pair(folder.address("engine"))
+    )
     yield front, engine
     engine.close()
     front.close()
@@ -71,8 +79,9 @@ def test_messages_arrive_whole_and_in_order(pair):
     ]
 
     async def scenario():
-        await front.send(sent[:2])
-        await front.send(sent[2:])
+        front.listen(lambda: None)
+        front.send(sent[:2])
+        front.send(sent[2:])
         received = []
         while len(received) < len(sent):
             received += await asyncio.to_thread(wait_for_messages, engine)
@@ -86,14 +95,14 @@ def test_events_wake_a_waiting_front(pair):
     events = [Tokens(RequestId("a"), 0, b"\5\0\0\0"), Stats(steps=4), Fatal("out of memory")]
 
     async def scenario():
-        waiting = asyncio.create_task(front.receive())
+        waiting = asyncio.create_task(next_events(front))
         await asyncio.sleep(0)
         assert not waiting.done()
         engine.send(events[:1])
         received = await waiting
         engine.send(events[1:])
         while len(received) < len(events):
-            received += await front.receive()
+            received += await next_events(front)
         return received
 
     assert asyncio.run(scenario()) == events
@@ -115,9 +124,9 @@ def test_a_message_that_comes_while_the_engine_sends_still_wakes_it(pair):
         thread = threading.Thread(target=engine_loop)
         thread.start()
         for i in range(rounds):
-            await front.send([abort(i)])
+            front.send([abort(i)])
             if i % 3 == 0:
-                await front.receive()
+                await next_events(front)
         await asyncio.to_thread(thread.join, 30)
         assert not thread.is_alive()
 
@@ -129,7 +138,8 @@ def test_receiving_from_an_empty_link_returns_at_once_and_the_descriptor_is_quie
     front, engine = pair
 
     async def scenario():
-        await front.send([abort(0)])
+        front.listen(lambda: None)
+        front.send([abort(0)])
         return await asyncio.to_thread(wait_for_messages, engine)
 
     assert asyncio.run(scenario()) == [abort(0)]
@@ -145,10 +155,8 @@ def test_receiving_from_an_empty_link_returns_at_once_and_the_descriptor_is_quie
 
 def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrives(folder):
     address = folder.address("fuzz")
-    context = zmq.Context()
-    raw = context.socket(zmq.PAIR)
-    raw.bind(address)
-    engine = links.ZmqEngineLink(address)
+    raw = FrameSocket.bound(address)
+    engine = links.SocketEngineLink(address)
     rng = random.Random(1)
     good = links.message_codec().encode([abort(0)])
     bad = [b"", good[:-1], b"\xff" + good[1:], good + b"\0", b"\2\xdd\xff\xff\xff\xff"]
@@ -157,14 +165,14 @@ def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrive
     for frame in bad:
         raw.send(frame)
     raw.send(good)
+    raw.accept()
     received = []
     while not received:
         received = wait_for_messages(engine)
     assert received == [abort(0)]
     assert engine.dropped == len(bad)
     engine.close()
-    raw.close(linger=0)
-    context.term()
+    raw.close()
 
 
 def test_a_damaged_frame_decodes_or_is_a_wire_error():
@@ -191,22 +199,19 @@ def test_a_damaged_frame_decodes_or_is_a_wire_error():
 
 def test_frames_of_nonsense_do_not_end_the_front(folder):
     address = folder.address("fuzz")
-    front = links.ZmqFrontLink(address)
-    context = zmq.Context()
-    raw = context.socket(zmq.PAIR)
-    raw.connect(address)
+    front = links.SocketFrontLink(address)
+    raw = FrameSocket.connected(address)
     raw.send(b"\2garbage")
     raw.send(links.event_codec().encode([]))
     raw.send(links.event_codec().encode([Stats(steps=1)]))
-    assert asyncio.run(front.receive()) == [Stats(steps=1)]
+    assert asyncio.run(next_events(front)) == [Stats(steps=1)]
     assert front.dropped == 1
-    raw.close(linger=0)
-    context.term()
+    raw.close()
     front.close()
 
 
 def test_a_long_constraint_travels_once_and_every_request_has_it(folder):
-    front, engine = zmq_pair(folder.address("engine"))
+    front, engine = socket_pair(folder.address("engine"))
     sent_bytes = 0
     send = front._socket.send
 
@@ -225,8 +230,9 @@ def test_a_long_constraint_travels_once_and_every_request_has_it(folder):
     ]
 
     async def scenario():
-        await front.send(requests[:50])
-        await front.send(requests[50:])
+        front.listen(lambda: None)
+        front.send(requests[:50])
+        front.send(requests[50:])
         received = []
         while len(received) < len(requests):
             received += await asyncio.to_thread(wait_for_messages, engine)
@@ -261,14 +267,156 @@ def test_texts_that_are_forgotten_travel_again():
         assert receiver.unpacked(msgspec.structs.replace(request, grammar=unknown)) is None
 
 
-def test_what_the_engine_says_before_the_front_exists_is_kept(folder):
-    address = folder.address("early")
-    engine = links.ZmqEngineLink(address)
+def test_what_the_engine_says_before_the_front_listens_is_kept(folder):
+    front, engine = socket_pair(folder.address("early"))
     engine.send([Stats(steps=1)])
-    front = links.ZmqFrontLink(address)
-    assert asyncio.run(front.receive()) == [Stats(steps=1)]
+    assert asyncio.run(next_events(front)) == [Stats(steps=1)]
     engine.close()
     front.close()
+
+
+def test_an_engine_without_a_front_is_told_so_at_once(folder):
+    with pytest.raises(FileNotFoundError):
+        links.SocketEngineLink(folder.address("nobody"))
+
+
+def test_an_address_is_free_again_when_its_front_has_closed_or_its_engine_has_come(folder):
+    links.SocketFrontLink(folder.address("front")).close()
+    front, engine = socket_pair(folder.address("front"))
+    asyncio.run(_meet(front))
+    assert os.listdir(folder.path) == []
+    engine.close()
+    front.close()
+
+
+def test_what_the_front_says_before_the_engine_exists_is_kept(folder):
+    front = links.SocketFrontLink(folder.address("early"))
+
+    async def scenario():
+        front.listen(lambda: None)
+        front.send([abort(0)])
+        front.send([abort(1)])
+        engine = links.SocketEngineLink(folder.address("early"))
+        received = []
+        while len(received) < 2:
+            received += await asyncio.to_thread(wait_for_messages, engine)
+        engine.close()
+        return received
+
+    assert asyncio.run(scenario()) == [abort(0), abort(1)]
+    front.close()
+
+
+def test_the_last_words_of_an_engine_arrive_after_it_and_nothing_spins_then(folder):
+    front, engine = socket_pair(folder.address("last"))
+    num_rung = 0
+
+    def bell():
+        nonlocal num_rung
+        num_rung += 1
+        heard.extend(front.receive())
+
+    heard: list = []
+
+    async def scenario():
+        front.listen(bell)
+        await asyncio.to_thread(engine.send, [Stats(steps=1)])
+        await asyncio.to_thread(engine.send, [Fatal("out of memory")])
+        await asyncio.to_thread(engine.close)
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert heard == [Stats(steps=1), Fatal("out of memory")]
+    assert num_rung <= 3, "two frames, and the end"
+    front.send([abort(0)])
+    assert front.dropped == 1
+    front.close()
+
+
+def test_an_engine_whose_front_has_gone_counts_what_nobody_hears_and_its_descriptor_is_quiet(
+    folder,
+):
+    front, engine = socket_pair(folder.address("gone"))
+    asyncio.run(_meet(front))
+    front.close()
+    assert engine.receive() == []
+    engine.send([Stats(steps=1)])
+    assert engine.dropped == 1
+    poller = select.poll()
+    poller.register(engine.poll_fd(), select.POLLIN)
+    assert not poller.poll(0)
+    engine.close()
+
+
+async def _meet(front):
+    front.listen(lambda: None)
+    while front._socket.is_door:
+        await asyncio.sleep(0)
+
+
+def test_more_than_the_kernel_takes_at_once_arrives_whole_in_both_directions(folder):
+    front, engine = socket_pair(folder.address("large"))
+    sizes = [1, 70_000, 65_532, 65_536, 3_000_000, 5]
+    events = [Tokens(RequestId(f"r{i}"), 0, os.urandom(size)) for i, size in enumerate(sizes)]
+    sampling = SamplingParams(max_new_tokens=3)
+    messages = [
+        Generate(request=RequestId(f"r{i}"), tokens=os.urandom(4 * size), sampling=sampling)
+        for i, size in enumerate(sizes)
+    ]
+
+    def engine_loop():
+        for event in events:
+            engine.send([event])
+        poller = select.poll()
+        poller.register(engine.poll_fd(), select.POLLIN)
+        received = []
+        while len(received) < len(messages):
+            assert poller.poll(10_000)
+            received += engine.receive()
+        return received
+
+    async def scenario():
+        front.listen(lambda: None)
+        for message in messages:
+            front.send([message])
+        there = asyncio.create_task(asyncio.to_thread(engine_loop))
+        received = []
+        while len(received) < len(events):
+            received += await next_events(front)
+            front.listen(lambda: None)
+        front.listen(None)
+        front.listen(lambda: None)
+        return received, await there
+
+    heard, said = asyncio.run(scenario())
+    assert heard == events
+    assert said == messages
+    engine.close()
+    front.close()
+
+
+def test_frames_come_out_whole_however_their_bytes_were_cut(folder):
+    near = FrameSocket.bound(folder.address("cut"))
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect(f"{folder.path}/cut")
+    rng = random.Random(4)
+    sent = [rng.randbytes(rng.choice((0, 1, 2, 3, 4, 5, 300))) for _ in range(300)]
+    stream = b"".join(len(frame).to_bytes(4, "little") + frame for frame in sent)
+    received = []
+    while stream:
+        cut = rng.choice((1, 2, 3, 4, 5, 6, 7, 100, 1000))
+        raw.sendall(stream[:cut])
+        stream = stream[cut:]
+        received += near.take()
+    assert received == sent
+    raw.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(WireError, match="4294967295 bytes"):
+        near.take()
+    raw.close()
+    near.close()
 
 
 def test_a_list_too_large_for_one_frame_travels_in_several(monkeypatch):

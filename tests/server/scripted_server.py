@@ -25,7 +25,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ModelConfig
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
-from banyan.messages.link import ZmqEngineLink
+from banyan.messages.link import SocketEngineLink
 from banyan.messages.requests import Abort, Generate
 from banyan.server.life import deadline, serve, startup
 from banyan.server.life.serve import run_server
@@ -60,7 +60,7 @@ class ScriptedEngine:
         return b""
 
     def _run(self) -> None:
-        link = ZmqEngineLink(self.address)
+        link = SocketEngineLink(self.address)
         if self.trouble != "late":
             link.send([Ready(8192, 4096, 8, b'{"phases": {"weights": 0.001}}')])
         live: dict[str, tuple[Generate, int]] = {}

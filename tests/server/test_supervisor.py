@@ -14,7 +14,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.config.serving import ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
-from banyan.messages.link import ZmqEngineLink
+from banyan.messages.link import SocketEngineLink
 from banyan.server.life.supervisor import Supervisor
 from tests.flags import config_of
 from tests.frontend.test_client import asynchronous
@@ -54,7 +54,7 @@ class Life:
         self._thread.join()
 
     def _run(self) -> None:
-        link = ZmqEngineLink(self.address)
+        link = SocketEngineLink(self.address)
         link.send([self.word])
         while not self._end.is_set():
             select.select([link.poll_fd()], [], [], 0.02)

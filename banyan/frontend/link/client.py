@@ -170,7 +170,7 @@ class EngineClient:
         self.give_up("The server is shutting down.")
         if self._watching is not None:
             self._watching.cancel()
-        await self._line.close()
+        self._line.close()
 
     async def ready(self) -> Ready:
         """Wait until the engine can admit requests; BanyanError when it dies instead."""
@@ -295,7 +295,7 @@ class EngineClient:
     async def listen(self, link: FrontLink) -> None:
         """Take the next engine, behind `link`, for the lost one; it admits nothing before
         `revive`."""
-        await self._line.close()
+        self._line.close()
         self._line = Line(link, self._deliver, self.engine_lost)
         self.stats, self.stats_at_s = Stats(), 0.0
         self._lost, self.is_stuck, self._is_reviving = "", False, True

@@ -2,7 +2,7 @@
 of either is told, never silent."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from banyan.base.log import logger
 from banyan.messages.events import Event
@@ -27,42 +27,43 @@ class Line:
         self._deliver = deliver
         self._failed = failed
         self._outbox: list[Message] = []
-        self._has_mail = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._is_open = False
 
     def open(self) -> None:
         """Begin to send and to listen."""
-        self._tasks = [
-            asyncio.create_task(self._guard(self._send_all), name="engine-client-send"),
-            asyncio.create_task(self._guard(self._receive_all), name="engine-client-receive"),
-        ]
+        self._is_open = True
+        self.link.listen(self._take)
+        self._send()
 
     def post(self, message: Message) -> None:
+        """What is posted in one turn of the event loop goes in one frame."""
+        if self._is_open and not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
         self._outbox.append(message)
-        self._has_mail.set()
 
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+    def close(self) -> None:
+        self._is_open = False
         self.link.close()
 
-    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _send(self) -> None:
+        if not self._is_open:
+            return
+        messages, self._outbox = self._outbox, []
         try:
-            await work()
+            self.link.send(messages)
         except Exception as error:
-            log.exception("the link to the engine failed")
-            self._failed(f"The link to the engine failed: {type(error).__name__}: {error}")
+            self._fail(error)
 
-    async def _send_all(self) -> None:
-        while True:
-            await self._has_mail.wait()
-            self._has_mail.clear()
-            messages, self._outbox = self._outbox, []
-            await self.link.send(messages)
-
-    async def _receive_all(self) -> None:
-        while True:
-            for event in await self.link.receive():
+    def _take(self) -> None:
+        """Every token comes by here, in the call in which the event loop finds that it has come."""
+        try:
+            for event in self.link.receive():
                 self._deliver(event)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open = False
+        self.link.listen(None)
+        log.exception("the link to the engine failed")
+        self._failed(f"The link to the engine failed: {type(error).__name__}: {error}")

@@ -92,6 +92,7 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._open: dict[RequestId, EventStream] = {}
+        self.find: Callable[[RequestId], EventStream | None] = self._open.get
         self._queued: set[RequestId] = set()
         self.tokens = 0
         """Their prompts, and the most that may follow."""
@@ -104,9 +105,6 @@ class OpenStreams:
 
     def all(self) -> list[EventStream]:
         return list(self._open.values())
-
-    def find(self, request: RequestId) -> EventStream | None:
-        return self._open.get(request)
 
     @property
     def num_queued(self) -> int:
@@ -139,6 +137,7 @@ class OpenStreams:
 
     def release(self) -> list[EventStream]:
         """Let go of all of them: the requests go to another engine."""
-        released, self._open, self.tokens = self.all(), {}, 0
+        released, self.tokens = self.all(), 0
+        self._open.clear()
         self._queued.clear()
         return released

@@ -207,19 +207,18 @@ class Words:
         options = request.text
         tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
-        self._push = self._detokenizer.push
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
         self.has_stops = bool(options.stop or options.stop_regex)
+        self.push = self._push if self.has_stops else self._detokenizer.push
+        """Text that tokens make certain; several at once where no stop can end in between."""
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string or regex that was found."""
         return self._checker.match and self._checker.match.matched
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Text that became certain; several tokens at once where no stop can end in between."""
-        text = self._push(tokens)
-        return self._checker.push(text) if self.has_stops else text
+    def _push(self, tokens: Sequence[int]) -> str:
+        return self._checker.push(self._detokenizer.push(tokens))
 
     def finish(self) -> str:
         """What was held back, once it is known that nothing follows."""

@@ -19,7 +19,7 @@ from banyan.config.card import ModelCard
 from banyan.config.joined import of_replica
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
-from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.messages.link import PrivateFolder, SocketFrontLink
 from banyan.server.life.daemon import in_daemon
 
 log = logger(__name__)
@@ -72,7 +72,7 @@ def open_client(config: Config, address: str) -> EngineClient:
     """The front's end of the link to the engine that will connect to `address`."""
     schedule = config.schedule
     return EngineClient(
-        ZmqFrontLink(address),
+        SocketFrontLink(address),
         heartbeat_timeout_s=config.server.heartbeat_timeout_s,
         watchdog_s=schedule.watchdog_s,
         max_open=MAX_OPEN,
@@ -210,7 +210,7 @@ class Supervisor:
             await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._attempts - 2)))
         self._folder = PrivateFolder()
         for engine, address in zip(self.engines, self._addresses(), strict=True):
-            await engine.listen(ZmqFrontLink(address))
+            await engine.listen(SocketFrontLink(address))
         try:
             self._launch()
             await self._meet()

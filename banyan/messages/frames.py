@@ -1,0 +1,175 @@
+"""FrameSocket: whole frames between two processes, over a unix socket. No call waits.
+
+A frame travels as its length, four bytes, and itself. Whoever sends hands it to the kernel in the
+same call, so no thread stands between the two ends. Knows nothing of what frames mean.
+"""
+
+import contextlib
+import os
+import select
+import socket
+from collections import deque
+from typing import Self
+
+from banyan.messages.wire import MAX_FRAME_BYTES, WireError
+
+_HEAD_BYTES = 4
+_PIECE_BYTES = 1 << 16
+_SCHEME = "ipc://"
+
+
+class FrameSocket:
+    """One end of a pair.
+
+    Args:
+        own: connected, or listening for the one who will connect.
+        is_door: the latter. What is sent meanwhile is kept.
+    """
+
+    def __init__(self, own: socket.socket, is_door: bool) -> None:
+        own.setblocking(False)
+        self._socket = own
+        self.is_door = is_door
+        self.is_over = False
+        """The other end is gone, and everything that it said has been taken."""
+        self._unsent: deque[memoryview] = deque()
+        self._begun = bytearray()
+        """Of a frame whose rest has not come."""
+
+    @classmethod
+    def bound(cls, address: str) -> Self:
+        """The end that is there first."""
+        own = socket.socket(socket.AF_UNIX)
+        own.bind(address.removeprefix(_SCHEME))
+        own.listen(1)
+        return cls(own, True)
+
+    @classmethod
+    def connected(cls, address: str) -> Self:
+        """The other one; OSError where nobody is bound."""
+        own = socket.socket(socket.AF_UNIX)
+        try:
+            own.connect(address.removeprefix(_SCHEME))
+        except OSError:
+            own.close()
+            raise
+        return cls(own, False)
+
+    def fileno(self) -> int:
+        """Another one from `accept` on. It tells of levels."""
+        return self._socket.fileno()
+
+    @property
+    def awaits(self) -> int:
+        """What to poll the descriptor for, before `take` and `flush`; 0 = nothing will come."""
+        if self.is_over:
+            return 0
+        return select.POLLIN | (select.POLLOUT if self.has_unsent else 0)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the kernel has to take more before all that was sent is on its way."""
+        return bool(self._unsent) and not self.is_door
+
+    def accept(self) -> None:
+        """Let in the one who connects, and nobody after that; nothing while nobody does."""
+        assert self.is_door
+        with contextlib.suppress(BlockingIOError):
+            came, _ = self._socket.accept()
+            came.setblocking(False)
+            self._close_door()
+            self._socket = came
+            self.flush()
+
+    def take(self) -> list[bytes]:
+        """The frames that have arrived, in order.
+
+        Raises:
+            WireError: what came is no frame, so nobody knows where the next one begins.
+        """
+        if self.is_door:
+            self.accept()
+        frames: list[bytes] = []
+        is_more = not (self.is_door or self.is_over)
+        while is_more:
+            try:
+                piece = self._socket.recv(_PIECE_BYTES)
+            except BlockingIOError:
+                return frames
+            except ConnectionError:
+                piece = b""
+            self.is_over = not piece
+            size = len(piece) - _HEAD_BYTES
+            if self._begun or int.from_bytes(piece[:_HEAD_BYTES], "little") != size:
+                self._begun += piece
+                frames += self._cut()
+            else:  # one whole frame, as nearly always
+                frames.append(piece[_HEAD_BYTES:])
+            is_more = size + _HEAD_BYTES == _PIECE_BYTES
+        return frames
+
+    def send(self, frame: bytes) -> bool:
+        """False when the other end is gone."""
+        whole = len(frame).to_bytes(_HEAD_BYTES, "little") + frame
+        if self._unsent or self.is_door:
+            self._unsent.append(memoryview(whole))
+            return True
+        sent = self._write(whole)
+        if 0 <= sent < len(whole):
+            self._unsent.append(memoryview(whole)[sent:])
+        return sent >= 0
+
+    def flush(self) -> None:
+        """Go on with what the kernel has not taken."""
+        while self.has_unsent:
+            first = self._unsent.popleft()
+            sent = self._write(first)
+            if 0 <= sent < len(first):
+                self._unsent.appendleft(first[sent:])
+                return
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """
+        Args:
+            linger_s: how long the rest of what was sent may take to leave.
+        """
+        if self.has_unsent and linger_s:
+            self._socket.settimeout(linger_s)
+            with contextlib.suppress(OSError):
+                self._socket.sendall(b"".join(self._unsent))
+        self._unsent.clear()
+        self._close_door()
+        self._socket.close()
+
+    def _close_door(self) -> None:
+        if self.is_door:
+            self.is_door = False
+            with contextlib.suppress(FileNotFoundError):  # its folder may have gone before
+                os.unlink(self._socket.getsockname())
+            self._socket.close()
+
+    def _write(self, piece: bytes | memoryview) -> int:
+        """How much of it was taken; -1 when nobody will."""
+        try:
+            return self._socket.send(piece)
+        except BlockingIOError:
+            return 0
+        except ConnectionError:
+            return -1
+
+    def _cut(self) -> list[bytes]:
+        """The whole frames at the beginning of what has come."""
+        frames: list[bytes] = []
+        at = 0
+        with memoryview(self._begun) as begun:
+            while len(begun) - at >= _HEAD_BYTES:
+                start = at + _HEAD_BYTES
+                size = int.from_bytes(begun[at:start], "little")
+                if size > MAX_FRAME_BYTES:
+                    raise WireError(f"frame of {size} bytes; {MAX_FRAME_BYTES} are legal")
+                if start + size > len(begun):
+                    break
+                at = start + size
+                frames.append(bytes(begun[start:at]))
+        del self._begun[:at]
+        return frames
