@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
-from banyan.base.torch_parts import without_meta_kernels
+from banyan.base.torch_parts import without_parts
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, NO_RECORDING, RANK, Duty
@@ -206,7 +206,7 @@ def main() -> None:
     """Entry of a child process: do the duty, exit with the error's own code."""
     follow_parent()
     gc.disable()  # imports make much to look through and nothing to throw away
-    with without_meta_kernels():
+    with without_parts():
         from banyan.replica import run_rank
 
     gc.freeze()
