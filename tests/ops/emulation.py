@@ -17,9 +17,15 @@ _QUICK_TO_COMPILE = ("linear_vnni", "linear_amx")
 """Many templates of long unrolled loops: optimised, they take twenty times as long to compile."""
 
 
+_LEFT_OUT = ("probe", "attention_pairs")
+"""What probes the speed of a machine has no place in an emulation of it, and bf16 has none here."""
 _EVERYTHING = (
     f"-DBN_BUILT_FOR={len(ISAS) - 1}",
-    *(f"-DBN_{s.stem.upper()}" for s in SOURCES.glob("*_*.cpp") if not s.stem.startswith("probe")),
+    *(
+        f"-DBN_{s.stem.upper()}"
+        for s in SOURCES.glob("*_*.cpp")
+        if not s.stem.startswith(_LEFT_OUT)
+    ),
 )
 
 
@@ -49,11 +55,10 @@ def _build(compiler: tuple[str, ...], folder: Path) -> Path:
 
 
 def _job(compiler: tuple[str, ...], source: Path, folder: Path) -> tuple[str, ...]:
-    """The command that compiles a source, () where there is nothing to compile: what probes the
-    speed of a machine has no place in an emulation of it."""
+    """The command that compiles a source, () where there is nothing to compile."""
     name = source.stem
     isa = name.rpartition("_")[2]
-    if name.startswith("probe") and isa in _WIDE:
+    if name.startswith(_LEFT_OUT) and isa in _WIDE:
         return ()
     options = ("-O0" if name in _QUICK_TO_COMPILE else "-O1", *_EVERYTHING)
     if isa in _WIDE:

@@ -79,5 +79,5 @@ def test_pages_of_a_size_that_compiled_attention_cannot_read_go_to_another(size,
     device = torch.device("cpu")
     ops = bind("cpu", device, torch.float32, frozenset(), 16, toolkit=toolkit, page_size=size)
     chosen = {choice.label: choice.kernel for choice in ops.choices}
-    assert (chosen["paged_attention"] == "paged_attention:paged_attention") == is_compiled
+    assert chosen["paged_attention"].startswith("paged_attention:") == is_compiled
     assert (f"pages of {size} tokens" in kernel_table(ops.choices)) != is_compiled

@@ -34,6 +34,7 @@ KERNELS = {
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
     "move_kv": [f"{_HERE}.paged_attention:moved"],
     "paged_attention": [
+        f"{_HERE}.paged_attention:rounded",
         f"{_HERE}.paged_attention:paged_attention",
         f"{_HERE}.torch_attention:paged_attention",
     ],

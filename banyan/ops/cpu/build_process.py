@@ -94,7 +94,7 @@ def sources_for(isa: str) -> list[Source]:
     for level in ISAS[: ISAS.index(isa) + 1]:
         best |= {_family(stem): stem for stem in paths if _isa(stem) == level}
     seldom = {STAND_INS[stem] for stem in best.values() if stem in STAND_INS}
-    seldom |= {f"{family}_{ISAS[0]}" for family in best} - {*best.values()}
+    seldom |= {f"{family}_{ISAS[0]}" for family in best} & paths.keys() - {*best.values()}
     often = {*best.values(), *(stem for stem in paths if not _isa(stem))}
     found = [Source(paths[stem], stem in seldom) for stem in sorted(often | seldom)]
     return sorted(found, key=lambda source: -source.expected_s)

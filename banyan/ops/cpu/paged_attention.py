@@ -31,10 +31,12 @@ CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8
 class PagedAttention:
     """Attributes:
     shares_prefixes: rows whose tables begin with the same pages load them together.
+    rounds: queries, keys, values and their weights may be rounded, where there is code for that.
     """
 
     library: Library
     shares_prefixes: bool = True
+    rounds: bool = False
     _plans: "WeakKeyDictionary[Recording, dict[tuple[int, ...], np.ndarray]]" = field(
         default_factory=WeakKeyDictionary
     )
@@ -86,10 +88,11 @@ class PagedAttention:
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
         plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape, paths)
         out = self.library.empty(q.shape)
+        cache = CACHE_TYPES[k_pages.dtype]
         self.library.call(
             "bn_paged_attention",
             tokens,
-            CACHE_TYPES[k_pages.dtype],
+            cache,
             *_rows(q),
             _whole(k_pages),
             _whole(v_pages),
@@ -102,6 +105,7 @@ class PagedAttention:
             soft_cap,
             0 if sinks is None else _whole(sinks),
             unit,
+            int(self.rounds and rounds_here(self.library, cache, head_dim)),
             rows=context_lengths.shape[0],
         )
         return out
@@ -143,6 +147,11 @@ class PagedAttention:
                 rows=context_lengths.shape[0],
             )
         return plans[key]
+
+
+def rounds_here(library: Library, cache: int, head_dim: int) -> bool:
+    """Whether attention over pages of a number of CACHE_TYPES has code that rounds."""
+    return bool(library.function("bn_rounds_attention")(cache, head_dim))
 
 
 def given_paths(paths: Tensor | None) -> tuple[int, int]:
@@ -218,10 +227,25 @@ def _supports(spec: OpSpec) -> str | None:
     return None if spec.head_dim % 8 == 0 else f"heads of {spec.head_dim}, not a multiple of 8"
 
 
+def _supports_rounded(spec: OpSpec) -> str | None:
+    if reason := _supports(spec):
+        return reason
+    assert isinstance(spec.toolkit, Library)
+    if rounds_here(spec.toolkit, CACHE_TYPES[spec.cache_dtype], spec.head_dim):
+        return None
+    return "for 16-bit pages and heads of whole vectors, with VNNI and AVX512-BF16"
+
+
 write_kv = Kernel(
     supports=_supports, make=lambda library: PagedAttention(library).write_kv, pages=PAGES
 )
 paged_attention = Kernel(
     supports=_supports, make=lambda library: PagedAttention(library).paged_attention, pages=PAGES
+)
+rounded = Kernel(
+    supports=_supports_rounded,
+    make=lambda library: PagedAttention(library, rounds=True).paged_attention,
+    rounds_activations=True,
+    pages=PAGES,
 )
 moved = Kernel(supports=_supports, run=move_kv, pages=PAGES)

@@ -23,6 +23,16 @@ const AttentionKernels& attention_table(int32_t level, int head_dim) {
   return attention_base;
 }
 
+const Kernel* rounding_attention(int32_t cache, int head_dim) {
+#ifdef BN_ATTENTION_PAIRS_VNNI
+  if (isa() < VNNI || !has_bf16_products() || head_dim % attention_avx512.lanes) return nullptr;
+  if (cache == CACHE_F16) return &attend_float16_pairs;
+  if (cache == CACHE_BF16) return &attend_bfloat16_pairs;
+#endif
+  (void)cache, (void)head_dim;
+  return nullptr;
+}
+
 }  // namespace banyan
 
 using namespace banyan;
@@ -267,19 +277,27 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }
 
+// Whether attention may compute on rounded numbers with these pages and heads.
+BN_EXPORT int32_t bn_rounds_attention(int32_t cache, int32_t head_dim) {
+  return rounding_attention(cache, head_dim) != nullptr;
+}
+
 // cache: a CacheType. plan: the memory that bn_attention_plan was given earlier in this program. sinks:
-// [kv_heads · group] or null. unit: what floats of 8 bits are multiplied by.
+// [kv_heads · group] or null. unit: what floats of 8 bits are multiplied by. rounds: 1 where
+// bn_rounds_attention says so and numbers may be rounded.
 BN_EXPORT void bn_paged_attention(Program* program, int32_t, int32_t cache, const float* q,
                                   int64_t q_stride, const void* k_pages, const void* v_pages,
                                   const void* plan, const int32_t* page_tables,
                                   int64_t table_stride, float* out, int32_t page_size,
                                   int32_t kv_heads, int32_t group, int32_t head_dim, int32_t window,
-                                  float scale, float soft_cap, const float* sinks,
-                                  float unit) {
+                                  float scale, float soft_cap, const float* sinks, float unit,
+                                  int32_t rounds) {
   AttentionArgs args{q,        k_pages,      v_pages,   out,      (const Plan*)plan, page_tables,
                      q_stride, table_stride, page_size, kv_heads, group,             head_dim,
                      window,   scale * unit, soft_cap,  sinks,    unit};
-  append(program, attention_table(isa(), head_dim).attend[cache], &args, sizeof args, NOT_ROW_WISE);
+  const Kernel& exact = attention_table(isa(), head_dim).attend[cache];
+  append(program, rounds ? *rounding_attention(cache, head_dim) : exact, &args, sizeof args,
+         NOT_ROW_WISE);
 }
 
 // factor: on K and V that become floats of 8 bits.

@@ -1,34 +1,22 @@
-// Attention for one instruction set. Included by attention_<set>.cpp, which names ATTENTION_TABLE.
+// Attention for one instruction set, in fp32. Included by attention_<set>.cpp, which names
+// ATTENTION_TABLE.
 //
 // A unit is a tile of queries of one kv head. Per span of keys: logits of all its queries (vectors
 // over 16 keys, several queries at once, sums over head_dim ascending), their exponentials, and the
 // weighted sum of values (vectors over head_dim, keys ascending). Keys that a query may not see are
 // cut off by ranges, never by zeros: what lies there may be anything.
-#include <atomic>
-#include <cmath>
-#include <cstring>
-
-#include "attention.h"
-#include "rows_curves.h"
-#include "attention_cache.inl"
+#include "attention_spans.inl"
 
 namespace banyan {
 namespace {
 
-constexpr int GROUPS = SPAN / GROUP;       // of a span
 constexpr int BLOCK = 4;                   // groups that are converted, then used from the L1 cache
 constexpr int VECTORS = GROUP / LANES;     // of a group
-constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
-constexpr int AHEAD = 6;                   // groups that are fetched before they are needed
+
 // Queries from which converting a block once pays: AVX2 converts as it loads, at no cost beside the
 // products; AVX-512 converts on the ports that multiply, and plain code number by number.
 constexpr int CONVERT_FROM = LANES == 8 ? 1 << 30 : LANES == 16 ? 30 : 12;
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for many queries
-
-#define UNROLL _Pragma("GCC unroll 16")
-
-// Into the second-level cache: more lines may be on their way there at a time than to the first.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // sums[r][n] += factor(r) · vector(n). Of factors and vectors the fewer are kept in registers: more
 // than these and the sums do not fit into 16.
@@ -79,12 +67,6 @@ void score_groups(const float* q, int dim, const typename C::type* const* k, int
   for (; n < groups; n++) score<C, R, 1>(q, dim, k + n, stride, logits + n * GROUP);
 }
 
-// Queries that are taken together when `count` are there: even shares of at most TOGETHER.
-inline int share_of(int count) {
-  int shares = (count + TOGETHER - 1) / TOGETHER;
-  return (count + shares - 1) / shares;
-}
-
 // Logits of `count` queries against groups of keys.
 template <class C>
 void score_all(const float* q, int count, int dim, const typename C::type* const* k, int64_t stride,
@@ -119,10 +101,6 @@ inline vf exp_below(vf x) {
   p = p * (vf)((n + 127) << 23);
   return (vf)((vi)p & ~low);
 }
-
-struct Share {
-  float largest, sum;
-};
 
 // Lanes of a vector at `i` that are not lo ... hi - 1 become -infinity.
 void cut_off(float* logits, int i, int lo, int hi) {
@@ -211,13 +189,6 @@ void weigh_head(const float* p, const typename C::type* const* v, int lo, int hi
   }
 }
 
-struct Range {
-  int lo, hi;  // keys of a span that a query sees; empty when hi <= lo
-};
-inline Range meet(Range a, Range b) {
-  return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi};
-}
-
 // All queries of a tile over the keys of `block`: together where all of them see a key, and each by
 // itself before and after.
 template <class C>
@@ -248,82 +219,6 @@ void weigh_all(const float* p, int count, const Range* seen, Range block,
   }
 }
 
-// --- spans folded together -----------------------------------------------------------------------
-
-// (total, values) and the next span's (share, more) become those of both.
-void fold(Share& total, float* values, Share share, const float* more, int dim) {
-  float most = total.largest > share.largest ? total.largest : share.largest;
-  vf differences{};
-  differences[0] = total.largest - most;
-  differences[1] = share.largest - most;
-  vf factors = exp(differences);
-  total.sum = total.sum * factors[0] + share.sum * factors[1];
-  total.largest = most;
-  vf before = splat(factors[0]), after = splat(factors[1]);
-  for (int d = 0; d < dim; d += LANES)
-    store(values + d, fma(load(values + d), before, load(more + d) * after));
-}
-
-// Where folding begins: with nothing, or with the head's sink, whose value is zero.
-inline Share beginning(const AttentionArgs& a, int head) {
-  return a.sinks ? Share{a.sinks[head], 1.0f} : Share{-INFINITY, 0.0f};
-}
-
-void finish(const Share& total, const float* values, float* out, int dim, float unit) {
-  vf factor = splat(unit / total.sum);
-  for (int d = 0; d < dim; d += LANES) store(out + d, load(values + d) * factor);
-}
-
-float* result_of(const AttentionArgs& a, int64_t slot, int head) {
-  return a.plan->results + (slot * a.kv_heads * a.group + head) * (a.head_dim + GROUP);
-}
-
-// Whoever brings the last span of a token folds all of them.
-void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float* values) {
-  int spans = query.position / SPAN - first_seen(query.position, a.window) / SPAN + 1;
-  std::atomic<int32_t>& arrived =
-      *(std::atomic<int32_t>*)&a.plan->arrived[(int64_t)query.token * a.kv_heads + kv_head];
-  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < spans) return;
-  arrived.store(0, std::memory_order_relaxed);  // for the next layer
-  for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; head++) {
-    Share total = beginning(a, head);
-    std::memset(values, 0, sizeof(float) * a.head_dim);
-    for (int span = 0; span < spans; span++) {
-      const float* result = result_of(a, query.slot + span, head);
-      if (result[1] == 0.0f) continue;  // nothing was read there
-      fold(total, values, {result[0], result[1]}, result + GROUP, a.head_dim);
-    }
-    int64_t row = (int64_t)query.token * a.kv_heads * a.group + head;
-    finish(total, values, a.out + row * a.head_dim, a.head_dim, a.unit);
-  }
-}
-
-// --- a unit --------------------------------------------------------------------------------------
-
-// Working memory of a tile of `count` (token, head) pairs.
-struct Tile {
-  float *q, *logits, *values, *totals, *block, *scales;
-  Share *shares, *sums;
-  Range* seen;
-  uint8_t* own;  // groups of a token that has a path
-
-  Tile(Worker& worker, int count, int dim, size_t own_bytes) {
-    size_t floats = (size_t)count * (3 * dim + SPAN) + (size_t)BLOCK * GROUP * dim + 2 * SPAN;
-    size_t bytes = (floats * 4 + count * (2 * sizeof(Share) + sizeof(Range)) + 63) / 64 * 64;
-    uint8_t* memory = worker.scratch(bytes + own_bytes);
-    own = memory + bytes;
-    q = (float*)memory;
-    logits = q + (size_t)count * dim;
-    values = logits + (size_t)count * SPAN;
-    totals = values + (size_t)count * dim;
-    block = totals + (size_t)count * dim;
-    scales = block + (size_t)BLOCK * GROUP * dim;
-    shares = (Share*)(scales + 2 * SPAN);
-    sums = shares + count;
-    seen = (Range*)(sums + count);
-  }
-};
-
 // Groups of K as [16 tokens][head_dim] transposed, of V as they lie, in fp32.
 template <class C>
 void convert_k(const typename C::type* const* k, int64_t stride, int groups, int dim, float* block,
@@ -353,222 +248,74 @@ void convert_v(const typename C::type* const* v, int groups, int dim, float* blo
   for (int g = 0; g < AHEAD; g++) converted[groups + g] = block;
 }
 
-// The groups of one kv head that hold the positions of a unit.
-template <class C>
-struct Pages {
+// --- a span --------------------------------------------------------------------------------------
+
+// fp32 throughout.
+template <class Cached>
+struct Exact {
+  using C = Cached;
   using T = typename C::type;
-  const AttentionArgs& a;
-  const int32_t* table;
-  int kv_head;
-  const int32_t* path;  // of the only query, or null
 
-  Pages(const AttentionArgs& args, const Unit& unit, int head)
-      : a(args),
-        table(args.page_tables + unit.row * args.table_stride),
-        kv_head(head),
-        path(unit.num_queries == 1 ? args.plan->paths.of(args.plan->queries[unit.first_query].token)
-                                   : nullptr) {}
-
-  const T* page(const void* pages, int64_t position) const {
-    int64_t at = (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
-    return (const T*)pages + at * a.page_size * (a.head_dim + C::BESIDE);
-  }
-  const T* k(int64_t position) const {
-    return page(a.k_pages, position) + position % a.page_size;
-  }
-  const T* v(int64_t position) const {
-    return page(a.v_pages, position) + position % a.page_size * a.head_dim;
-  }
-  // Scales of a group of tokens in k_pages or v_pages.
-  void copy_scales(const void* pages, int64_t position, float* to) const {
-    const T* scales = page(pages, position) + a.page_size * a.head_dim;
-    std::memcpy(to, scales + position % a.page_size * C::BESIDE, GROUP * sizeof(float));
-    for (int i = 0; i < GROUP && path; i++) {
-      int64_t place = this->place(position + i);
-      const T* moved = page(pages, place) + a.page_size * a.head_dim;
-      std::memcpy(to + i, moved + place % a.page_size * C::BESIDE, sizeof(float));
+  struct Room {
+    float *q, *block, *scales;
+    Room(const Tile& tile, int count, int dim) {
+      q = (float*)tile.room;
+      block = q + (size_t)count * dim;
+      scales = block + (size_t)BLOCK * GROUP * dim;
     }
+  };
+  static size_t bytes(int count, int dim) {
+    return sizeof(float) * ((size_t)count * dim + (size_t)BLOCK * GROUP * dim + 2 * SPAN);
   }
 
-  // Where a position lies; behind the path, anywhere that may be read.
-  int64_t place(int64_t position) const {
-    return path && position <= position_of(path) ? place_of(path, position) : position;
+  static void take(const AttentionArgs& a, Tile& tile, int count, int r, const float* q) {
+    float* to = Room(tile, count, a.head_dim).q + (size_t)r * a.head_dim;
+    for (int d = 0; d < a.head_dim; d += LANES) store(to + d, load(q + d) * splat(a.scale));
   }
-  bool is_own(int64_t position) const {
-    return path && position + GROUP > base_of(path) && position <= position_of(path);
-  }
-  // A group whose tokens lie apart, as one: K as [head_dim][GROUP], V as [GROUP][head_dim].
-  void gather(int64_t position, T* k_group, T* v_group) const {
+
+  static void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int count,
+                          Tile& tile, const T* next) {
     int dim = a.head_dim;
-    const T* lying = k(position);
-    for (int d = 0; d < dim; d++)
-      std::memcpy(k_group + d * GROUP, lying + (int64_t)d * a.page_size, sizeof(T) * GROUP);
-    std::memcpy(v_group, v(position), sizeof(T) * GROUP * dim);
-    for (int i = 0; i < GROUP; i++) {
-      int64_t at = place(position + i);
-      if (at == position + i) continue;
-      const T* from = k(at);
-      for (int d = 0; d < dim; d++) k_group[d * GROUP + i] = from[(int64_t)d * a.page_size];
-      std::memcpy(v_group + i * dim, v(at), sizeof(T) * dim);
-    }
-  }
-};
+    Room room(tile, count, dim);
+    Groups<C> of(a, pages, span, count, tile, next);
+    bool converts = sizeof(T) < sizeof(float) && count >= CONVERT_FROM;
+    const float* converted[GROUPS + AHEAD];
 
-// What a unit needs for groups of its own: those of a span.
-template <class C>
-size_t own_bytes(const Pages<C>& pages, int dim) {
-  return pages.path ? 2 * sizeof(typename C::type) * SPAN * dim : 0;
-}
-
-// Shares and weighted values of every query of the tile in one span. next: what is read after it.
-template <class C>
-void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int count, Tile& tile,
-                 const typename C::type* next) {
-  int dim = a.head_dim, lo = SPAN, hi = 0;
-  for (int r = 0; r < count; r++) {
-    if (tile.seen[r].lo >= tile.seen[r].hi) continue;
-    lo = tile.seen[r].lo < lo ? tile.seen[r].lo : lo;
-    hi = tile.seen[r].hi > hi ? tile.seen[r].hi : hi;
-  }
-  int begin = lo / GROUP, end = (hi + GROUP - 1) / GROUP;
-  // K of the span, V of the span, and what comes then: the order in which memory is read.
-  const typename C::type* order[2 * GROUPS + AHEAD];
-  const typename C::type **k = order, **v = order + (end - begin);
-  for (int g = begin; g < end; g++) {
-    k[g] = pages.k((int64_t)span * SPAN + g * GROUP);
-    v[g] = pages.v((int64_t)span * SPAN + g * GROUP);
-  }
-  for (int i = 0; i < AHEAD; i++) v[end + i] = next;
-  int own = end;  // groups from here on are the query's own
-  while (own > begin && pages.is_own((int64_t)span * SPAN + (own - 1) * GROUP)) own--;
-  for (int g = own; g < end; g++) {
-    auto* to = (typename C::type*)tile.own + (int64_t)(g - own) * 2 * GROUP * dim;
-    pages.gather((int64_t)span * SPAN + g * GROUP, to, to + GROUP * dim);
-    k[g] = to, v[g] = to + GROUP * dim;
-  }
-  bool converts = sizeof(*next) < sizeof(float) && count >= CONVERT_FROM;
-  const float* converted[GROUPS + AHEAD];
-
-  for (int g = begin, groups; g < end; g += groups) {
-    int stop = g < own ? own : end;
-    int64_t stride = g < own ? a.page_size : GROUP;
-    groups = stop - g < BLOCK ? stop - g : BLOCK;
-    float* logits = tile.logits + g * GROUP;
-    if (converts) {
-      convert_k<C>(k + g, stride, groups, dim, tile.block, converted);
-      score_all<Float32>(tile.q, count, dim, converted, GROUP, groups, logits);
-    } else {
-      score_all<C>(tile.q, count, dim, k + g, stride, groups, logits);
-    }
-  }
-  float *k_scales = nullptr, *v_scales = nullptr;
-  if constexpr (C::BESIDE) {
-    k_scales = tile.scales, v_scales = k_scales + SPAN;
-    for (int g = begin; g < end; g++) {
-      pages.copy_scales(a.k_pages, (int64_t)span * SPAN + g * GROUP, k_scales + g * GROUP);
-      pages.copy_scales(a.v_pages, (int64_t)span * SPAN + g * GROUP, v_scales + g * GROUP);
-    }
-  }
-  for (int r = 0; r < count; r++)
-    if (tile.seen[r].lo < tile.seen[r].hi)
-      tile.shares[r] = soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi,
-                              a.soft_cap, k_scales, v_scales);
-  std::memset(tile.values, 0, sizeof(float) * count * dim);
-  for (int g = begin; g < end; g += BLOCK) {
-    int groups = end - g < BLOCK ? end - g : BLOCK;
-    Range block = {g * GROUP, (g + groups) * GROUP};
-    if (converts) {
-      convert_v<C>(v + g, groups, dim, tile.block, converted + g);
-      weigh_all<Float32>(tile.logits, count, tile.seen, block, converted, dim, tile.values);
-    } else {
-      weigh_all<C>(tile.logits, count, tile.seen, block, v, dim, tile.values);
-    }
-  }
-}
-
-template <class C>
-void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
-                 const typename C::type* next, Worker& worker) {
-  const Query* queries = a.plan->queries + unit.first_query;
-  int group = a.group, dim = a.head_dim, count = unit.num_queries * group;
-  int64_t heads = (int64_t)a.kv_heads * group;
-  Pages<C> pages(a, unit, kv_head);
-  Tile tile(worker, count, dim, own_bytes(pages, dim));
-  for (int r = 0; r < count; r++) {
-    const float* q = a.q + queries[r / group].token * a.q_stride +
-                     ((int64_t)kv_head * group + r % group) * dim;
-    for (int d = 0; d < dim; d += LANES)
-      store(tile.q + (size_t)r * dim + d, load(q + d) * splat(a.scale));
-    tile.sums[r] = beginning(a, kv_head * group + r % group);
-  }
-  bool splits = queries[0].slot >= 0;
-  if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
-  for (int span = unit.first_span; span < unit.end_span; span++) {
-    for (int r = 0; r < count; r++) {
-      int32_t position = queries[r / group].position;
-      int32_t from = first_seen(position, a.window) - span * SPAN;
-      tile.seen[r] = meet({from, position + 1 - span * SPAN}, {0, SPAN});
-    }
-    bool is_last = span + 1 == unit.end_span;
-    attend_span<C>(a, pages, span, count, tile, is_last ? next : pages.k((span + 1) * SPAN));
-    for (int r = 0; r < count; r++) {
-      if (tile.seen[r].lo >= tile.seen[r].hi) continue;
-      const float* values = tile.values + (size_t)r * dim;
-      if (splits) {
-        const Query& query = queries[r / group];
-        int nth = span - first_seen(query.position, a.window) / SPAN;
-        float* result = result_of(a, query.slot + nth, kv_head * group + r % group);
-        result[0] = tile.shares[r].largest;
-        result[1] = tile.shares[r].sum;
-        std::memcpy(result + GROUP, values, sizeof(float) * dim);
+    for (int g = of.begin, groups; g < of.end; g += groups) {
+      groups = of.run(g, BLOCK);
+      float* logits = tile.logits + g * GROUP;
+      if (converts) {
+        convert_k<C>(of.k + g, of.stride(g), groups, dim, room.block, converted);
+        score_all<Float32>(room.q, count, dim, converted, GROUP, groups, logits);
       } else {
-        fold(tile.sums[r], tile.totals + (size_t)r * dim, tile.shares[r], values, dim);
+        score_all<C>(room.q, count, dim, of.k + g, of.stride(g), groups, logits);
+      }
+    }
+    float *k_scales = nullptr, *v_scales = nullptr;
+    if constexpr (C::BESIDE) {
+      k_scales = room.scales, v_scales = k_scales + SPAN;
+      for (int g = of.begin; g < of.end; g++) {
+        pages.copy_scales(a.k_pages, (int64_t)span * SPAN + g * GROUP, k_scales + g * GROUP);
+        pages.copy_scales(a.v_pages, (int64_t)span * SPAN + g * GROUP, v_scales + g * GROUP);
+      }
+    }
+    for (int r = 0; r < count; r++)
+      if (tile.seen[r].lo < tile.seen[r].hi)
+        tile.shares[r] = soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi,
+                                a.soft_cap, k_scales, v_scales);
+    std::memset(tile.values, 0, sizeof(float) * count * dim);
+    for (int g = of.begin; g < of.end; g += BLOCK) {
+      int groups = of.end - g < BLOCK ? of.end - g : BLOCK;
+      Range block = {g * GROUP, (g + groups) * GROUP};
+      if (converts) {
+        convert_v<C>(of.v + g, groups, dim, room.block, converted + g);
+        weigh_all<Float32>(tile.logits, count, tile.seen, block, converted, dim, tile.values);
+      } else {
+        weigh_all<C>(tile.logits, count, tile.seen, block, of.v, dim, tile.values);
       }
     }
   }
-  if (splits) {
-    for (int t = 0; t < unit.num_queries; t++)
-      if (tile.seen[t * group].lo < tile.seen[t * group].hi)
-        fold_results(a, queries[t], kv_head, tile.totals);
-    return;
-  }
-  for (int r = 0; r < count; r++) {
-    int64_t row = queries[r / group].token * heads + (int64_t)kv_head * group + r % group;
-    finish(tile.sums[r], tile.totals + (size_t)r * dim, a.out + row * dim, dim, a.unit);
-  }
-}
-
-int64_t attend_units(const void* args, const Sizes&) {
-  const AttentionArgs& a = *(const AttentionArgs*)args;
-  return a.plan->num_units * a.kv_heads;
-}
-int64_t attend_grain(const void*, const Sizes&) { return 1; }
-
-template <class C>
-void attend(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
-  const AttentionArgs& a = *(const AttentionArgs*)args;
-  auto unit = [&](int64_t i) -> const Unit& { return a.plan->units[i / a.kv_heads]; };
-  auto head = [&](int64_t i) { return (int)(i % a.kv_heads); };
-  for (int64_t i = begin; i < end; i++) {
-    int64_t then = i + 1 < end ? i + 1 : i;
-    int32_t position = a.plan->queries[unit(then).first_query].position;
-    int64_t first = unit(then).first_span * SPAN;
-    if (first < first_seen(position, a.window)) first = first_seen(position, a.window);
-    attend_unit<C>(a, unit(i), head(i), Pages<C>(a, unit(then), head(then)).k(first), worker);
-  }
-}
-
-template <class C>
-void attend_cost(const void* args, const Sizes&, double* bytes, double* operations) {
-  const AttentionArgs& a = *(const AttentionArgs*)args;
-  *bytes = a.plan->keys * a.kv_heads * (a.head_dim + C::BESIDE) * 2.0 * sizeof(typename C::type);
-  *operations = a.plan->pairs * a.kv_heads * a.group * a.head_dim * 4.0;
-}
-
-template <class C>
-constexpr Kernel attend_kernel() {
-  return {"paged_attention", attend_units, attend_grain, attend<C>, attend_cost<C>};
-}
+};
 
 }  // namespace
 }  // namespace banyan
@@ -581,8 +328,9 @@ namespace banyan {
 extern const AttentionKernels ATTENTION_TABLE = {
     {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>(),
      write_kernel<Int8>(), write_kernel<Float8<4>>(), write_kernel<Float8<5>>()},
-    {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>(),
-     attend_kernel<Int8>(), attend_kernel<Float8<4>>(), attend_kernel<Float8<5>>()},
+    {attend_kernel<Exact<Float32>>(), attend_kernel<Exact<Float16>>(),
+     attend_kernel<Exact<Bfloat16>>(), attend_kernel<Exact<Int8>>(),
+     attend_kernel<Exact<Float8<4>>>(), attend_kernel<Exact<Float8<5>>>()},
     {write_latent_kernel<Float32>(), write_latent_kernel<Float16>(),
      write_latent_kernel<Bfloat16>(), write_latent_kernel<Int8>(),
      write_latent_kernel<Float8<4>>(), write_latent_kernel<Float8<5>>()},

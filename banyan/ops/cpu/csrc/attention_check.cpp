@@ -25,6 +25,8 @@ namespace {
 constexpr int GROUP_HEADS = 2, DIM = 32, PAGE = 16, TABLE_PAGES = SPAN / PAGE + 1;
 constexpr int STARTS[] = {0, 9, 10}, CONTEXTS[] = {3, SPAN};
 constexpr int TOKENS_NOW = STARTS[2], TOKENS_EVER = 12 + SPAN + 1;
+// Values are at most 1 and rounded to 8 bits; one key of twelve too many or too few is more.
+constexpr float MOST_BY_ROUNDING = 4e-3f;
 
 std::vector<float> wave(size_t size, float step) {
   std::vector<float> x(size);
@@ -49,7 +51,7 @@ struct Step {
   }
 };
 
-std::vector<float> outcome(const AttentionKernels& kernels, int cache) {
+std::vector<float> outcome(const AttentionKernels& kernels, const Kernel& kernel, int cache) {
   Step s;
   int32_t starts[] = {STARTS[0], STARTS[1], STARTS[2]}, contexts[] = {CONTEXTS[0], CONTEXTS[1]};
   // Not cleared: a plan needs little of its room here.
@@ -64,7 +66,7 @@ std::vector<float> outcome(const AttentionKernels& kernels, int cache) {
   AttentionArgs args{s.q.data(),   s.k_pages.data(),  s.v_pages.data(), s.out.data(),
                      (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                      PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 3.0f};
-  append(attend, kernels.attend[cache], &args, sizeof args, NOT_ROW_WISE);
+  append(attend, kernel, &args, sizeof args, NOT_ROW_WISE);
   Pool* pool = bn_pool_new(1, nullptr);
   int64_t past[] = {TOKENS_EVER, 2, 2}, now[] = {TOKENS_NOW, 2, 2};
   bn_program_run(pool, fill, past, nullptr);
@@ -104,25 +106,36 @@ std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
 
 }  // namespace
 
+namespace {
+
+// Whether all numbers are as near as that; else 1, and which are not.
+int differ(const std::vector<float>& found, const std::vector<float>& expected, float most,
+           const char* name, int cache, char* why, int32_t room) {
+  for (size_t i = 0; i < found.size(); i++)
+    if (!(std::fabs(found[i] - expected[i]) <= most)) {
+      std::snprintf(why, room, "%s over cache type %d gives %g for %g", name, cache, found[i],
+                    expected[i]);
+      return 1;
+    }
+  return 0;
+}
+
+}  // namespace
+
 // Whether an instruction set computes what the plain code does; 1 and the reason when not.
 BN_EXPORT int bn_check_attention(int32_t isa, char* why, int32_t room) {
+  const AttentionKernels &base = attention_table(BASE, DIM), &kernels = attention_table(isa, DIM);
   for (int cache = 0; cache < NUM_CACHE_TYPES; cache++) {
-    std::vector<float> expected = outcome(attention_table(BASE, DIM), cache);
-    std::vector<float> found = outcome(attention_table(isa, DIM), cache);
-    for (size_t i = 0; i < found.size(); i++)
-      if (!(std::fabs(found[i] - expected[i]) <= 1e-5f)) {
-        std::snprintf(why, room, "attention over cache type %d gives %g for %g", cache, found[i],
-                      expected[i]);
-        return 1;
-      }
-    expected = latent_outcome(attention_table(BASE, DIM), cache);
-    found = latent_outcome(attention_table(isa, DIM), cache);
-    for (size_t i = 0; i < found.size(); i++)
-      if (!(std::fabs(found[i] - expected[i]) <= 1e-5f)) {
-        std::snprintf(why, room, "latent attention over cache type %d gives %g for %g", cache,
-                      found[i], expected[i]);
-        return 1;
-      }
+    std::vector<float> expected = outcome(base, base.attend[cache], cache);
+    std::vector<float> found = outcome(kernels, kernels.attend[cache], cache);
+    if (differ(found, expected, 1e-5f, "attention", cache, why, room)) return 1;
+    const Kernel* rounding = rounding_attention(cache, DIM);
+    if (rounding && differ(outcome(kernels, *rounding, cache), expected, MOST_BY_ROUNDING,
+                           "attention that rounds", cache, why, room))
+      return 1;
+    expected = latent_outcome(base, cache);
+    found = latent_outcome(kernels, cache);
+    if (differ(found, expected, 1e-5f, "latent attention", cache, why, room)) return 1;
   }
   return 0;
 }
