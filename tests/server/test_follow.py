@@ -13,9 +13,15 @@ from banyan.server.http.follow import Later, follow
 
 
 class _Source(Chunks[str]):
-    """What a test says, when it says it."""
+    """What a test says, when it says it.
 
-    def __init__(self) -> None:
+    Args:
+        knows: it says when nobody has to ask.
+    """
+
+    def __init__(self, knows: bool) -> None:
+        self.knows = knows
+        self.num_asked = 0
         self.there: deque[str] = deque()
         self.error: RequestError | None = None
         self.has_ended = False
@@ -25,7 +31,12 @@ class _Source(Chunks[str]):
     def is_over(self) -> bool:
         return self.has_ended and not self.there
 
+    @property
+    def is_quiet(self) -> bool:
+        return self.knows and not (self.there or self.has_ended)
+
     def take(self) -> str | None:
+        self.num_asked += 1
         if self.error is not None:
             raise self.error
         return self.there.popleft() if self.there else None
@@ -71,7 +82,8 @@ class _Client:
 
 def _play(scenario: Callable[[_Source, _Client], Coroutine[None, None, None]]) -> None:
     async def main() -> None:
-        await scenario(_Source(), _Client())
+        for knows in (False, True):
+            await scenario(_Source(knows), _Client())
 
     asyncio.run(main())
 
@@ -96,6 +108,19 @@ def test_a_chunk_is_written_in_the_call_that_brings_it() -> None:
         source.end()
         await task
         assert client.exchange.num_sent == len(b"firstabc") and source.more is None
+
+    _play(scenario)
+
+
+def test_whoever_knows_that_nothing_is_there_is_not_asked_again() -> None:
+    async def scenario(source: _Source, client: _Client) -> None:
+        task = await _begun(source, client, str.encode)
+        source.num_asked = 0
+        source.say("a", "b")
+        assert source.num_asked == (2 if source.knows else 3)
+        source.end()
+        await task
+        assert client.got == [b"first", b"a", b"b"]
 
     _play(scenario)
 

@@ -49,6 +49,10 @@ class EventStream(Chunks[StreamEvent]):
     def is_over(self) -> bool:
         return not self._waiting and (self.is_complete or self._is_closed)
 
+    @property
+    def is_quiet(self) -> bool:
+        return not (self._waiting or self.is_complete or self._is_closed)
+
     def take(self) -> StreamEvent | None:
         return self._waiting.popleft() if self._waiting else None
 

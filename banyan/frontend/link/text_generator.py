@@ -153,6 +153,10 @@ class _Output(Chunks[TextChunk]):
     def is_over(self) -> bool:
         return self._stream.is_over
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._stream.is_quiet
+
     def take(self) -> TextChunk | None:
         stream, reader = self._stream, self._reader
         event = stream.take()

@@ -22,6 +22,12 @@ class Chunks(ABC, Generic[T]):
     def is_over(self) -> bool:
         """Nothing is there, and nothing will come."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is certain that `take` would give None, though it is not over: then nobody has
+        to ask."""
+        return False
+
     @abstractmethod
     def take(self) -> T | None:
         """What is there and was not taken before; None when that is nothing. Where it is not all,
@@ -73,6 +79,10 @@ class Through(Chunks[T]):
     @property
     def is_over(self) -> bool:
         return self.inner.is_over
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.inner.is_quiet
 
     def take(self) -> T | None:
         return self.inner.take()

@@ -243,6 +243,10 @@ class _Numbered(Chunks[Arrival]):
     def is_over(self) -> bool:
         return self._inner.is_over
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._inner.is_quiet
+
     def take(self) -> Arrival | None:
         chunk = self._inner.take()
         if chunk is None:

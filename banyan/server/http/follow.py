@@ -48,6 +48,8 @@ async def _write_along(
                     until.set_result(made)
                     return
                 exchange.num_sent += len(made)
+                if chunks.is_quiet:
+                    return
             if chunks.is_over:
                 until.set_result(None)
         except Exception as error:
