@@ -1,14 +1,12 @@
 """Table: the one way to register alternatives. Names map to "module:attribute", imported on use."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Generic, TypeVar
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
 
 from banyan.base.errors import ConfigError
 from banyan.base.torch_parts import complete_torch
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -35,24 +33,19 @@ class Table(Generic[T]):
 
     def names(self) -> list[str]:
         found = list(self._entries)
-        return found + [e.name for e in self._from_packages() if e.name not in found]
+        if self._plugins:
+            found += [e.name for e in entry_points(group=self._plugins) if e.name not in found]
+        return found
 
     def load(self, name: str) -> T:
         """Import and return the entry called `name`; ConfigError lists the choices when unknown."""
         if name in self._entries:
             module, _, attribute = self._entries[name].partition(":")
             return getattr(import_module(module), attribute)
-        for entry in self._from_packages():
+        for entry in entry_points(group=self._plugins) if self._plugins else ():
             if entry.name == name:
                 complete_torch()
                 return entry.load()
         raise ConfigError(
             f"unknown {self.kind} {name!r}", hint=f"choose one of: {', '.join(self.names())}"
         )
-
-    def _from_packages(self) -> "Iterable[EntryPoint]":
-        if not self._plugins:
-            return ()
-        from importlib.metadata import entry_points  # a tenth of what a server's process imports
-
-        return entry_points(group=self._plugins)

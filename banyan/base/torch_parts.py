@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -51,8 +52,6 @@ def without_parts() -> Generator[None]:
     """Import torch inside: its parts are left out until they are imported, used or brought by
     `complete_torch`. Nothing is left out where torch is here already, or imports packages for other
     devices by itself."""
-    from importlib.metadata import entry_points  # the server's process needs none of it
-
     if "torch" in sys.modules or entry_points(group=_BACKENDS):
         yield
         return

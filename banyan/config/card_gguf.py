@@ -41,7 +41,7 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         ConfigError: an override that nothing reads.
     """
     overrides, asked = overrides or {}, set[str]()
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(path, has_words=False) as file:
         metadata = {**file.metadata, **overrides}
         general = Facts(metadata, path, asked=asked)
         name = general.text("general.architecture")
@@ -63,7 +63,7 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
 def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm) -> ModelCard:
     """What every family has."""
     num_heads, num_kv_heads, head_dim = _heads(facts, family)
-    vocab_size = _vocab_size(file, facts, tokens)
+    vocab_size = _vocab_size(file, facts)
     context_length = facts.integer("context_length", 1, MAX_LENGTH)
     num_layers = facts.integer("block_count", 1, MAX_LAYERS)
     if family.kinds is not None:
@@ -162,7 +162,7 @@ def _kinds(facts: Facts, num_layers: int, period: int) -> tuple[tuple[str, ...],
     return tuple(FULL if full else WINDOW for full in is_full), window
 
 
-def _vocab_size(file: GGUFFile, facts: Facts, tokens: Facts) -> int:
+def _vocab_size(file: GGUFFile, facts: Facts) -> int:
     """The embedding has one row per token id; the metadata may leave the number out."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -171,7 +171,7 @@ def _vocab_size(file: GGUFFile, facts: Facts, tokens: Facts) -> int:
             hint="the file is damaged or holds no language model",
         )
     rows = embedding.shape[0]
-    listed = len(tokens.listed("tokens"))
+    listed = file.num_strings.get("tokenizer.ggml.tokens", 0)
     if not 1 <= rows <= MAX_VOCAB or listed > rows:
         raise facts.error("vocab_size", rows, f"in [{max(1, listed):,}, {MAX_VOCAB:,}]")
     return rows

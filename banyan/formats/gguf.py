@@ -92,6 +92,8 @@ class GGUFFile(MappedFile):
     def __init__(self, path: str, is_mapped: bool = True, has_words: bool = True) -> None:
         super().__init__(path, "GGUF", is_mapped)
         self.metadata: dict[str, object] = {}
+        self.num_strings: dict[str, int] = {}
+        """How many each array of strings has in the file, by key."""
         self._spans: dict[str, tuple[int, int]] = {}
         self._has_words = has_words
         self._num_items = 0
@@ -204,6 +206,7 @@ class GGUFFile(MappedFile):
                 f"the header (byte {limit:,})"
             )
         self._at = at
+        self.num_strings[key] = count
         if not self._has_words:
             return []
         values: list[object] = []

@@ -76,10 +76,9 @@ def test_a_part_that_this_version_of_torch_does_not_have_stays_away() -> None:
 
 def test_nothing_is_left_out_where_torch_imports_packages_for_other_devices() -> None:
     told = run(
-        "import importlib.metadata as metadata",
         "from types import SimpleNamespace",
         "one = SimpleNamespace(name='theirs', load=lambda: (lambda: None))",
-        "metadata.entry_points = lambda group: [one]",
+        "parts.entry_points = lambda group: [one]",
         "with without_parts(): import torch",
         f"print({LEFT_OUT})",
     )

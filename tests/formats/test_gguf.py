@@ -182,6 +182,7 @@ def test_whoever_wants_no_words_gets_the_same_tensors(tmp_path: Path) -> None:
     with GGUFFile.open(file.path, has_words=False) as bare:
         assert bare.tensors == file.tensors
         assert bare.metadata == {**file.metadata, "a.words": []}
+        assert bare.num_strings == file.num_strings == {"a.words": len(file.metadata["a.words"])}
 
 
 @pytest.mark.parametrize("has_words", [True, False])

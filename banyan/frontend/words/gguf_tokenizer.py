@@ -101,8 +101,14 @@ def load_gguf_tokenizer(path: str) -> Tokenizer:
     Raises:
         ModelError: the file is unreadable, or its tokenizer is of an unknown kind or inconsistent.
     """
+    return Tokenizer(*_read(path))
+
+
+def _read(path: str) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
+    """All that was read is gone when the next thing that stays is made, so that nothing keeps the
+    memory between them."""
     with GGUFFile.open(path) as file:
-        return GGUFVocabulary(path, file.metadata).tokenizer()
+        return GGUFVocabulary(path, file.metadata).parts()
 
 
 class GGUFVocabulary:
@@ -117,13 +123,17 @@ class GGUFVocabulary:
         if (longest := max(map(len, self._tokens))) > MAX_TOKEN_CHARS:
             raise self._error(f"has a token of {longest:,} characters, limit {MAX_TOKEN_CHARS:,}")
         # A text that appears twice belongs to its first id.
-        self._ids = {text: id for id, text in reversed(list(enumerate(self._tokens)))}
+        last = len(self._tokens) - 1
+        self._ids = dict(zip(reversed(self._tokens), range(last, -1, -1), strict=True))
         kinds = cast(list[int], self._list("token_type", int) or [1] * len(self._tokens))
         if len(kinds) != len(self._tokens):
             raise self._error(f"has {len(kinds):,} token types for {len(self._tokens):,} tokens")
         self._kinds = kinds
 
     def tokenizer(self) -> Tokenizer:
+        return Tokenizer(*self.parts())
+
+    def parts(self) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
         family = self._metadata.get("tokenizer.ggml.model")
         if family not in ("gpt2", "llama"):
             raise self._error(
@@ -151,7 +161,7 @@ class GGUFVocabulary:
             add_eos=self._flag("add_eos_token", False),
             chat_templates=self._chat_templates(),
         )
-        return Tokenizer(backend, facts)
+        return backend, facts
 
     def _byte_level(self, split: str) -> tokenizers.Tokenizer:
         merges = [self._pair(m) for m in self._strings("merges", MAX_MERGES)]

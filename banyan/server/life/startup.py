@@ -1,6 +1,7 @@
 """From a started engine process to a Service, and what is printed about it when it is ready."""
 
 import asyncio
+import gc
 import json
 import os
 import time
@@ -125,6 +126,8 @@ def _load_words(config: Config) -> _Words:
     if server.skip_tokenizer:
         return _Words()
     tokenizer = open_tokenizer(config.model.tokenizer_path or config.model.path, server)
+    gc.collect()  # Python keeps tuples for the next that are made, each in the way of a whole piece
+    give_back()  # reading a vocabulary takes several times what it keeps
     source = template_source(server.chat_template)
     chat = None
     if source is not None or tokenizer.chat_template is not None:
@@ -132,7 +135,6 @@ def _load_words(config: Config) -> _Words:
     text = chat.template.source if chat else ""
     takes_tools = chat is None or chat.template.takes_tools
     parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text, takes_tools)
-    give_back()  # reading a vocabulary takes several times what it keeps
     return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
 
