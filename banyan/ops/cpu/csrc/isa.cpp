@@ -51,7 +51,7 @@ Isa highest() {
   return found < BN_BUILT_FOR ? found : (Isa)BN_BUILT_FOR;
 }
 
-std::atomic<int32_t> chosen{-1}, byte_lookup{-1};
+std::atomic<int32_t> chosen{-1}, byte_lookup{-1}, bf16_products{-1};
 
 }  // namespace
 
@@ -72,6 +72,18 @@ bool has_byte_lookup() {
   if (detect() >= VNNI && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found = c >> 1 & 1;
 #endif
   byte_lookup.store(found, std::memory_order_relaxed);
+  return found;
+}
+
+bool has_bf16_products() {
+  int32_t found = bf16_products.load(std::memory_order_relaxed);
+  if (found >= 0) return found;
+  found = 0;
+#if defined(__x86_64__)
+  uint32_t a, b, c, d;
+  if (detect() >= VNNI && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found = a >> 5 & 1;
+#endif
+  bf16_products.store(found, std::memory_order_relaxed);
   return found;
 }
 

@@ -74,6 +74,8 @@ void append(Program* program, const Kernel& kernel, const void* args, size_t arg
 Isa isa();
 // The machine looks bytes up in tables of 128 (AVX-512 VBMI), which most that have VNNI do.
 bool has_byte_lookup();
+// It multiplies pairs of bf16 (AVX512-BF16), which some that have VNNI do.
+bool has_bf16_products();
 
 }  // namespace banyan
 
