@@ -1,12 +1,15 @@
 // Builders of the linear family: which kernels, how the work is cut, and the check at load time.
 #include "linear.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <vector>
 
 namespace banyan {
+
+bool multiplies_pairs(int32_t level) { return level >= VNNI && has_bf16_products(); }
 
 const LinearKernels& linear_table(int32_t level) {
 #ifdef BN_LINEAR_AMX
@@ -33,7 +36,7 @@ int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microsecond
   Cut cut(sizes.n[args.size]);
   int64_t rows = cut.panels ? cut.begin(1) : 0, working = rows * args.k * GROUP / 48;
   int64_t grain = 10000 / ((reading > working ? reading : working) + 1) + 1;
-  int64_t at_once = linear_table(isa()).groups_at_once(rows);
+  int64_t at_once = linear_table(isa()).groups_at_once(args.format, rows);
   return (grain + at_once - 1) / at_once * at_once;
 }
 
@@ -48,7 +51,7 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
   for (int64_t i = begin, count; i < end; i += count) {
     const int64_t panel = i / groups, group = i % groups;
     const int64_t first = cut.begin(panel), last = cut.begin(panel + 1);
-    count = EXACT ? 1 : table.groups_at_once(last - first);
+    count = EXACT ? 1 : table.groups_at_once(args.format, last - first);
     if (count > 1 && count <= groups - group && count <= end - i) {
       table.several[args.format](args, group, first, last, scratch);
     } else {
@@ -116,7 +119,7 @@ const Kernel HEAD_LINEAR = {"head_linear", head_linear_units, head_linear_grain,
                             head_linear_cost};
 
 struct QuantizeArgs {
-  int32_t size;
+  int32_t format, size;
   const float* x;
   int64_t x_stride, k;
   uint8_t* out;
@@ -133,13 +136,13 @@ void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worke
   const LinearKernels& table = linear_table(isa());
   uint8_t* scratch = worker.scratch(quantize_scratch(args.k));
   for (int64_t i = begin; i < end; i++)
-    table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k),
-                   scratch);
+    table.round(args.format, args.x + i * args.x_stride, args.k,
+                args.out + i * activation_bytes(args.format, args.k), scratch);
 }
 void quantize_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
   const QuantizeArgs& args = *(const QuantizeArgs*)a;
   double rows = (double)sizes.n[args.size];
-  *bytes = rows * (double)(4 * args.k + activation_bytes(args.k));
+  *bytes = rows * (double)(4 * args.k + activation_bytes(args.format, args.k));
   *operations = rows * 4 * (double)args.k;
 }
 const Kernel QUANTIZE = {"quantize", quantize_units, quantize_grain, quantize_run, quantize_cost};
@@ -162,7 +165,7 @@ struct Check {
     factors.assign(groups_of(N) * GROUP, 0.5f);
     want.assign(M * N, 0);
     got.assign(M * N, 0);
-    rows.assign(M * activation_bytes(K) + 64, 0);
+    rows.assign(M * std::max(activation_bytes(W8, K), activation_bytes(BF16_PAIRS, K)) + 64, 0);
     other = rows;
     scratch.assign(LINEAR_SCRATCH + 64, 0);
   }
@@ -215,7 +218,7 @@ struct Check {
   }
   // Several groups at once against one after the other: the same bits.
   bool agree_at_once(const LinearKernels& asked, LinearArgs args, int64_t count) {
-    if (asked.at_once == 1) return true;
+    if (!asked.several[args.format]) return true;
     args.out = want.data();
     for (int64_t g = 0; g < asked.at_once; g++)
       asked.rounded[args.format](args, g, 0, count, aligned(scratch));
@@ -232,27 +235,33 @@ struct Check {
 
 using namespace banyan;
 
-// Bytes of a packed weight [n, k], and of one row of quantised activations.
+// Whether there are products with weights of BF16_PAIRS, whose activations are rounded to bf16.
+BN_EXPORT int bn_multiplies_pairs() { return multiplies_pairs(isa()); }
+
+// Bytes of a packed weight [n, k], and of one row of activations as its products take it.
 BN_EXPORT int64_t bn_linear_bytes(int32_t format, int64_t n, int64_t k) {
   return groups_of(n) * group_bytes(format, k);
 }
-BN_EXPORT int64_t bn_quantize_bytes(int64_t k) { return activation_bytes(k); }
+BN_EXPORT int64_t bn_quantize_bytes(int32_t format, int64_t k) {
+  return activation_bytes(format, k);
+}
 
-// x: [size, k] fp32, rows x_stride apart; out: [size, bn_quantize_bytes(k)].
-BN_EXPORT void bn_quantize(Program* program, int32_t size, const float* x, int64_t x_stride,
-                           int64_t k, uint8_t* out) {
-  QuantizeArgs args{size, x, x_stride, k, out};
+// Rows for products with weights of a format: in 8 bits, or in bf16 for BF16_PAIRS.
+// x: [size, k] fp32, rows x_stride apart; out: [size, bn_quantize_bytes(format, k)].
+BN_EXPORT void bn_quantize(Program* program, int32_t size, int32_t format, const float* x,
+                           int64_t x_stride, int64_t k, uint8_t* out) {
+  QuantizeArgs args{format, size, x, x_stride, k, out};
   append(program, QUANTIZE, &args, sizeof args, size);
 }
 
-// out = x * transposed(weight) + bias. x: [size, bn_quantize_bytes(k)] as bn_quantize leaves it;
+// out = x * transposed(weight) + bias. x: as bn_quantize leaves it for the format;
 // factors: [n, up to the next multiple of 16]; bias: [n] or null; out: [size, n], rows out_stride
 // apart.
 BN_EXPORT void bn_linear(Program* program, int32_t size, int32_t format, int64_t n, int64_t k,
                          const uint8_t* tiles, const float* factors, const float* bias,
                          const uint8_t* x, float* out, int64_t out_stride) {
-  LinearArgs args{format, size, n, k, tiles, factors, bias, x, activation_bytes(k),
-                  out, out_stride};
+  LinearArgs args{format, size, n, k, tiles, factors, bias, x,
+                  activation_bytes(format, k), out, out_stride};
   append(program, LINEAR, &args, sizeof args, NOT_ROW_WISE);
 }
 
@@ -282,36 +291,40 @@ BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
   Check check;
   check.fill();
   uint8_t *rows = Check::aligned(check.rows), *other = Check::aligned(check.other);
-  int64_t bytes = activation_bytes(Check::K);
-  for (int64_t i = 0; i < Check::M; i++) {
-    const float* x = check.x.data() + i * Check::K;
-    linear_base.quantize(x, Check::K, rows + i * bytes, Check::aligned(check.scratch));
-    asked.quantize(x, Check::K, other + i * bytes, Check::aligned(check.scratch));
-  }
-  if (std::memcmp(rows, other, Check::M * bytes)) {
-    std::snprintf(why, room, "quantised activations differ");
-    return 1;
-  }
   for (int32_t format = 0; format < NUM_FORMATS; format++) {
+    const bool is_exact = format < NUM_EXACT;
+    const bool is_rounded = format < NUM_QUANTISED || format == BF16_PAIRS;
+    if (format == BF16_PAIRS && !multiplies_pairs(isa)) continue;
+    const int64_t bytes = activation_bytes(format, Check::K);
+    for (int64_t i = 0; i < Check::M && (format == 0 || format == BF16_PAIRS); i++) {
+      const float* x = check.x.data() + i * Check::K;
+      uint8_t* scratch = Check::aligned(check.scratch);
+      linear_base.round(format, x, Check::K, rows + i * bytes, scratch);
+      asked.round(format, x, Check::K, other + i * bytes, scratch);
+    }
+    if (std::memcmp(rows, other, Check::M * bytes)) {
+      std::snprintf(why, room, "format %d: rounded activations differ", format);
+      return 1;
+    }
     check.weights(format);
     LinearArgs args{format, 0, Check::N, Check::K, Check::aligned(check.tiles),
                     check.factors.data(), nullptr, rows, bytes, nullptr, Check::N};
     for (int64_t count : {(int64_t)1, Check::M}) {
-      if (format < NUM_QUANTISED &&
+      if (is_rounded &&
           !check.agree(linear_base.rounded[format], asked.rounded[format], args, count)) {
         std::snprintf(why, room, "format %d, %d rows: results differ", format, (int)count);
         return 1;
       }
     }
     for (int64_t count : {(int64_t)1, (int64_t)2, (int64_t)7, Check::M})
-      if (format < NUM_QUANTISED && !check.agree_at_once(asked, args, count)) {
+      if (is_rounded && !check.agree_at_once(asked, args, count)) {
         std::snprintf(why, room, "format %d, %d rows: groups at once differ", format, (int)count);
         return 1;
       }
     args.x = (const uint8_t*)check.x.data();
     args.x_bytes = Check::K * 4;
     for (int64_t count : {(int64_t)1, (int64_t)9})
-      if (!check.agree(linear_base.exact[format], asked.exact[format], args, count)) {
+      if (is_exact && !check.agree(linear_base.exact[format], asked.exact[format], args, count)) {
         std::snprintf(why, room, "format %d on fp32, %d rows: results differ", format, (int)count);
         return 1;
       }

@@ -306,16 +306,17 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
   for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
 }
 
-#define BN_OF_QUANTISED(unit)                                                              \
+// Of the formats that round activations: a template for the quantised ones, and what takes pairs.
+#define BN_OF_ROUNDED(unit, pairs)                                                           \
   {                                                                                          \
     unit<W4>, unit<W4_MIN>, unit<W4_HALVES>, unit<W4_MIN_HALVES>, unit<W5>, unit<W5_MIN>,    \
         unit<W6_HALVES>, unit<W8>, unit<W4_E2M1>, unit<W4_IQ4>, unit<W4_IQ3>,                \
-        unit<W4_IQ2_HALVES>                                                                  \
+        unit<W4_IQ2_HALVES>, nullptr, nullptr, nullptr, nullptr, pairs                       \
   }
-// at_once, several: as in LinearKernels.
-#define BN_LINEAR_KERNELS(at_once, ...)                                                        \
+// round_pairs, at_once, several: as in LinearKernels; pairs: its rounded[BF16_PAIRS].
+#define BN_LINEAR_KERNELS(round_pairs, pairs, at_once, ...)                                  \
   {                                                                                          \
-    quantize_row, BN_OF_QUANTISED(rounded_unit),                                             \
+    quantize_row, round_pairs, BN_OF_ROUNDED(rounded_unit, pairs),                           \
         {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
          exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,          \
          exact_unit<W4_E2M1>, exact_unit<W4_IQ4>, exact_unit<W4_IQ3>,                        \
