@@ -1,9 +1,9 @@
 """Compiled projections on packed weights: fp32 in and out, weights as the checkpoint has them.
 
 `rounded` multiplies quantised weights with activations that are rounded to 8 bits per block of 32
-inputs, a few of the largest of each row excepted, and weights in bf16 with activations in bf16 where
-the processor does that; `plain` takes weights of every type and leaves the activations as they are.
-In both a row's result is the same bits however many rows there are.
+inputs, a few of the largest of each row excepted, and weights in bf16 with activations in bf16
+where the processor does that; `plain` takes weights of every type and leaves the activations as
+they are. In both a row's result is the same bits however many rows there are.
 """
 
 from collections.abc import Callable

@@ -33,8 +33,8 @@ def is_float(type: str, quantization: str) -> bool:
 
 
 def rounding_of(library: Library, type: str, quantization: str) -> str:
-    """What rounded activations are beside a weight of this storage type: "int8", or "bf16"; "" where
-    there are no products with rounded ones."""
+    """What activations are rounded to beside weights of this type: "int8" or "bf16"; "" where there
+    are no products with rounded ones."""
     if not is_float(type, quantization):
         return "int8"
     return "bf16" if type == "BF16" and library.multiplies_bf16 else ""

@@ -148,7 +148,8 @@ constexpr size_t LINEAR_SCRATCH = 80 << 10;
 
 constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
 
-constexpr int64_t SEVERAL_FROM = 9;
+// Rows from which several groups together pay: fewer go straight from memory.
+constexpr int64_t several_from(int32_t format) { return format == BF16_PAIRS ? 13 : 9; }
 
 struct LinearKernels {
   // One row; scratch: quantize_scratch(k).
@@ -164,9 +165,8 @@ struct LinearKernels {
   void round(int32_t format, const float* x, int64_t k, uint8_t* out, uint8_t* scratch) const {
     format == BF16_PAIRS ? round_pairs(x, k, out) : quantize(x, k, out, scratch);
   }
-  // How many groups go together with so many rows, where that pays.
   int64_t groups_at_once(int32_t format, int64_t rows) const {
-    return rows < SEVERAL_FROM || !several[format] ? 1 : at_once;
+    return rows < several_from(format) || !several[format] ? 1 : at_once;
   }
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;

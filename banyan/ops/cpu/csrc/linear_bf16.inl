@@ -14,7 +14,8 @@ constexpr int PAIR_GROUPS = 4;  // of outputs, together
 // Rows of `groups` groups: sums, weights and one broadcast fill the registers, and there are more sums
 // than the latency of a product needs.
 constexpr int pair_rows(int groups) { return groups == 1 ? 12 : 6; }
-constexpr int64_t PANEL_PAIRS = 96;  // that all rows go through before the next ones
+// All rows go through so many before the next ones: 128 KiB of four groups, for the second-level cache.
+constexpr int64_t PANEL_PAIRS = 512;
 
 BN_BF16_TARGET void round_pairs(const float* x, int64_t k, uint8_t* out) {
   for (int64_t i = 0; i < k; i += LANES) {
