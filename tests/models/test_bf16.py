@@ -1,4 +1,4 @@
-"""Checkpoints in bf16 on kernels that round activations to bf16, where the processor multiplies that."""
+"""Checkpoints in bf16 on kernels that round activations to bf16, where the processor does that."""
 
 import copy
 
@@ -14,7 +14,7 @@ PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 def test_logits_are_nearer_to_float32_than_those_of_a_model_in_bf16(
     tiny_llama, compiled, paged, tmp_path
 ):
-    """Inputs of products are rounded alone: norms, sums and what goes from layer to layer are not."""
+    """Only inputs of products are rounded: norms, sums and what goes on to layers are not."""
     made, _ = tiny_llama(hidden_size=192, num_attention_heads=6, intermediate_size=384)
     made.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
     with torch.no_grad():

@@ -144,12 +144,12 @@ struct LinearArgs {
 typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                            uint8_t* scratch);
 constexpr int64_t PANEL_ROWS = 192;
-constexpr size_t LINEAR_SCRATCH = 80 << 10;
+constexpr size_t LINEAR_SCRATCH = 128 << 10;
 
 constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
 
-// Rows from which several groups together pay: fewer go straight from memory.
-constexpr int64_t several_from(int32_t format) { return format == BF16_PAIRS ? 13 : 9; }
+// Rows from which several groups together pay: fewer go straight from memory, of floats twelve.
+constexpr int64_t several_from(int32_t format) { return format < NUM_QUANTISED ? 9 : 13; }
 
 struct LinearKernels {
   // One row; scratch: quantize_scratch(k).
@@ -157,16 +157,19 @@ struct LinearKernels {
   void (*round_pairs)(const float* x, int64_t k, uint8_t* out);
   LinearUnit rounded[NUM_FORMATS];  // on rounded activations; null where there is none
   LinearUnit exact[NUM_EXACT];      // on fp32 activations
-  // Groups that `several` does together, with the same results; null where there is none.
+  // Groups that these do together, with the same results; null where there are none.
   int64_t at_once;
   LinearUnit several[NUM_FORMATS];
+  LinearUnit several_exact[NUM_EXACT];
 
   // One row as products with a format take it.
   void round(int32_t format, const float* x, int64_t k, uint8_t* out, uint8_t* scratch) const {
     format == BF16_PAIRS ? round_pairs(x, k, out) : quantize(x, k, out, scratch);
   }
-  int64_t groups_at_once(int32_t format, int64_t rows) const {
-    return rows < several_from(format) || !several[format] ? 1 : at_once;
+  // The kernel that does so, where that pays for so many rows; or null.
+  LinearUnit together(bool is_exact, int32_t format, int64_t rows) const {
+    if (rows < several_from(format)) return nullptr;
+    return is_exact ? several_exact[format] : several[format];
   }
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;

@@ -105,5 +105,5 @@ void pairs_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
 }
 
 }  // namespace
-const LinearKernels linear_base = BN_LINEAR_KERNELS(round_pairs, pairs_unit, 1, {});
+const LinearKernels linear_base = BN_LINEAR_KERNELS(round_pairs, pairs_unit, 1, {}, {});
 }

@@ -85,7 +85,7 @@ void pairs_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
     pairs.ahead = panels == 1 ? tiles + PREFETCH : is_last ? tiles + N * stride : tiles + to * 64;
     for (int64_t row = 0, here; row < count; row += here, pairs.ahead = nullptr) {
       const int64_t left = count - row;
-      here = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+      here = even_share(left, MOST);
       float* sums = acc + row * N * GROUP;
       for (int n = 0; n < N && is_last; n++)
         fetch_outputs(args, group + n, begin + row, begin + row + here);
