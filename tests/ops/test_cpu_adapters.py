@@ -9,7 +9,7 @@ from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
 from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.bind import OpSpec
 from banyan.ops.cpu.adapters import adapt as kernel
-from banyan.ops.cpu.linear import pack_linear
+from banyan.ops.cpu.linear import RoundedLinear, pack_linear
 from banyan.ops.stored import StoredWeight
 
 INPUTS, OUTPUTS = 77, 300
@@ -114,9 +114,12 @@ def test_the_op_is_not_for_other_activations(library):
     assert "fp32" in str(kernel.declines(spec))
 
 
-@pytest.mark.parametrize("quantization", ["", "q8_0"])
-def test_adapters_join_the_product_that_was_recorded_before_them(library, quantization):
-    weight = StoredWeight.from_tensor(random(300, 64, seed=8))
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, ""), (torch.bfloat16, ""), (torch.float32, "q8_0")],
+)
+def test_adapters_join_the_product_that_was_recorded_before_them(library, dtype, quantization):
+    weight = StoredWeight.from_tensor(random(300, 64, seed=8).to(dtype))
     product, adapt = pack_linear(library, weight, quantization), kernel.make(library)
     table, tokens = AdapterTable(64, 40, 9, bool(quantization)), AdapterTokens(200)
     for number in range(1, 10):
@@ -140,7 +143,9 @@ def test_adapters_join_the_product_that_was_recorded_before_them(library, quanti
         adapt(expected, x[: len(adapters)], table, tokens)
         assert torch.equal(found, expected)
     names = [time.name for time in recording.times(4, 1, 0)]
-    assert len(names) == (2 if quantization else 1) and names[-1].endswith(" + adapters")
+    assert len(names) == (2 if isinstance(product, RoundedLinear) else 1) and names[-1].endswith(
+        " + adapters"
+    )
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -178,9 +183,13 @@ def test_a_token_is_the_same_bits_beside_others_where_matrices_are_in_8_bits(ada
     assert (together - expected).norm() < 0.02 * (expected - plain).norm()
 
 
-def test_matrices_of_many_ranks_are_multiplied_as_the_base_is_with_the_same_bits(library):
-    """Beside the product, whose rounded inputs they share, or by themselves."""
-    product = pack_linear(library, StoredWeight.from_tensor(random(300, 77, seed=8)), "q8_0")
+@pytest.mark.parametrize("quantization", ["q8_0", ""])
+def test_matrices_of_many_ranks_are_multiplied_as_the_base_is_with_the_same_bits(
+    library, quantization
+):
+    """Beside the product, whose inputs they share if those are in 8 bits, or by themselves."""
+    weight = StoredWeight.from_tensor(random(300, 77, seed=8).bfloat16())
+    product = pack_linear(library, weight, quantization)
     table, tokens, adapt = AdapterTable(77, 64, 4, True), AdapterTokens(9), kernel.make(library)
     for number, rank in enumerate((16, 30, 61, 5), 1):
         table.enter(number, [part(8 * number, 200, rank, number, torch.bfloat16, 2.0)])

@@ -122,7 +122,9 @@ def test_experts_that_round_nothing_equal_the_reference(library, name):
     assert_close(got, want.double(), coarse if has_super_blocks else 2e-5)
 
 
-@pytest.mark.parametrize(("name", "down"), [("Q4_0", ""), ("Q4_K", "Q6_K"), ("Q8_0", "F32")])
+@pytest.mark.parametrize(
+    ("name", "down"), [("Q4_0", ""), ("Q4_K", "Q6_K"), ("Q8_0", "F32"), ("BF16", "")]
+)
 def test_rounded_experts_multiply_as_rounded_projections_do(library, name, down):
     """The same tiles, the same products, and one order of experts."""
     dim, inner, tokens = 256, 512, 131

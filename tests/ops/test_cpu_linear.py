@@ -10,6 +10,7 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.formats.kept import kept_bytes
 from banyan.ops.bind import bind, open_toolkit
+from banyan.ops.cpu.build import ISAS
 from banyan.ops.cpu.embedding import StoredEmbedding
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
@@ -153,6 +154,46 @@ def test_quantised_weights_multiply_as_in_double_precision(library, name, output
             assert_close(linear(x[row : row + 1])[0], want[row], 1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 40])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 1), (7, 33), (40, 700), (64, 64), (129, 5), (136, 1089)]
+)
+def test_bf16_weights_multiply_activations_in_bf16(library, rows, outputs, inputs):
+    """Where the processor does: to nearest even, with sums in fp32. Others round none."""
+    weight, x, bias = (
+        stored("BF16", outputs, inputs),
+        random(rows, inputs, seed=20),
+        random(outputs),
+    )
+    x[:, 0] = 1 + 2**-8 + torch.arange(rows) % 2 * 2**-7  # half way between two numbers
+    linear = pack_linear(library, weight)
+    assert library.multiplies_bf16 == isinstance(linear, RoundedLinear)
+    taken = (x.bfloat16() if library.multiplies_bf16 else x).double()
+    want = taken @ weight.dense.double().T + bias.double()
+    bound = taken.abs() @ weight.dense.double().abs().T + bias.abs()
+
+    assert ((linear(x, bias) - want).abs() <= 1e-6 * bound).all()
+
+
+def test_products_of_bf16_are_for_the_sets_that_have_them(path):
+    """And for nobody who asked for exact activations."""
+    library, spec = Library(path, 1), functools.partial(bind, "cpu", torch.device("cpu"))
+    try:
+        may_round = library.multiplies_bf16
+        kernels = []
+        for isa, exact in ((library.isa, False), (library.isa, True), ("avx512", False)):
+            library.function("bn_set_isa")(ISAS.index(isa))
+            ops = spec(torch.float32, frozenset(), 16, {}, exact, None, library)
+            kernels += [c.kernel for c in ops.choices if c.label == "linear[BF16]"]
+            packed = ops.pack_linear(stored("BF16", 40, 200))
+            assert isinstance(packed, RoundedLinear) == kernels[-1].endswith("rounded")
+    finally:
+        library.function("bn_set_isa")(len(ISAS) - 1)
+        library.close()
+
+    assert kernels == [f"linear:{'rounded' if may_round else 'plain'}", *["linear:plain"] * 2]
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_a_few_large_inputs_do_not_coarsen_the_others(library, name):
     """Up to one of every 512 inputs: what it multiplies is exact, and its block keeps its scale."""
@@ -187,12 +228,12 @@ def test_what_packed_weights_take_is_what_a_plan_counts(library, name):
     )
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", [*PACKED, "BF16"])
 def test_a_row_is_the_same_bits_alone_and_in_any_batch(library, name):
     inputs, outputs = 768, 72  # a group more than what goes at once
     weight, bias = stored(name, outputs, inputs), random(outputs, seed=3)
     x = random(197, inputs, seed=2)
-    linear = RoundedLinear(library, pack(library, Arena(), weight))
+    linear = pack_linear(library, weight)
 
     together = linear(x, bias)
 
@@ -205,7 +246,8 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(library, name):
 @pytest.mark.parametrize("name", SOURCES)
 def test_plain_activations_give_what_plain_floats_give(library, name):
     inputs = 768 if name in SUPER_BLOCKS else 608
-    weight, bias = stored(name, 40, inputs), random(40, seed=4)
+    outputs = 72  # a group more than what goes at once
+    weight, bias = stored(name, outputs, inputs), random(outputs, seed=4)
     x = random(29, inputs, seed=5)
     linear = PlainLinear(library, pack(library, Arena(), weight))
 
@@ -214,7 +256,7 @@ def test_plain_activations_give_what_plain_floats_give(library, name):
     want = x.double() @ weight.dense.double().T + bias.double()
     limit = 4e-2 if name in ROUNDED else 5e-3 if name in SUPER_BLOCKS else 5e-6
     assert_close(together, want, limit)
-    for tokens in (1, 2, 5, 6, 7, 12, 13):
+    for tokens in (1, 2, 5, 6, 7, 12, 13, 14, 20):
         assert torch.equal(linear(x[:tokens], bias), together[:tokens])
 
 
@@ -257,11 +299,12 @@ def test_the_largest_sums_do_not_overflow(library, name):
     assert (linear(x).double() - want).abs().max() <= 1e-5 * weight.dense.abs().max() * inputs
 
 
-def test_infinite_and_missing_numbers_show_in_their_own_row_only(library):
-    weight = stored("Q4_1", 24, 96)
+@pytest.mark.parametrize("name", ["Q4_1", "BF16"])
+def test_infinite_and_missing_numbers_show_in_their_own_row_only(library, name):
+    weight = stored(name, 24, 96)
     x = random(9, 96, seed=9)
     x[2, 40], x[5, 3] = float("nan"), float("inf")
-    linear = RoundedLinear(library, pack(library, Arena(), weight))
+    linear = pack_linear(library, weight)
 
     finite = linear(x).isfinite().all(1)
 
@@ -280,7 +323,7 @@ def test_activations_of_zero_and_of_tiny_size_give_zero(library):
 def test_rows_that_lie_apart_are_read(library):
     wide = random(5, 200, seed=10)
     x = wide[:, 40:136]
-    for name in ("Q4_0", "F16"):
+    for name in ("Q4_0", "F16", "BF16"):
         linear = pack_linear(library, stored(name, 24, 96))
         assert torch.equal(linear(x), linear(x.contiguous()))
 
@@ -336,8 +379,9 @@ def test_what_a_device_cannot_round_to_is_refused_with_what_it_can(monkeypatch):
         open_toolkit("cpu", 1, {"quantization": "q4_0"})
 
 
-def test_threads_and_cuts_leave_the_bits_alone(path):
-    weight, x = stored("Q4_1", 129, 608), random(67, 608, seed=14)
+@pytest.mark.parametrize("name", ["Q4_1", "BF16"])
+def test_threads_and_cuts_leave_the_bits_alone(path, name):
+    weight, x = stored(name, 129, 608), random(67, 608, seed=14)
     results = []
     for threads in (1, 2, 3):
         library = Library(path, threads)

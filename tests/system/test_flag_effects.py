@@ -56,6 +56,8 @@ def greedy_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def pair(greedy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("pair")
     common = ("--model-path", str(greedy_model), "--threads", "1", "--max-total-tokens", "8192")
+    # Steps of so small a model are told many together otherwise.
+    common += ("--num-continuous-decode-steps", "1")
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(serving(logs / "plain.log", *common))
         changed = stack.enter_context(serving(logs / "changed.log", *common, *CHANGED))

@@ -17,7 +17,7 @@ from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.adapters import make as make_adapt
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.weights import Arena, PackedWeight, is_float, pack
+from banyan.ops.cpu.weights import Arena, PackedWeight, pack, rounding_of
 from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
@@ -123,6 +123,11 @@ class Projection:
     def address(self) -> int:
         return self.table.ctypes.data
 
+    @property
+    def format(self) -> int:
+        """One of those that take activations as it does."""
+        return self.packed[0].format
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -185,7 +190,9 @@ class Experts:
         def projection(
             weights: Sequence[StoredWeight], bias: Tensor | None, is_exact: bool
         ) -> Projection:
-            packed = tuple(pack(library, arena, w, library.quantization) for w in weights)
+            packed = tuple(
+                pack(library, arena, w, library.quantization, rounds=not is_exact) for w in weights
+            )
             places = [0] * len(packed)
             if bias is not None:
                 bias = pad(bias.float(), (0, -bias.shape[1] % _GROUP)).contiguous()
@@ -198,7 +205,8 @@ class Experts:
             return Projection(packed, table, is_exact, bias)
 
         def keeps(*weights: StoredWeight) -> bool:
-            return is_exact or any(is_float(w.type, library.quantization) for w in weights)
+            kinds = {rounding_of(library, w.type, library.quantization) for w in weights}
+            return is_exact or len(kinds) > 1 or "" in kinds
 
         exact_in = keeps(*stored.gate, *stored.up)
         self.up = projection(stored.up, of_up, exact_in)
@@ -317,11 +325,12 @@ class Experts:
         """
         library, (tokens, per_token) = self._library, places.shape
         if not self.gate.is_exact:
-            width = library.function("bn_quantize_bytes")(self.dim)
+            width = library.function("bn_quantize_bytes")(self.gate.format, self.dim)
             rounded = library.empty((tokens, width), torch.uint8)
             library.call(
                 "bn_quantize",
-                *(tokens, x.data_ptr(), x.stride(0), self.dim, rounded.data_ptr()),
+                *(tokens, self.gate.format, x.data_ptr(), x.stride(0), self.dim),
+                rounded.data_ptr(),
             )
             x = rounded
         rows = library.empty((tokens, per_token, x.shape[1]), x.dtype)
@@ -337,12 +346,12 @@ class Experts:
         library, tokens = self._library, inner.shape[0]
         if self.down.is_exact:
             return inner.view(tokens, per_token, self.inner)
-        width = library.function("bn_quantize_bytes")(self.inner)
+        width = library.function("bn_quantize_bytes")(self.down.format, self.inner)
         rows = library.empty((tokens, per_token, width), torch.uint8)
         library.call(
             "bn_round_experts",
-            *(tokens, inner.data_ptr(), rows.data_ptr(), self._load.ctypes.data),
-            *(self.inner, per_token),
+            *(tokens, self.down.format, inner.data_ptr(), rows.data_ptr()),
+            *(self._load.ctypes.data, self.inner, per_token),
         )
         return rows
 

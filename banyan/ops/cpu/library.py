@@ -129,6 +129,11 @@ class Library:
         return None
 
     @property
+    def multiplies_bf16(self) -> bool:
+        """Whether there are products of bf16 with bf16."""
+        return bool(self._functions["bn_multiplies_pairs"]())
+
+    @property
     def isa(self) -> str:
         """The instruction set in use."""
         return ISAS[self._functions["bn_isa"]()]

@@ -1,8 +1,9 @@
 """Compiled projections on packed weights: fp32 in and out, weights as the checkpoint has them.
 
 `rounded` multiplies quantised weights with activations that are rounded to 8 bits per block of 32
-inputs, a few of the largest of each row excepted; `plain` takes weights of every type and leaves
-the activations as they are. In both a row's result is the same bits however many rows there are.
+inputs, a few of the largest of each row excepted, and weights in bf16 with activations in bf16
+where the processor does that; `plain` takes weights of every type and leaves the activations as
+they are. In both a row's result is the same bits however many rows there are.
 """
 
 from collections.abc import Callable
@@ -12,18 +13,18 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, is_float, pack
+from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, pack, rounding_of
 from banyan.ops.stored import StoredWeight
 
 
 class RoundedLinear:
-    """Products of 8-bit activations with quantised weights, exact in integers per block; what is
-    kept apart of a row is added in fp32."""
+    """Products of 8-bit activations with quantised weights, exact in integers per block, what is
+    kept apart of a row added in fp32; or of activations in bf16 with weights in bf16."""
 
     def __init__(self, library: Library, weight: PackedWeight) -> None:
         self.weight = weight
         self._library = library
-        self._row_bytes = library.function("bn_quantize_bytes")(weight.inputs)
+        self._row_bytes = library.function("bn_quantize_bytes")(weight.format, weight.inputs)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, tokens = self.weight, x.shape[0]
@@ -31,7 +32,9 @@ class RoundedLinear:
         quantized = self._library.empty((tokens, self._row_bytes), torch.uint8)
         out = self._library.empty((tokens, weight.outputs))
         self._library.call(
-            "bn_quantize", tokens, x.data_ptr(), x.stride(0), weight.inputs, quantized.data_ptr()
+            "bn_quantize",
+            *(tokens, weight.format, x.data_ptr(), x.stride(0), weight.inputs),
+            quantized.data_ptr(),
         )
         self._library.call(
             "bn_linear",
@@ -70,10 +73,10 @@ def pack_linear(
     library: Library, weight: StoredWeight, quantization: str = "", arena: Arena | None = None
 ) -> RoundedLinear | PlainLinear:
     """A projection whose float weights are rounded to a type of `weights.QUANTIZATIONS` at load
-    ("" = kept as they are)."""
-    packed = pack(library, arena or Arena(), weight, quantization)
-    kind = PlainLinear if is_float(weight.type, quantization) else RoundedLinear
-    return kind(library, packed)
+    ("" = kept as they are). It rounds activations where that can be."""
+    packed = pack(library, arena or Arena(), weight, quantization, rounds=True)
+    rounds = rounding_of(library, weight.type, quantization)
+    return (RoundedLinear if rounds else PlainLinear)(library, packed)
 
 
 def _check(x: Tensor, weight: PackedWeight) -> None:
@@ -102,10 +105,12 @@ def supports(spec: OpSpec) -> str | None:
 
 def _supports_rounded(spec: OpSpec) -> str | None:
     reason = supports(spec)
-    if reason is None and is_float(spec.weight_type, ""):
-        assert isinstance(spec.toolkit, Library)
-        return None if spec.toolkit.quantization else "for quantised weights"
-    return reason
+    if reason is not None:
+        return reason
+    assert isinstance(spec.toolkit, Library)
+    if rounding_of(spec.toolkit, spec.weight_type, spec.toolkit.quantization):
+        return None
+    return "for quantised weights, and bf16 where the processor multiplies that"
 
 
 def _packer(
@@ -117,7 +122,9 @@ def _packer(
         def packer(
             weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
         ) -> object:
-            return kind(library, pack(library, arena, weight, library.quantization, is_head))
+            rounds = kind is RoundedLinear
+            packed = pack(library, arena, weight, library.quantization, is_head, rounds)
+            return kind(library, packed)
 
         return packer
 

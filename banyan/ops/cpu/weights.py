@@ -23,12 +23,21 @@ SOURCES = (
 _EIGHT_BITS = 7
 QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": _EIGHT_BITS, "int8": _EIGHT_BITS}
 """What float weights may be rounded to at load -> format of csrc/linear.h."""
+_BF16_PAIRS = 16
 _GROUP = 16  # outputs of a tile
 
 
 def is_float(type: str, quantization: str) -> bool:
     """Whether a weight of this storage type is packed as floats, of 8 bits at least."""
     return (STORAGE_TYPES[type].is_float or type == E4M3) and not quantization
+
+
+def rounding_of(library: Library, type: str, quantization: str) -> str:
+    """What activations are rounded to beside weights of this type: "int8" or "bf16"; "" where there
+    are no products with rounded ones."""
+    if not is_float(type, quantization):
+        return "int8"
+    return "bf16" if type == "BF16" and library.multiplies_bf16 else ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ def pack(
     weight: StoredWeight,
     quantization: str = "",
     is_head: bool = False,
+    rounds: bool = False,
 ) -> PackedWeight:
     """Bring a weight into tiles.
 
@@ -61,6 +71,7 @@ def pack(
         weight: [outputs, inputs] of a type of SOURCES.
         quantization: a name of QUANTIZATIONS that float weights are rounded to, "" = as they are.
         is_head: keep 8 bits at least: the logits decide between near neighbours.
+        rounds: for products with rounded activations (`rounding_of`).
 
     Raises:
         ModelError: the weight is no matrix.
@@ -72,6 +83,8 @@ def pack(
     format = library.function("bn_linear_format")(source)
     if quantization and is_float(weight.type, ""):
         format = _EIGHT_BITS if is_head else QUANTIZATIONS[quantization]
+    elif rounds and rounding_of(library, weight.type, quantization) == "bf16":
+        format = _BF16_PAIRS
     tiles = arena.take(library.function("bn_linear_bytes")(format, outputs, inputs))
     factors = torch.ones(-(-outputs // _GROUP) * _GROUP)
     raw = weight.raw if weight.raw.stride(1) == 1 else weight.raw.contiguous()

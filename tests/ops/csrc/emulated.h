@@ -16,6 +16,7 @@
 #define __AVX512DQ__ 1
 #define __AVX512VNNI__ 1
 #define BN_LOOKUP_TARGET  // what follows is for AVX2
+#define BN_BF16_TARGET
 
 namespace emulated {
 namespace {
@@ -202,6 +203,31 @@ inline __m512i dpwssd_epi32(__m512i sum, __m512i x, __m512i y) {
   return add_epi32(sum, madd_epi16(x, y));
 }
 
+// Pairs of bf16: each lane's later product first, both fused, nothing between normal numbers and zero.
+inline uint16_t rounded_bf16(float x) {
+  uint32_t bits = as<uint32_t>(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  if (!(bits & 0x7f800000)) return (uint16_t)(bits >> 16 & 0x8000);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline __m256i cvtneps_pbh(__m512 x) {
+  struct { float lane[16]; } from = as<decltype(from)>(x);
+  struct { uint16_t lane[16]; } to;
+  for (int i = 0; i < 16; i++) to.lane[i] = rounded_bf16(from.lane[i]);
+  return as<__m256i>(to);
+}
+template <class V>
+inline __m512 dpbf16_ps(__m512 sum, V x, V y) {
+  struct { float lane[16]; } s = as<decltype(s)>(sum);
+  struct { uint16_t lane[32]; } a = as<decltype(a)>(x), b = as<decltype(b)>(y);
+  auto wide = [](uint16_t v) { return as<float>((uint32_t)(v & 0x7f80 ? v : v & 0x8000) << 16); };
+  for (int i = 0; i < 32; i++) {
+    const int at = i ^ 1;
+    s.lane[i / 2] = __builtin_fmaf(wide(a.lane[at]), wide(b.lane[at]), s.lane[i / 2]);
+  }
+  return as<__m512>(s);
+}
+
 // Tile registers; a shape that the machine refuses stops the program.
 struct Tiles {
   uint16_t bytes[8];
@@ -328,6 +354,8 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #define _mm512_maskz_compress_epi32 emulated::compress<__m512i>
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_dpwssd_epi32 emulated::dpwssd_epi32
+#define _mm512_cvtneps_pbh emulated::cvtneps_pbh
+#define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _tile_loadconfig emulated::tile_loadconfig
 #define _tile_release emulated::tile_release
 #define _tile_zero emulated::tile_zero

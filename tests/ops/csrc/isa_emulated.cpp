@@ -7,6 +7,7 @@ namespace banyan {
 static std::atomic<int32_t> chosen{BN_BUILT_FOR};
 Isa isa() { return (Isa)chosen.load(std::memory_order_relaxed); }
 bool has_byte_lookup() { return true; }
+bool has_bf16_products() { return true; }
 }  // namespace banyan
 
 BN_EXPORT int32_t bn_machine_isa() { return BN_BUILT_FOR; }

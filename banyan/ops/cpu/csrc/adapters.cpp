@@ -37,7 +37,7 @@ int64_t units_of(const AdapterPair& pair) {
 void shrink_tiles(const AdapterArgs& a, const AdapterPair& pair, const Piece& piece, int64_t group,
                   const LinearArgs* product, Worker& worker) {
   const LinearKernels& table = linear_table(isa());
-  const int64_t bytes = activation_bytes(a.inputs);
+  const int64_t bytes = activation_bytes(W8, a.inputs);
   uint8_t* scratch = worker.scratch(LINEAR_SCRATCH + bytes + quantize_scratch(a.inputs));
   const int32_t* tokens = a.order + piece.first;
   for (int32_t at = 0, to; at < piece.count; at = to) {

@@ -126,12 +126,12 @@ void rows_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker
   const LinearKernels& table = linear_table(isa());
   uint8_t* scratch = worker.scratch(quantize_scratch(a.k));
   for (int64_t i = begin; i < end && i < a.load->pairs; i++)
-    table.quantize(a.x + i * a.k, a.k, a.out + i * activation_bytes(a.k), scratch);
+    table.round(a.format, a.x + i * a.k, a.k, a.out + i * activation_bytes(a.format, a.k), scratch);
 }
 void rows_cost(const void* args, const Sizes&, double* bytes, double* operations) {
   const ExpertRowsArgs& a = *(const ExpertRowsArgs*)args;
   double rows = (double)a.load->pairs;
-  *bytes = rows * (double)(4 * a.k + activation_bytes(a.k));
+  *bytes = rows * (double)(4 * a.k + activation_bytes(a.format, a.k));
   *operations = rows * 4 * (double)a.k;
 }
 constexpr Kernel ROUND = {"round_experts", rows_units, rows_grain, rows_run, rows_cost};
@@ -263,10 +263,10 @@ BN_EXPORT void bn_gather_experts(Program* program, int32_t size, const void* x, 
   append(program, GATHER, &args, sizeof args, size);
 }
 
-// bn_quantize for the pairs of a step. x: [pairs, k]; out: [pairs, bn_quantize_bytes(k)].
-BN_EXPORT void bn_round_experts(Program* program, int32_t size, const float* x, void* out,
-                                const void* load, int64_t k, int32_t per_token) {
-  ExpertRowsArgs args{x, (uint8_t*)out, (const ExpertLoad*)load, k, size, per_token};
+// bn_quantize for the pairs of a step. x: [pairs, k]; out: [pairs, bn_quantize_bytes(format, k)].
+BN_EXPORT void bn_round_experts(Program* program, int32_t size, int32_t format, const float* x,
+                                void* out, const void* load, int64_t k, int32_t per_token) {
+  ExpertRowsArgs args{x, (uint8_t*)out, (const ExpertLoad*)load, k, format, size, per_token};
   append(program, ROUND, &args, sizeof args, NOT_ROW_WISE);
 }
 

@@ -68,12 +68,12 @@ struct GatherArgs {
   int32_t per_token;
 };
 
-struct ExpertRowsArgs {  // rows of pairs to 8 bits
+struct ExpertRowsArgs {  // rows of pairs rounded for weights of a format
   const float* x;        // [pairs, k]
   uint8_t* out;
   const ExpertLoad* load;
   int64_t k;
-  int32_t size, per_token;
+  int32_t format, size, per_token;
 };
 
 // SILU: of at most `limit`, times an up of at most `limit` to either side.

@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -10,6 +11,8 @@
 #include <vector>
 
 namespace banyan {
+
+bool multiplies_pairs(int32_t level) { return level >= VNNI && has_bf16_products(); }
 
 const LinearKernels& linear_table(int32_t level) {
 #ifdef BN_LINEAR_AMX
@@ -48,7 +51,7 @@ int64_t fastest_ns(const LinearKernels& table, bool together, LinearArgs args, u
 // in a cycle, which no flag of a processor tells; as both give the same bits, it is tried: 0.2 ms.
 bool together_is_faster(const LinearKernels& table) {
   constexpr int64_t K = 576;
-  const int64_t row = activation_bytes(K), bytes = table.at_once * group_bytes(W4_MIN, K);
+  const int64_t row = activation_bytes(W4_MIN, K), bytes = table.at_once * group_bytes(W4_MIN, K);
   const int64_t n = table.at_once * GROUP;
   std::vector<uint8_t> memory(LINEAR_SCRATCH + bytes + TRIED_ROWS * (row + n * 4) + n * 4 + 64);
   uint8_t* scratch = memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64;
@@ -58,13 +61,18 @@ bool together_is_faster(const LinearKernels& table) {
   return fastest_ns(table, true, args, scratch) < fastest_ns(table, false, args, scratch);
 }
 
-// Groups that are done at once for so many rows.
-int64_t groups_at_once(const LinearKernels& table, int64_t rows) {
-  static std::atomic<int32_t> together{-1};
-  if (rows < SEVERAL_FROM || table.at_once == 1) return 1;
-  int32_t is_faster = together.load(std::memory_order_relaxed);
-  if (is_faster < 0) together = is_faster = together_is_faster(table);
-  return is_faster ? table.at_once : 1;
+// What does several groups together, where that pays for so many rows; or null. That is so in every
+// format but the quantised ones.
+template <bool EXACT>
+LinearUnit together(const LinearKernels& table, int32_t format, int64_t rows) {
+  static std::atomic<int32_t> is_tried{-1};
+  LinearUnit unit = EXACT ? format < NUM_EXACT ? table.several_exact[format] : nullptr
+                          : table.several[format];
+  if (!unit || rows < several_from(format)) return nullptr;
+  if (EXACT || format >= NUM_QUANTISED) return unit;
+  int32_t is_faster = is_tried.load(std::memory_order_relaxed);
+  if (is_faster < 0) is_tried = is_faster = together_is_faster(table);
+  return is_faster ? unit : nullptr;
 }
 
 }  // namespace
@@ -74,13 +82,16 @@ int64_t linear_units(const void* a, const Sizes& sizes) {
   return Cut(sizes.n[args.size]).panels * groups_of(args.n);
 }
 
-int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microseconds
+// Some 3 microseconds, and groups that can go together.
+int64_t linear_grain(const void* a, const Sizes& sizes) {
   const LinearArgs& args = *(const LinearArgs*)a;
   int64_t reading = group_bytes(args.format, args.k) / 3;
   Cut cut(sizes.n[args.size]);
   int64_t rows = cut.panels ? cut.begin(1) : 0, working = rows * args.k * GROUP / 48;
   int64_t grain = 10000 / ((reading > working ? reading : working) + 1) + 1;
-  int64_t at_once = groups_at_once(linear_table(isa()), rows);
+  const LinearKernels& table = linear_table(isa());
+  const bool can = together<false>(table, args.format, rows) || together<true>(table, args.format, rows);
+  const int64_t at_once = can ? table.at_once : 1;
   return (grain + at_once - 1) / at_once * at_once;
 }
 
@@ -95,9 +106,10 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
   for (int64_t i = begin, count; i < end; i += count) {
     const int64_t panel = i / groups, group = i % groups;
     const int64_t first = cut.begin(panel), last = cut.begin(panel + 1);
-    count = EXACT ? 1 : groups_at_once(table, last - first);
-    if (count > 1 && count <= groups - group && count <= end - i) {
-      table.several[args.format](args, group, first, last, scratch);
+    count = table.at_once;
+    LinearUnit several = together<EXACT>(table, args.format, last - first);
+    if (several && count <= groups - group && count <= end - i) {
+      several(args, group, first, last, scratch);
     } else {
       count = 1;
       if (first < last) unit(args, group, first, last, scratch);
@@ -163,7 +175,7 @@ const Kernel HEAD_LINEAR = {"head_linear", head_linear_units, head_linear_grain,
                             head_linear_cost};
 
 struct QuantizeArgs {
-  int32_t size;
+  int32_t format, size;
   const float* x;
   int64_t x_stride, k;
   uint8_t* out;
@@ -180,13 +192,13 @@ void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worke
   const LinearKernels& table = linear_table(isa());
   uint8_t* scratch = worker.scratch(quantize_scratch(args.k));
   for (int64_t i = begin; i < end; i++)
-    table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k),
-                   scratch);
+    table.round(args.format, args.x + i * args.x_stride, args.k,
+                args.out + i * activation_bytes(args.format, args.k), scratch);
 }
 void quantize_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
   const QuantizeArgs& args = *(const QuantizeArgs*)a;
   double rows = (double)sizes.n[args.size];
-  *bytes = rows * (double)(4 * args.k + activation_bytes(args.k));
+  *bytes = rows * (double)(4 * args.k + activation_bytes(args.format, args.k));
   *operations = rows * 4 * (double)args.k;
 }
 const Kernel QUANTIZE = {"quantize", quantize_units, quantize_grain, quantize_run, quantize_cost};
@@ -209,7 +221,7 @@ struct Check {
     factors.assign(groups_of(N) * GROUP, 0.5f);
     want.assign(M * N, 0);
     got.assign(M * N, 0);
-    rows.assign(M * activation_bytes(K) + 64, 0);
+    rows.assign(M * std::max(activation_bytes(W8, K), activation_bytes(BF16_PAIRS, K)) + 64, 0);
     other = rows;
     scratch.assign(LINEAR_SCRATCH + 64, 0);
   }
@@ -261,15 +273,15 @@ struct Check {
     return close();
   }
   // Several groups at once against one after the other: the same bits.
-  bool agree_at_once(const LinearKernels& asked, LinearArgs args, int64_t count) {
-    if (asked.at_once == 1) return true;
+  bool agree_at_once(LinearUnit one, LinearUnit several, int64_t at_once, LinearArgs args,
+                     int64_t count) {
+    if (!several) return true;
     args.out = want.data();
-    for (int64_t g = 0; g < asked.at_once; g++)
-      asked.rounded[args.format](args, g, 0, count, aligned(scratch));
+    for (int64_t g = 0; g < at_once; g++) one(args, g, 0, count, aligned(scratch));
     args.out = got.data();
-    asked.several[args.format](args, 0, 0, count, aligned(scratch));
+    several(args, 0, 0, count, aligned(scratch));
     for (int64_t i = 0; i < count * N; i += N)
-      if (std::memcmp(&want[i], &got[i], sizeof(float) * GROUP * asked.at_once)) return false;
+      if (std::memcmp(&want[i], &got[i], sizeof(float) * GROUP * at_once)) return false;
     return true;
   }
 };
@@ -279,27 +291,33 @@ struct Check {
 
 using namespace banyan;
 
-// Bytes of a packed weight [n, k], and of one row of quantised activations.
+// Whether there are products with weights of BF16_PAIRS, whose activations are rounded to bf16.
+BN_EXPORT int bn_multiplies_pairs() { return multiplies_pairs(isa()); }
+
+// Bytes of a packed weight [n, k], and of one row of activations as its products take it.
 BN_EXPORT int64_t bn_linear_bytes(int32_t format, int64_t n, int64_t k) {
   return groups_of(n) * group_bytes(format, k);
 }
-BN_EXPORT int64_t bn_quantize_bytes(int64_t k) { return activation_bytes(k); }
+BN_EXPORT int64_t bn_quantize_bytes(int32_t format, int64_t k) {
+  return activation_bytes(format, k);
+}
 
-// x: [size, k] fp32, rows x_stride apart; out: [size, bn_quantize_bytes(k)].
-BN_EXPORT void bn_quantize(Program* program, int32_t size, const float* x, int64_t x_stride,
-                           int64_t k, uint8_t* out) {
-  QuantizeArgs args{size, x, x_stride, k, out};
+// Rows for products with weights of a format: in 8 bits, or in bf16 for BF16_PAIRS.
+// x: [size, k] fp32, rows x_stride apart; out: [size, bn_quantize_bytes(format, k)].
+BN_EXPORT void bn_quantize(Program* program, int32_t size, int32_t format, const float* x,
+                           int64_t x_stride, int64_t k, uint8_t* out) {
+  QuantizeArgs args{format, size, x, x_stride, k, out};
   append(program, QUANTIZE, &args, sizeof args, size);
 }
 
-// out = x * transposed(weight) + bias. x: [size, bn_quantize_bytes(k)] as bn_quantize leaves it;
+// out = x * transposed(weight) + bias. x: as bn_quantize leaves it for the format;
 // factors: [n, up to the next multiple of 16]; bias: [n] or null; out: [size, n], rows out_stride
 // apart.
 BN_EXPORT void bn_linear(Program* program, int32_t size, int32_t format, int64_t n, int64_t k,
                          const uint8_t* tiles, const float* factors, const float* bias,
                          const uint8_t* x, float* out, int64_t out_stride) {
-  LinearArgs args{format, size, n, k, tiles, factors, bias, x, activation_bytes(k),
-                  out, out_stride};
+  LinearArgs args{format, size, n, k, tiles, factors, bias, x,
+                  activation_bytes(format, k), out, out_stride};
   append(program, LINEAR, &args, sizeof args, NOT_ROW_WISE);
 }
 
@@ -329,37 +347,49 @@ BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
   Check check;
   check.fill();
   uint8_t *rows = Check::aligned(check.rows), *other = Check::aligned(check.other);
-  int64_t bytes = activation_bytes(Check::K);
-  for (int64_t i = 0; i < Check::M; i++) {
-    const float* x = check.x.data() + i * Check::K;
-    linear_base.quantize(x, Check::K, rows + i * bytes, Check::aligned(check.scratch));
-    asked.quantize(x, Check::K, other + i * bytes, Check::aligned(check.scratch));
-  }
-  if (std::memcmp(rows, other, Check::M * bytes)) {
-    std::snprintf(why, room, "quantised activations differ");
-    return 1;
-  }
   for (int32_t format = 0; format < NUM_FORMATS; format++) {
+    const bool is_exact = format < NUM_EXACT;
+    const bool is_rounded = format < NUM_QUANTISED || format == BF16_PAIRS;
+    if (format == BF16_PAIRS && !multiplies_pairs(isa)) continue;
+    const int64_t bytes = activation_bytes(format, Check::K);
+    for (int64_t i = 0; i < Check::M && (format == 0 || format == BF16_PAIRS); i++) {
+      const float* x = check.x.data() + i * Check::K;
+      uint8_t* scratch = Check::aligned(check.scratch);
+      linear_base.round(format, x, Check::K, rows + i * bytes, scratch);
+      asked.round(format, x, Check::K, other + i * bytes, scratch);
+    }
+    if (std::memcmp(rows, other, Check::M * bytes)) {
+      std::snprintf(why, room, "format %d: rounded activations differ", format);
+      return 1;
+    }
     check.weights(format);
     LinearArgs args{format, 0, Check::N, Check::K, Check::aligned(check.tiles),
                     check.factors.data(), nullptr, rows, bytes, nullptr, Check::N};
     for (int64_t count : {(int64_t)1, Check::M}) {
-      if (format < NUM_QUANTISED &&
+      if (is_rounded &&
           !check.agree(linear_base.rounded[format], asked.rounded[format], args, count)) {
         std::snprintf(why, room, "format %d, %d rows: results differ", format, (int)count);
         return 1;
       }
     }
     for (int64_t count : {(int64_t)1, (int64_t)2, (int64_t)7, Check::M})
-      if (format < NUM_QUANTISED && !check.agree_at_once(asked, args, count)) {
+      if (is_rounded && !check.agree_at_once(asked.rounded[format], asked.several[format],
+                                             asked.at_once, args, count)) {
         std::snprintf(why, room, "format %d, %d rows: groups at once differ", format, (int)count);
         return 1;
       }
     args.x = (const uint8_t*)check.x.data();
     args.x_bytes = Check::K * 4;
     for (int64_t count : {(int64_t)1, (int64_t)9})
-      if (!check.agree(linear_base.exact[format], asked.exact[format], args, count)) {
+      if (is_exact && !check.agree(linear_base.exact[format], asked.exact[format], args, count)) {
         std::snprintf(why, room, "format %d on fp32, %d rows: results differ", format, (int)count);
+        return 1;
+      }
+    for (int64_t count : {(int64_t)7, Check::M})
+      if (is_exact && !check.agree_at_once(asked.exact[format], asked.several_exact[format],
+                                           asked.at_once, args, count)) {
+        std::snprintf(why, room, "format %d on fp32, %d rows: groups at once differ", format,
+                      (int)count);
         return 1;
       }
   }

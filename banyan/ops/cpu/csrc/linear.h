@@ -16,13 +16,16 @@
 // number levels, q is the level.
 // Float weights lie as [group][input][16 outputs]; those of 8 bits (E4M3) in tiles of 32 inputs: scales
 // fp32 [16], which are 2^8 times those of the checkpoint, and the numbers as `load_e4m3` takes them,
-// [four inputs][four outputs][two inputs][output][input].
+// [four inputs][four outputs][two inputs][output][input]. bf16 whose activations are rounded lies as
+// [group][pair of inputs][16 outputs][2], with a zero behind an odd last input: 64 bytes are what
+// vdpbf16ps takes.
 //
 // Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
 // [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block), and what is
 // kept apart: values fp32 [apart], their inputs s32 [apart]. The largest magnitudes of a row are kept
 // apart as they are and count as zero among the values: a few large inputs would otherwise set the
 // scale of their blocks, and most of the rounding error with it.
+// For pairs of bf16 a row is bf16 [inputs], with zeros behind the last up to 16.
 #pragma once
 #include <cstddef>
 
@@ -51,7 +54,9 @@ enum FormatId : int32_t {
   F16 = 13,
   BF16 = 14,
   E4M3 = 15,
-  NUM_FORMATS = 16,
+  NUM_EXACT = 16,  // those before are multiplied with fp32 activations too
+  BF16_PAIRS = 16,
+  NUM_FORMATS = 17,
 };
 
 // What 4 bits stand for where they are no numbers, + the offset of the format.
@@ -106,8 +111,11 @@ constexpr int64_t apart_of(int64_t blocks) {
   return blocks - blocks;
 #endif
 }
-constexpr int64_t activation_bytes(int64_t k) {
-  return (blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8 + 63) / 64 * 64;
+constexpr int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
+constexpr int64_t activation_bytes(int32_t format, int64_t k) {
+  const int64_t bytes =
+      format == BF16_PAIRS ? 2 * k : blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8;
+  return (bytes + 63) / 64 * 64;
 }
 constexpr int64_t E4M3_TILE = GROUP * 4 + GROUP * BLOCK;
 constexpr int e4m3_at(int input, int output) {  // of a tile
@@ -116,6 +124,7 @@ constexpr int e4m3_at(int input, int output) {  // of a tile
 constexpr int64_t group_bytes(int32_t format, int64_t k) {
   return format < NUM_QUANTISED ? blocks_of(k) * FORMATS[format].tile_bytes()
          : format == E4M3       ? blocks_of(k) * E4M3_TILE
+         : format == BF16_PAIRS ? pairs_of(k) * GROUP * 4
                                 : k * GROUP * (format == F32 ? 4 : 2);
 }
 
@@ -125,7 +134,7 @@ struct LinearArgs {
   const uint8_t* tiles;
   const float* factors;  // [groups * 16]
   const float* bias;     // [n] or null
-  const uint8_t* x;      // rows of quantised activations, or of fp32
+  const uint8_t* x;      // rows of rounded activations, or of fp32
   int64_t x_bytes;       // from row to row
   float* out;
   int64_t out_stride;
@@ -135,23 +144,33 @@ struct LinearArgs {
 typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                            uint8_t* scratch);
 constexpr int64_t PANEL_ROWS = 192;
-constexpr size_t LINEAR_SCRATCH = 80 << 10;
+constexpr size_t LINEAR_SCRATCH = 128 << 10;
 
 constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
 
-constexpr int64_t SEVERAL_FROM = 9;
+// Rows from which several groups together pay: fewer go straight from memory, of floats twelve.
+constexpr int64_t several_from(int32_t format) { return format < NUM_QUANTISED ? 9 : 13; }
 
 struct LinearKernels {
   // One row; scratch: quantize_scratch(k).
   void (*quantize)(const float* x, int64_t k, uint8_t* out, uint8_t* scratch);
-  LinearUnit rounded[NUM_QUANTISED];                          // on quantised activations
-  LinearUnit exact[NUM_FORMATS];                              // on fp32 activations
-  // Groups that `several` does together, with the same results; 1: there are none such.
+  void (*round_pairs)(const float* x, int64_t k, uint8_t* out);
+  LinearUnit rounded[NUM_FORMATS];  // on rounded activations; null where there is none
+  LinearUnit exact[NUM_EXACT];      // on fp32 activations
+  // Groups that these do together, with the same results; null where there are none.
   int64_t at_once;
-  LinearUnit several[NUM_QUANTISED];
+  LinearUnit several[NUM_FORMATS];
+  LinearUnit several_exact[NUM_EXACT];
+
+  // One row as products with a format take it.
+  void round(int32_t format, const float* x, int64_t k, uint8_t* out, uint8_t* scratch) const {
+    format == BF16_PAIRS ? round_pairs(x, k, out) : quantize(x, k, out, scratch);
+  }
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
 const LinearKernels& linear_table(int32_t level);
+// Whether those of an instruction set have products with pairs of bf16 on this machine.
+bool multiplies_pairs(int32_t level);
 
 // Rows are cut into panels of nearly equal size, which begin at multiples of 24 (a multiple of what
 // kernels take at once): equal panels are equal work for the threads.

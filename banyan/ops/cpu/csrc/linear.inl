@@ -264,6 +264,21 @@ inline void widen(const Panel& panel, int64_t blocks, float* wide) {
       }
 }
 
+// A chunk of the weights of a group as fp32, [input][16 outputs]; of the formats whose products are
+// those of fp32 then.
+template <FormatId F>
+inline void widen_chunk(const uint8_t* tiles, int64_t first, int64_t count, Panel& panel,
+                        float* wide) {
+  if constexpr (F < NUM_QUANTISED) {
+    unpack(Tile<F>{tiles + first / BLOCK * FORMATS[F].tile_bytes()}, blocks_of(count), panel);
+    widen<F>(panel, blocks_of(count), wide);
+  } else {
+    const uint16_t* from = (const uint16_t*)tiles + first * GROUP;
+    for (int64_t i = 0; i < count * GROUP; i += LANES)
+      store(wide + i, F == F16 ? load_fp16(from + i) : load_bf16(from + i));
+  }
+}
+
 template <FormatId F>
 void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                 uint8_t* scratch) {
@@ -285,37 +300,37 @@ void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
   } else {
     for (; rows.first < args.k; rows.first += EXACT_CHUNK) {
       int64_t here = args.k - rows.first < EXACT_CHUNK ? args.k - rows.first : EXACT_CHUNK;
-      if constexpr (F < NUM_QUANTISED) {
-        Panel& panel = *(Panel*)(wide + EXACT_CHUNK * GROUP);
-        const uint8_t* from = tiles + rows.first / BLOCK * FORMATS[F].tile_bytes();
-        unpack(Tile<F>{from}, blocks_of(here), panel);
-        widen<F>(panel, blocks_of(here), wide);
-      } else if constexpr (F == E4M3) {
+      if constexpr (F == E4M3) {
         const uint8_t* from = tiles + rows.first / BLOCK * E4M3_TILE;
         widen_eighths(from, here, wide);
         eighth_rows<WIDE_ROWS>(wide, from, here, rows, 0, count, acc);
-        continue;
       } else {
-        const uint16_t* from = (const uint16_t*)tiles + rows.first * GROUP;
-        for (int64_t i = 0; i < here * GROUP; i += LANES)
-          store(wide + i, F == F16 ? load_fp16(from + i) : load_bf16(from + i));
+        widen_chunk<F>(tiles, rows.first, here, *(Panel*)(wide + EXACT_CHUNK * GROUP), wide);
+        wide_rows<Floats, WIDE_ROWS>({wide}, here, rows, 0, count, acc);
       }
-      wide_rows<Floats, WIDE_ROWS>({wide}, here, rows, 0, count, acc);
     }
   }
   for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
 }
 
-#define BN_OF_QUANTISED(unit)                                                              \
+// Of the formats that round activations: a template for the quantised ones, and what takes pairs.
+#define BN_OF_ROUNDED(unit, pairs)                                                           \
   {                                                                                          \
     unit<W4>, unit<W4_MIN>, unit<W4_HALVES>, unit<W4_MIN_HALVES>, unit<W5>, unit<W5_MIN>,    \
         unit<W6_HALVES>, unit<W8>, unit<W4_E2M1>, unit<W4_IQ4>, unit<W4_IQ3>,                \
-        unit<W4_IQ2_HALVES>                                                                  \
+        unit<W4_IQ2_HALVES>, nullptr, nullptr, nullptr, nullptr, pairs                       \
   }
-// at_once, several: as in LinearKernels.
-#define BN_LINEAR_KERNELS(at_once, ...)                                                        \
+// Of those that `unit` does with fp32 activations.
+#define BN_OF_WIDE(unit)                                                                     \
   {                                                                                          \
-    quantize_row, BN_OF_QUANTISED(rounded_unit),                                             \
+    unit<W4>, unit<W4_MIN>, unit<W4_HALVES>, unit<W4_MIN_HALVES>, unit<W5>, unit<W5_MIN>,    \
+        unit<W6_HALVES>, unit<W8>, unit<W4_E2M1>, unit<W4_IQ4>, unit<W4_IQ3>,                \
+        unit<W4_IQ2_HALVES>, unit<F32>, unit<F16>, unit<BF16>                                \
+  }
+// round_pairs, at_once and what follows it: as in LinearKernels; pairs: its rounded[BF16_PAIRS].
+#define BN_LINEAR_KERNELS(round_pairs, pairs, at_once, ...)                                  \
+  {                                                                                          \
+    quantize_row, round_pairs, BN_OF_ROUNDED(rounded_unit, pairs),                           \
         {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
          exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,          \
          exact_unit<W4_E2M1>, exact_unit<W4_IQ4>, exact_unit<W4_IQ3>,                        \

@@ -87,7 +87,9 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   const AdapterArgs& a = of(args).adapters;
   if (!a.state->units) return linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
   const AdapterKernels& kernels = adapters_table(isa());
-  const LinearArgs* product = EXACT ? nullptr : &of(args).product;
+  // Its rows serve adapters in 8 bits too, if they are in 8 bits.
+  const bool is_shared = !EXACT && of(args).product.format < NUM_QUANTISED;
+  const LinearArgs* product = is_shared ? &of(args).product : nullptr;
   if (!is_shrunk(*a.state)) shrink(a, product, worker);
   const LinearPlan plan(of(args).product, sizes);
   const AdapterState* next = of(args).next;

@@ -208,5 +208,5 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
 #include "linear.inl"
 
 namespace banyan {
-const LinearKernels linear_avx2 = BN_LINEAR_KERNELS(1, {});
+const LinearKernels linear_avx2 = BN_LINEAR_KERNELS(nullptr, nullptr, 1, {}, {});
 }

@@ -85,5 +85,25 @@ inline void multiply(const Source& w, int64_t blocks, const Rows& rows, int64_t 
 #include "linear.inl"
 
 namespace banyan {
-const LinearKernels linear_base = BN_LINEAR_KERNELS(1, {});
+namespace {
+
+void round_pairs(const float* x, int64_t k, uint8_t* out) {
+  for (int64_t i = 0; i < k; i++) ((uint16_t*)out)[i] = to_bf16(x[i]);
+}
+
+// What vdpbf16ps is checked against, which rounds in an order of its own.
+void pairs_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end, uint8_t*) {
+  const uint16_t* w = (const uint16_t*)(args.tiles + group * group_bytes(BF16_PAIRS, args.k));
+  for (int64_t row = begin; row < end; row++) {
+    const uint16_t* x = (const uint16_t*)(args.x + row * args.x_bytes);
+    float acc[GROUP] = {};
+    for (int64_t k = 0; k < args.k; k++)
+      for (int i = 0; i < GROUP; i++)
+        acc[i] += from_bf16(x[k]) * from_bf16(w[(k / 2 * GROUP + i) * 2 + k % 2]);
+    finish(args, group, row, acc);
+  }
+}
+
+}  // namespace
+const LinearKernels linear_base = BN_LINEAR_KERNELS(round_pairs, pairs_unit, 1, {}, {});
 }

@@ -120,6 +120,20 @@ struct PackArgs {
   }
 };
 
+void pack_pairs(const PackArgs& args, int64_t group, uint8_t* to) {
+  const int64_t pairs = args.k / 2;
+  for (int i = 0; i < args.rows(group); i++) {
+    const uint8_t* row = args.row(group, i);
+    uint8_t* place = to + i * 4;
+    for (int64_t p = 0; p < pairs; p++) std::memcpy(place + p * GROUP * 4, row + p * 4, 4);
+    if (args.k % 2) {
+      const uint32_t zero = 0;
+      std::memcpy(place + pairs * GROUP * 4, &zero, 4);
+      std::memcpy(place + pairs * GROUP * 4, row + pairs * 4, 2);
+    }
+  }
+}
+
 void pack_floats(const PackArgs& args, int64_t group, uint8_t* to) {
   int64_t bytes = args.format == F32 ? 4 : 2;
   for (int i = 0; i < args.rows(group); i++) {
@@ -181,6 +195,7 @@ constexpr PackGroup packer(int32_t source, std::integer_sequence<int, S...>) {
 constexpr auto BLOCK_SOURCES = std::make_integer_sequence<int, NUM_SOURCES - S_Q4_0>();
 
 PackGroup packer_of(const PackArgs& args) {
+  if (args.format == BF16_PAIRS) return pack_pairs;
   if (args.format >= NUM_QUANTISED) return pack_floats;
   if (args.source >= S_Q4_0) return packer(args.source, BLOCK_SOURCES);
   return args.format == W8 ? pack_rounded<W8>
@@ -286,7 +301,7 @@ BN_EXPORT int32_t bn_linear_format(int32_t source) {
 }
 
 // Weights [n, k] as stored, rows row_bytes apart, into tiles of `format`: the type's own, or W8, W4
-// or W4_MIN for floats. tiles: [bn_linear_bytes(format, n, k)]; factors: [n up to a multiple of 16].
+// or W4_MIN for floats, or BF16_PAIRS for bf16. tiles: [bn_linear_bytes(format, n, k)]; factors: [n up to a multiple of 16].
 BN_EXPORT void bn_pack_linear(Program* program, int32_t size, int32_t source, int32_t format,
                               const uint8_t* raw, int64_t row_bytes, int64_t n, int64_t k,
                               uint8_t* tiles, float* factors) {

@@ -21,7 +21,12 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
 
 #include "linear.inl"
 #include "linear_several.inl"
+#include "linear_wide.inl"
+#include "linear_bf16.inl"
 
 namespace banyan {
-const LinearKernels linear_vnni = BN_LINEAR_KERNELS(SEVERAL, BN_OF_QUANTISED(several_unit));
+static_assert(SEVERAL == WIDE_GROUPS && SEVERAL == PAIR_GROUPS, "one number of groups for all formats");
+const LinearKernels linear_vnni = BN_LINEAR_KERNELS(
+    round_pairs, pairs_unit<1>, SEVERAL, BN_OF_ROUNDED(several_unit, pairs_unit<PAIR_GROUPS>),
+    BN_OF_WIDE(wide_unit));
 }
