@@ -3,6 +3,7 @@
 
 All of them are up at once and take turns, so a slower minute of the machine slows all. Beside the
 tokens per second stands what each token costs the server's own process, by its processor time.
+`old@TREE:` is the server of another working tree, for before and after.
 """
 
 import argparse
@@ -28,10 +29,11 @@ _HEAD = (
 )
 
 
-def start(flags: str, model: str, log: Path) -> ServerProcess:
-    port = free_port()
+def start(flags: str, model: str, log: Path, tree: str = "") -> ServerProcess:
+    port, variables = free_port(), {"PYTHONPATH": tree} if tree else {}
     words = [sys.executable, "-m", "banyan", "serve", "--model-path", model, "--port", str(port)]
-    return ServerProcess(Command([*words, *flags.split()], port, {}, os.getcwd()), log)
+    command = Command([*words, *flags.split()], port, variables, tree or os.getcwd())
+    return ServerProcess(command, log)
 
 
 async def streams(server: ServerProcess, number: int, tokens: int) -> tuple[int, float]:
@@ -63,7 +65,7 @@ def _spread(values: list[float], digits: int = 0) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
-    parser.add_argument("servers", nargs="+", help="NAME:FLAGS of banyan serve, each")
+    parser.add_argument("servers", nargs="+", help="NAME[@TREE]:FLAGS of banyan serve")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=4)
@@ -72,8 +74,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for given in options.servers:
-                name, _, flags = given.partition(":")
-                servers[name] = start(flags, options.model, Path(folder) / f"{name}.log")
+                named, _, flags = given.partition(":")
+                name, _, tree = named.partition("@")
+                servers[name] = start(flags, options.model, Path(folder) / f"{name}.log", tree)
             for server in servers.values():
                 server.first_answer({"prompt": "x", "max_tokens": 1}, _START_S)
                 asyncio.run(streams(server, max(options.streams), 8))
