@@ -156,8 +156,8 @@ struct AttentionKernels {
 extern const AttentionKernels attention_base, attention_avx2, attention_avx512;
 const AttentionKernels& attention_table(int32_t level, int head_dim);
 
-// Attention on rounded numbers (attention_pairs_vnni.cpp), where the machine, the pages and the heads have
-// it; or null.
+// Attention on rounded numbers (attention_pairs_vnni.cpp), where the machine, the pages and the heads
+// have it; or null.
 const Kernel* rounding_attention(int32_t cache, int head_dim);
 extern const Kernel attend_float16_pairs, attend_bfloat16_pairs;
 

@@ -104,11 +104,7 @@ std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
   return s.out;
 }
 
-}  // namespace
-
-namespace {
-
-// Whether all numbers are as near as that; else 1, and which are not.
+// 0 where no number is further off than `most`; else 1, and the first that is.
 int differ(const std::vector<float>& found, const std::vector<float>& expected, float most,
            const char* name, int cache, char* why, int32_t room) {
   for (size_t i = 0; i < found.size(); i++)

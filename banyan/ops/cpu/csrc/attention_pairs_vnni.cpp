@@ -1,10 +1,14 @@
 // Attention on rounded numbers, two at a time, for pages of 16-bit floats.
 //
 // q·k: every query becomes integers below 2^15 and every key integers below 2^12, in units of its
-// own: sums are exact. A key's unit is a power of two, so what is within an eighth of its largest number stays
-// as it is in fp16. p·v: exponentials and values are rounded to bf16 and added in fp32, two keys at a time
-// and keys ascending; the sum that divides them is that of the rounded exponentials. A key that has no partner
-// in a query's range goes with a zero in place of it: what lies there may be anything.
+// own; their sums are exact. A key's unit is a power of two, so what is at least half of its largest
+// number stays as it is in fp16. p·v: exponentials and values are rounded to bf16 and added in fp32,
+// two keys at a time and keys ascending; the sum that divides them is that of the rounded
+// exponentials. A key that has no partner in a query's range goes with a zero in place of it: what
+// lies there may be anything.
+//
+// Up to TOGETHER queries, which memory holds up, read pages and round as they go; more of them share
+// blocks that are rounded once. Both see the same numbers in the same order.
 #include <type_traits>
 
 #include "attention_spans.inl"
@@ -18,7 +22,6 @@ constexpr int K_BITS = 12;           // of the magnitude of a key's integers
 constexpr int K_MOST = 4094;         // what fp16 makes of them; bf16 makes less
 constexpr int BLOCK_BYTES = 16384;   // of pairs that stay in the L1 cache while queries meet them
 constexpr int CHUNK = 2 * LANES;     // exponentials that are rounded at once
-constexpr int TOGETHER_AS_THEY_LIE = TOGETHER;  // queries up to which pairs are made as they are used
 
 template <class C>
 struct Bits;  // of a 16-bit float
@@ -38,8 +41,8 @@ inline int groups_of_block(int dim) {
 
 // --- logits --------------------------------------------------------------------------------------
 
-// Per key of a group: by what its numbers become integers, and the unit of these. A key that is not finite
-// gets a unit that is no number.
+// Per key of a group: by what its numbers become integers, and the unit of these. A key that is not
+// finite gets a unit that is no number.
 template <class C>
 void find_units(const uint16_t* k, int64_t stride, int dim, float* factors, float* units) {
   __m256i largest;
@@ -174,8 +177,8 @@ inline __mmask16 lanes_of(Range seen, int i) {
   return (__mmask16)(lanes_below(seen.hi - i) & ~lanes_below(seen.lo - i));
 }
 
-// Logits in units of `unit` become exponentials in bf16, in the first half of their memory: those of the keys
-// seen, and zeros beside them in their chunks.
+// Logits in units of `unit` become exponentials in bf16, in the first half of their memory: those of
+// the keys seen, and zeros beside them in their chunks.
 BN_BF16 Share soften(float* logits, Range seen, float unit, float soft_cap) {
   int begin = seen.lo / CHUNK * CHUNK, end = (seen.hi + CHUNK - 1) / CHUNK * CHUNK;
   if (soft_cap != 0) {
@@ -365,8 +368,6 @@ void weigh_all(const int32_t* p, int count, const Range* seen, Range block, cons
 template <class Cached>
 struct Rounded {
   using C = Cached;
-  static constexpr int AS_THEY_LIE = TOGETHER_AS_THEY_LIE;
-
   struct Room {
     int32_t* block;
     float *units, *q_units;
@@ -422,7 +423,7 @@ struct Rounded {
     int pairs = dim / 2;
     int64_t stride = of.stride(first);
     logits += first * GROUP;
-    if (count <= AS_THEY_LIE)
+    if (count <= TOGETHER)
       return SCORE_LYING[count - 1]((const int32_t*)room.q, pairs, of.k + first, stride, groups,
                                     logits);
     float* units = room.units;
@@ -486,7 +487,7 @@ struct Rounded {
             soften(tile.logits + (size_t)r * SPAN, tile.seen[r], room.q_units[r], a.soft_cap);
     std::memset(tile.values, 0, sizeof(float) * count * dim);
     const int32_t* p = (const int32_t*)tile.logits;
-    if (count <= AS_THEY_LIE)
+    if (count <= TOGETHER)
       return weigh_all(p, count, tile.seen, {of.begin * GROUP, of.end * GROUP},
                        ValuesAsTheyLie<C>{of.v, dim}, tile.values);
     for (int g = of.begin, groups; g < of.end; g += groups) {

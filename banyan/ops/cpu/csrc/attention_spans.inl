@@ -1,9 +1,9 @@
-// What every arithmetic of attention shares, for one instruction set: shares of spans and their folding,
-// the pages of a unit, and the walk of a unit over its spans.
+// What every arithmetic of attention shares, for one instruction set: shares of spans and their
+// folding, the pages of a unit, and the walk of a unit over its spans. It writes no pages.
 //
-// An arithmetic is a class with the number type of the cache, C; what it needs beside the tile, `bytes`;
-// `take`, which brings in the query of a pair; and `attend_span`, which leaves shares and weighted values
-// of every pair of the tile in one span. It knows nothing of pages that are written.
+// An arithmetic is a class with the number type of the cache, C; `bytes`, what it needs beside the
+// tile; `take`, which brings in the query of a pair; and `attend_span`, which leaves shares and
+// weighted values of every pair of the tile in one span.
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -15,9 +15,9 @@
 namespace banyan {
 namespace {
 
-constexpr int GROUPS = SPAN / GROUP;       // of a span
-constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
-constexpr int AHEAD = 6;                   // groups that are fetched before they are needed
+constexpr int GROUPS = SPAN / GROUP;  // of a span
+constexpr int TOGETHER = 6;           // queries whose sums are in registers at once
+constexpr int AHEAD = 6;              // groups that are fetched before they are needed
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -297,7 +297,8 @@ void attend(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& 
     int32_t position = a.plan->queries[unit(then).first_query].position;
     int64_t first = unit(then).first_span * SPAN;
     if (first < first_seen(position, a.window)) first = first_seen(position, a.window);
-    attend_unit<A>(a, unit(i), head(i), Pages<typename A::C>(a, unit(then), head(then)).k(first), worker);
+    Pages<typename A::C> pages(a, unit(then), head(then));
+    attend_unit<A>(a, unit(i), head(i), pages.k(first), worker);
   }
 }
 
