@@ -13,9 +13,10 @@ from banyan.bench.probe import Machine
 from banyan.config.card import STATE, ModelCard
 from banyan.formats.mapped import TensorInfo
 
-FP32, INT8 = "fp32", "int8"
+FP32, INT8, BF16 = "fp32", "int8", "bf16"
 
 _ON_INT8 = frozenset(("linear", "experts_in", "experts_out"))
+_ON_BF16 = "linear_bf16"
 _WIDE = 28
 
 
@@ -27,7 +28,7 @@ class OpCost:
         seconds: what it took.
         bytes: that it must read from memory.
         operations: multiplications plus additions that it must do.
-        arithmetic: FP32 or INT8: which peak bounds the operations.
+        arithmetic: FP32, INT8 or BF16: which peak bounds the operations.
     """
 
     name: str
@@ -62,9 +63,10 @@ class OpRow:
 
 
 def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
-    """(seconds, what limits it). An unknown int8 peak leaves the memory as the only bound."""
+    """(seconds, what limits it). An unknown peak leaves the memory as the only bound."""
     memory_s = cost.bytes / machine.read_bytes_s
-    peak = machine.int8_ops_s if cost.arithmetic == INT8 else machine.fp32_ops_s
+    peaks = {FP32: machine.fp32_ops_s, INT8: machine.int8_ops_s, BF16: machine.bf16_ops_s}
+    peak = peaks[cost.arithmetic]
     compute_s = cost.operations / peak if peak else 0.0
     return max((memory_s, "memory"), (compute_s, cost.arithmetic))
 
@@ -72,7 +74,8 @@ def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
 def merged(times: Iterable[OpTime]) -> list[OpCost]:
     """Stages of one name, such as the same op of every layer, as one op: "linear × 30".
 
-    The ops of `_ON_INT8` multiply 8-bit activations; all others compute in fp32.
+    The ops of `_ON_INT8` multiply 8-bit activations, `_ON_BF16` those in bf16; all others compute
+    in fp32.
     """
     stages: dict[str, list[OpTime]] = {}
     for time in times:
@@ -83,10 +86,16 @@ def merged(times: Iterable[OpTime]) -> list[OpCost]:
             sum(stage.seconds for stage in same),
             sum(stage.bytes for stage in same),
             sum(stage.operations for stage in same),
-            FP32 if _ON_INT8.isdisjoint(name.split(" + ")) else INT8,
+            _arithmetic(name.split(" + ")),
         )
         for name, same in stages.items()
     ]
+
+
+def _arithmetic(ops: list[str]) -> str:
+    if _ON_BF16 in ops:
+        return BF16
+    return FP32 if _ON_INT8.isdisjoint(ops) else INT8
 
 
 def op_rows(costs: Sequence[OpCost], step_s: float, machine: Machine) -> list[OpRow]:

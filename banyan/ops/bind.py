@@ -200,11 +200,11 @@ TOOLKITS: Table[OpenToolkit] = Table(
 )
 """Opens what the kernels of a device share, for (threads of a rank, wishes)."""
 
-PROBES: Table[Callable[[Any], tuple[float, float, float]]] = Table(
+PROBES: Table[Callable[[Any], tuple[float, float, float, float]]] = Table(
     "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
 )
-"""Measures what a device's toolkit can do at most, per second: bytes read, fp32 operations, int8
-operations (0 where the instruction set has none)."""
+"""Measures what a device's toolkit can do at most, per second: bytes read, operations in fp32, in
+int8 and in bf16 (0 where the machine has none)."""
 
 
 def open_toolkit(platform: str, threads: int, wishes: Mapping[str, str]) -> Toolkit:

@@ -29,7 +29,7 @@ class OpMeter:
         runner: ModelRunner,
         sizes: RunnerSizes,
         threads: int,
-        probe: Callable[[], tuple[float, float, float]],
+        probe: Callable[[], tuple[float, float, float, float]],
     ) -> None:
         self.threads = threads
         self._runner = runner
@@ -43,9 +43,9 @@ class OpMeter:
         """Whether the ops of this model's steps can be timed."""
         return self._runner.is_recorded
 
-    def peaks(self) -> tuple[float, float, float]:
-        """What these kernels can do at most on this machine, per second: bytes read, fp32
-        operations, int8 operations (0 where the instruction set has none)."""
+    def peaks(self) -> tuple[float, float, float, float]:
+        """What these kernels can do at most on this machine, per second: bytes read,
+        operations in fp32, in int8 and in bf16 (0 where the machine has none)."""
         return self._probe()
 
     def measure(self, rows: int, start: int, count: int) -> list[OpTime]:

@@ -3,11 +3,21 @@
 import pytest
 
 from banyan.bench.probe import Machine
-from banyan.bench.roofline import FP32, INT8, OpCost, bound, merged, op_rows, table, whole_step
+from banyan.bench.roofline import (
+    BF16,
+    FP32,
+    INT8,
+    OpCost,
+    bound,
+    merged,
+    op_rows,
+    table,
+    whole_step,
+)
 from banyan.config.card import ModelCard
 from banyan.formats.mapped import TensorInfo
 
-MACHINE = Machine(cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9)
+MACHINE = Machine(cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9, bf16_ops_s=200e9)
 CARD = ModelCard(
     path="x", format="gguf", architecture="LlamaForCausalLM", model_type="llama", vocab_size=100,
     hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
@@ -21,6 +31,7 @@ CARD = ModelCard(
         (OpCost("gemv", 1.0, bytes=10e9, operations=20e9), 1.0, "memory"),
         (OpCost("gemm", 1.0, bytes=1e9, operations=50e9), 0.5, FP32),
         (OpCost("gemm", 1.0, bytes=1e9, operations=50e9, arithmetic=INT8), 0.125, INT8),
+        (OpCost("gemm", 1.0, bytes=1e9, operations=50e9, arithmetic=BF16), 0.25, BF16),
     ],
 )
 def test_an_op_is_bound_by_the_slower_of_memory_and_arithmetic(
@@ -81,7 +92,8 @@ def test_an_embedding_beside_an_untied_output_is_not_read_through() -> None:
 
 def test_a_machine_says_what_was_not_measured() -> None:
     assert "int8 not measured" in str(Machine(2, 10e9, 100e9))
-    assert "int8 400 GOP/s" in str(MACHINE)
+    assert "int8 400 GOP/s, bf16 200 GFLOP/s" in str(MACHINE)
+    assert "bf16" not in str(Machine(2, 10e9, 100e9))
     assert Machine(2, 10e9, 100e9).keys()["int8_gop_s"] is None
 
 
@@ -90,7 +102,9 @@ def test_the_same_op_of_every_layer_is_one_row() -> None:
         OpCost("linear", 0.002, 10.0, 100.0),
         OpCost("norm", 0.001, 1.0, 2.0),
         OpCost("linear", 0.003, 20.0, 200.0),
+        OpCost("linear_bf16 + adapters", 0.001, 1.0, 2.0),
     ]
-    linear, norm = merged(stages)
+    linear, norm, pairs = merged(stages)
+    assert pairs.arithmetic == BF16
     assert linear == OpCost("linear × 2", pytest.approx(0.005), 30.0, 300.0, INT8)
     assert norm == OpCost("norm", 0.001, 1.0, 2.0, FP32)

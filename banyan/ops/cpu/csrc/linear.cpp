@@ -130,6 +130,8 @@ void linear_cost(const void* a, const Sizes& sizes, double* bytes, double* opera
 }
 
 const Kernel LINEAR = {"linear", linear_units, linear_grain, linear_run<false>, linear_cost};
+const Kernel LINEAR_BF16 = {"linear_bf16", linear_units, linear_grain, linear_run<false>,
+                            linear_cost};
 const Kernel LINEAR_EXACT = {"linear_exact", linear_units, linear_grain, linear_run<true>,
                              linear_cost};
 
@@ -320,7 +322,7 @@ BN_EXPORT void bn_linear(Program* program, int32_t size, int32_t format, int64_t
                          const uint8_t* x, float* out, int64_t out_stride) {
   LinearArgs args{format, size, n, k, tiles, factors, bias, x,
                   activation_bytes(format, k), out, out_stride};
-  append(program, LINEAR, &args, sizeof args, NOT_ROW_WISE);
+  append(program, format == BF16_PAIRS ? LINEAR_BF16 : LINEAR, &args, sizeof args, NOT_ROW_WISE);
 }
 
 // The same on fp32 activations, which are not rounded. x: [size, k], rows x_stride apart.

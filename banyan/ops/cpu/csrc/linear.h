@@ -198,9 +198,9 @@ struct LinearPlan {
 };
 }  // namespace
 
-// Products on rounded activations and on fp32, as the kernels of a Program; what works beside one
+// Products on activations in 8 bits, in bf16 and in fp32, as the kernels of a Program; what works beside one
 // calls its parts.
-extern const Kernel LINEAR, LINEAR_EXACT;
+extern const Kernel LINEAR, LINEAR_BF16, LINEAR_EXACT;
 int64_t linear_units(const void* args, const Sizes& sizes);
 int64_t linear_grain(const void* args, const Sizes& sizes);
 template <bool EXACT>

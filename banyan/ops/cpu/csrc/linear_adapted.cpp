@@ -119,24 +119,27 @@ void cost(const void* args, const Sizes& sizes, double* bytes, double* operation
 }
 
 const Kernel ADAPTED = {"linear + adapters", units, grain, run<false>, cost};
+const Kernel ADAPTED_BF16 = {"linear_bf16 + adapters", units, grain, run<false>, cost};
 const Kernel ADAPTED_EXACT = {"linear_exact + adapters", units, grain, run<true>, cost};
 
 }  // namespace
 
 bool join_product(Program* program, int32_t size, const AdapterArgs& adapters) {
   static_assert(TILE == GROUP, "a unit of a product is a tile of the adapters'");
-  const Kernel* const kernels[] = {&LINEAR, &LINEAR_EXACT};
-  for (const Kernel* kernel : kernels) {
-    const LinearArgs* product = (const LinearArgs*)last_args(program, *kernel);
+  const Kernel* const kernels[][2] = {
+      {&LINEAR, &ADAPTED}, {&LINEAR_BF16, &ADAPTED_BF16}, {&LINEAR_EXACT, &ADAPTED_EXACT}};
+  for (auto [alone, adapted] : kernels) {
+    const LinearArgs* product = (const LinearArgs*)last_args(program, *alone);
     if (!product || product->out != adapters.out || product->n != adapters.outputs ||
         product->out_stride != adapters.out_stride || product->size != size)
       continue;
     AdaptedArgs args{*product, adapters, nullptr};
-    for (const Kernel* before : {&ADAPTED, &ADAPTED_EXACT})
-      if (AdaptedArgs* newest = (AdaptedArgs*)newest_args(program, *before); newest && !newest->next)
+    for (auto before : kernels)
+      if (AdaptedArgs* newest = (AdaptedArgs*)newest_args(program, *before[1]);
+          newest && !newest->next)
         newest->next = adapters.state;
     take_back(program);
-    append(program, kernel == &LINEAR ? ADAPTED : ADAPTED_EXACT, &args, sizeof args, NOT_ROW_WISE);
+    append(program, *adapted, &args, sizeof args, NOT_ROW_WISE);
     return true;
   }
   return false;

@@ -5,7 +5,7 @@ using namespace banyan;
 namespace {
 
 struct Args {
-  int32_t kind;  // 0 fp32, 1 8 bits, 2 reading
+  int32_t kind;  // 0 fp32, 1 8 bits, 2 reading, 3 bf16
   int64_t amount;
   const float* data;
   double* done;  // [threads] operations or bytes
@@ -41,7 +41,7 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
       (void)sum;
       a.done[i] = 4.0 * (double)count;
     } else {
-      a.done[i] = (a.kind ? k.small_products : k.products)(a.amount);
+      a.done[i] = (a.kind == 3 ? k.pair_products : a.kind ? k.small_products : k.products)(a.amount);
     }
   }
 }
@@ -50,8 +50,8 @@ const Kernel PROBE = {"probe", units, grain, run, cost};
 
 }  // namespace
 
-// As many pieces as rows of the op. kind: 0 fp32 products, 1 8-bit products (amount: rounds), 2
-// reading `amount` floats of `data`. done: [pieces] operations or bytes.
+// As many pieces as rows of the op. kind: 0 fp32 products, 1 8-bit products, 3 bf16 products
+// (amount: rounds), 2 reading `amount` floats of `data`. done: [pieces] operations or bytes.
 BN_EXPORT void bn_probe(Program* program, int32_t size, int32_t kind, int64_t amount,
                         const float* data, double* done) {
   (void)size;

@@ -52,6 +52,22 @@ double small_products(int64_t rounds) {
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+__attribute__((target("avx512bf16"))) double pair_products(int64_t rounds) {
+  if (!has_bf16_products()) return 0;
+  __m512 sums[CHAINS] = {};
+  const __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f80);
+  for (int64_t i = 0; i < rounds; i++)
+    for (__m512& s : sums) {
+      s = _mm512_dpbf16_ps(s, x, x);
+      asm volatile("" : "+v"(s));
+    }
+  return 2.0 * 32 * CHAINS * (double)rounds;
+}
+#else
+double pair_products(int64_t) { return 0; }
+#endif
+
 float read_all(const float* data, int64_t count) {
   constexpr int AT_ONCE = 8;
   vf sums[AT_ONCE] = {};
