@@ -345,7 +345,7 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
-    def probe() -> tuple[float, float, float]:
+    def probe() -> tuple[float, float, float, float]:
         return PROBES.load(device)(recorder)
 
     return OpMeter(
