@@ -1,7 +1,6 @@
 """One static batch over a scripted engine, and the figures made of its times."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -29,15 +28,14 @@ class ScriptedLink:
         self._made: dict[RequestId, int] = {}
         self._limit: dict[RequestId, int] = {}
 
-    async def send(self, messages: list[Message]) -> None:
+    def send(self, messages: list[Message]) -> None:
         self.sent += messages
         for message in messages:
             if isinstance(message, Generate):
                 self._made[message.request] = 0
                 self._limit[message.request] = message.sampling.max_new_tokens
 
-    async def receive(self) -> list[Event]:
-        await asyncio.sleep(0)
+    def receive(self) -> list[Event]:
         events: list[Event] = [Stats(), Tokens(RequestId("someone else"), 0, ONE)]
         if self._refuse:
             return [Failed(next(iter(self._made)), 400, self._refuse)]
@@ -51,6 +49,9 @@ class ScriptedLink:
             if made + 1 == self._limit[request]:
                 events.append(Finished(request, "length", 4, made + 1, 0))
         return events
+
+    def listen(self, bell: Callable[[], None] | None) -> None:
+        """There is something at any time."""
 
     def close(self) -> None:
         pass
