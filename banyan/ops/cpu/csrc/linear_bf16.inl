@@ -3,6 +3,8 @@
 //
 // A (row, output) is one sum, from zero, pairs of inputs in rising order, whatever goes together.
 // Weights are used as they lie: nothing is brought to another form first.
+#include <utility>
+
 #ifndef BN_BF16_TARGET
 #define BN_BF16_TARGET __attribute__((target("avx512bf16")))
 #endif
