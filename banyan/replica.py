@@ -254,6 +254,7 @@ def _settle_the_bursts(
             "recorded ones can follow each other by themselves",
             hint="leave the flag out",
         )
+    log.debug("set burst=1 because steps are %s here", runner.how)
     return with_settings(config, {_BURST: 1}), settings | {_BURST: 1}
 
 

@@ -6,9 +6,12 @@ Where the flags leave their number open there is one step beside what they do no
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
+from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+
+log = logger(__name__)
 
 
 def check_the_bursts(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -43,5 +46,6 @@ def check_the_bursts(config: Config, card: ModelCard, environment: Environment) 
                 hint="leave one of them out",
             )
         if is_there:
+            log.debug("set burst=1 because of %s: %s", what, why)
             return replace(config, schedule=replace(config.schedule, burst=1))
     return config

@@ -53,6 +53,26 @@ Isa highest() {
 
 std::atomic<int32_t> chosen{-1}, byte_lookup{-1}, bf16_products{-1};
 
+struct Answer {  // of the cpuid instruction
+  uint32_t a, b, c, d;
+};
+
+// A bit of what the processor says of leaf 7, asked once; 0 where there is no VNNI either.
+bool remembered(std::atomic<int32_t>& found, uint32_t part, uint32_t Answer::* reg, int bit) {
+  int32_t now = found.load(std::memory_order_relaxed);
+  if (now >= 0) return now;
+  now = 0;
+#if defined(__x86_64__)
+  Answer said;
+  if (detect() >= VNNI && __get_cpuid_count(7, part, &said.a, &said.b, &said.c, &said.d))
+    now = said.*reg >> bit & 1;
+#else
+  (void)part, (void)reg, (void)bit;
+#endif
+  found.store(now, std::memory_order_relaxed);
+  return now;
+}
+
 }  // namespace
 
 Isa isa() {
@@ -63,29 +83,8 @@ Isa isa() {
   return (Isa)now;
 }
 
-bool has_byte_lookup() {
-  int32_t found = byte_lookup.load(std::memory_order_relaxed);
-  if (found >= 0) return found;
-  found = 0;
-#if defined(__x86_64__)
-  uint32_t a, b, c, d;
-  if (detect() >= VNNI && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found = c >> 1 & 1;
-#endif
-  byte_lookup.store(found, std::memory_order_relaxed);
-  return found;
-}
-
-bool has_bf16_products() {
-  int32_t found = bf16_products.load(std::memory_order_relaxed);
-  if (found >= 0) return found;
-  found = 0;
-#if defined(__x86_64__)
-  uint32_t a, b, c, d;
-  if (detect() >= VNNI && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found = a >> 5 & 1;
-#endif
-  bf16_products.store(found, std::memory_order_relaxed);
-  return found;
-}
+bool has_byte_lookup() { return remembered(byte_lookup, 0, &Answer::c, 1); }
+bool has_bf16_products() { return remembered(bf16_products, 1, &Answer::a, 5); }
 
 }  // namespace banyan
 

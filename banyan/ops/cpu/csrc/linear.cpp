@@ -92,7 +92,8 @@ int64_t linear_grain(const void* a, const Sizes& sizes) {
   int64_t rows = cut.panels ? cut.begin(1) : 0, working = rows * args.k * GROUP / 48;
   int64_t grain = 10000 / ((reading > working ? reading : working) + 1) + 1;
   const LinearKernels& table = linear_table(isa());
-  const bool can = together<false>(table, args.format, rows) || together<true>(table, args.format, rows);
+  const bool can =
+      together<false>(table, args.format, rows) || together<true>(table, args.format, rows);
   const int64_t at_once = can ? table.at_once : 1;
   return (grain + at_once - 1) / at_once * at_once;
 }
