@@ -56,6 +56,7 @@ def test_answers_with_and_without_bursts_are_the_same_and_take_fewer_plans(plain
     found, plans = plans_of(bursting, prompt=prompts)
     assert found == right
     assert plans < LONG["max_new_tokens"] / 2
+    assert plans_of(plain, prompt=prompts[0])[1] > LONG["max_new_tokens"] / 2
 
 
 @pytest.mark.parametrize(
