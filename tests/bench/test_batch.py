@@ -103,8 +103,21 @@ def test_steps_that_arrive_together_share_the_time_since_the_last(
     assert batch._gaps(arrivals) == gaps
 
 
+def test_steps_that_come_in_halves_of_a_burst_have_its_latency() -> None:
+    """Four steps in 80 ms, then four in none: neither is what a step takes."""
+    gaps = [0.02] * 4 + [0.0] * 4
+    keys = results("default", 2, 100, 33, BatchTimes(0.5, gaps * 4))
+    assert keys["median_decode_latency"] == pytest.approx(0.01)
+
+
+def test_the_median_leaves_out_a_step_that_took_long() -> None:
+    keys = results("default", 2, 100, 101, BatchTimes(0.5, [0.01] * 50 + [1.0] + [0.01] * 49))
+    assert keys["median_decode_latency"] == pytest.approx(0.01)
+
+
 def test_the_keys_and_figures_of_a_batch() -> None:
     keys = results("default", 2, 100, 4, BatchTimes(0.5, [0.1, 0.1, 0.4]))
+    each = pytest.approx(0.2)
     assert keys == {
         "run_name": "default",
         "batch_size": 2,
@@ -112,8 +125,8 @@ def test_the_keys_and_figures_of_a_batch() -> None:
         "output_len": 4,
         "prefill_latency": 0.5,
         "prefill_throughput": 400.0,
-        "median_decode_latency": 0.1,
-        "median_decode_throughput": 20.0,
+        "median_decode_latency": each,
+        "median_decode_throughput": pytest.approx(10.0),
         "total_latency": pytest.approx(1.1),
         "overall_throughput": pytest.approx(208 / 1.1),
     }
