@@ -71,6 +71,7 @@ from banyan.opening import (
     plan_the_memory,
     runner_sizes,
 )
+from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
 from banyan.parallel.collectives import Meeting
 from banyan.parallel.gloo import own_address
@@ -346,7 +347,7 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
-    def probe() -> tuple[float, float, float, float]:
+    def probe() -> Peaks:
         return PROBES.load(device)(recorder)
 
     return OpMeter(

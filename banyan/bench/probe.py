@@ -22,6 +22,7 @@ class Machine:
         read_bytes_s: memory read by all cores at once.
         fp32_ops_s: multiplications and additions in float32.
         int8_ops_s, bf16_ops_s: the same in int8 and in bf16; None where nothing here measures it.
+        passing_s: what one core wrote is there for the next one after so long; None likewise.
     """
 
     cores: int
@@ -29,6 +30,7 @@ class Machine:
     fp32_ops_s: float
     int8_ops_s: float | None = None
     bf16_ops_s: float | None = None
+    passing_s: float | None = None
 
     def keys(self) -> dict[str, object]:
         return {
@@ -37,6 +39,7 @@ class Machine:
             "fp32_gflop_s": self.fp32_ops_s / 1e9,
             "int8_gop_s": None if self.int8_ops_s is None else self.int8_ops_s / 1e9,
             "bf16_gflop_s": None if self.bf16_ops_s is None else self.bf16_ops_s / 1e9,
+            "passing_ns": None if self.passing_s is None else self.passing_s * 1e9,
         }
 
     def __str__(self) -> str:
@@ -44,9 +47,10 @@ class Machine:
         if self.int8_ops_s is not None:
             int8 = f"int8 {self.int8_ops_s / 1e9:.0f} GOP/s"
         bf16 = f", bf16 {self.bf16_ops_s / 1e9:.0f} GFLOP/s" if self.bf16_ops_s else ""
+        passing = f", {self.passing_s * 1e9:.0f} ns from core to core" if self.passing_s else ""
         return (
             f"{self.cores} cores, read {self.read_bytes_s / 1e9:.1f} GB/s, "
-            f"fp32 {self.fp32_ops_s / 1e9:.0f} GFLOP/s, {int8}{bf16}"
+            f"fp32 {self.fp32_ops_s / 1e9:.0f} GFLOP/s, {int8}{bf16}{passing}"
         )
 
 

@@ -21,6 +21,7 @@ from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 
 if TYPE_CHECKING:
+    from banyan.ops.api import Peaks
     from banyan.runner.meter import OpMeter
 
 _CACHE_BYTES = 4
@@ -129,8 +130,19 @@ def measure(
     for phase in sorted(phases, key=lambda phase: phase.title):
         costs[phase] = roofline.merged(meter.measure(phase.rows, phase.start, phase.count))
         progress(len(costs), len(phases))
-    machine = Machine(meter.threads, *meter.peaks())
+    machine = _machine(meter.threads, meter.peaks())
     return Rooflines(machine, card, chunk, costs, arithmetic, meter)
+
+
+def _machine(threads: int, peaks: "Peaks") -> Machine:
+    return Machine(
+        threads,
+        peaks.read_bytes_s,
+        peaks.fp32_ops_s,
+        peaks.int8_ops_s,
+        peaks.bf16_ops_s,
+        peaks.passing_s,
+    )
 
 
 def _phases(batch_size: int, input_len: int, output_len: int, chunk: int) -> list[Phase]:

@@ -44,6 +44,23 @@ class OpTime:
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """What a device can do at most.
+
+    Attributes:
+        read_bytes_s: memory read per second, by all cores.
+        fp32_ops_s, int8_ops_s, bf16_ops_s: operations per second; 0 where it has none.
+        passing_s: what one core wrote is there for the next one after so long; 0 with one core.
+    """
+
+    read_bytes_s: float
+    fp32_ops_s: float
+    int8_ops_s: float
+    bf16_ops_s: float
+    passing_s: float
+
+
+@dataclass(frozen=True)
 class BurstInputs:
     """What changes from step to step of a burst, and when it ends. All on the host.
 

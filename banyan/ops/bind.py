@@ -15,7 +15,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
-from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Recorder
+from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Peaks, Recorder
 from banyan.ops.index_api import IndexShape
 from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.ops.rounded_inputs import STATIC
@@ -200,11 +200,10 @@ TOOLKITS: Table[OpenToolkit] = Table(
 )
 """Opens what the kernels of a device share, for (threads of a rank, wishes)."""
 
-PROBES: Table[Callable[[Any], tuple[float, float, float, float]]] = Table(
+PROBES: Table[Callable[[Any], Peaks]] = Table(
     "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
 )
-"""Measures what a device's toolkit can do at most, per second: bytes read, operations in fp32, in
-int8 and in bf16 (0 where the machine has none)."""
+"""Measures what a device's toolkit can do at most."""
 
 
 def open_toolkit(platform: str, threads: int, wishes: Mapping[str, str]) -> Toolkit:

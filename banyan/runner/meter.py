@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId, SlotId, StepId
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling import SamplingParams
-from banyan.ops.api import OpTime
+from banyan.ops.api import OpTime, Peaks
 from banyan.runner.runner import ModelRunner, RunnerSizes
 
 _RUNS = 9
@@ -29,7 +29,7 @@ class OpMeter:
         runner: ModelRunner,
         sizes: RunnerSizes,
         threads: int,
-        probe: Callable[[], tuple[float, float, float, float]],
+        probe: Callable[[], Peaks],
     ) -> None:
         self.threads = threads
         self._runner = runner
@@ -43,9 +43,8 @@ class OpMeter:
         """Whether the ops of this model's steps can be timed."""
         return self._runner.is_recorded
 
-    def peaks(self) -> tuple[float, float, float, float]:
-        """What these kernels can do at most on this machine, per second: bytes read,
-        operations in fp32, in int8 and in bf16 (0 where the machine has none)."""
+    def peaks(self) -> Peaks:
+        """What these kernels can do at most on this machine, now."""
         return self._probe()
 
     def measure(self, rows: int, start: int, count: int) -> list[OpTime]:

@@ -95,6 +95,8 @@ def test_a_machine_says_what_was_not_measured() -> None:
     assert "int8 400 GOP/s, bf16 200 GFLOP/s" in str(MACHINE)
     assert "bf16" not in str(Machine(2, 10e9, 100e9))
     assert Machine(2, 10e9, 100e9).keys()["int8_gop_s"] is None
+    assert "core to core" not in str(MACHINE)
+    assert "30 ns from core to core" in str(Machine(2, 10e9, 100e9, passing_s=30e-9))
 
 
 def test_the_same_op_of_every_layer_is_one_row() -> None:

@@ -4,27 +4,26 @@ import time
 
 import numpy as np
 
+from banyan.ops.api import Peaks
 from banyan.ops.cpu.library import Library
 
 _READ_FLOATS = 64 << 20
 """256 MiB: well beyond any cache, so that reading it means reading memory."""
 _ROUNDS = 1_000_000
+_TURNS = 20_000
 _PIECES_PER_THREAD = 4
 _RUNS = 5
 
 
-def measure_peaks(library: Library) -> tuple[float, float, float, float]:
-    """Best of five runs, half a second in all.
-
-    returns: bytes read per second, and operations per second in fp32, in int8 and in bf16 (0 where
-    the machine has none).
-    """
+def measure_peaks(library: Library) -> Peaks:
+    """Best of five runs, half a second in all."""
     data = np.ones(_READ_FLOATS, np.float32)
-    return (
+    return Peaks(
         _best(library, 2, _READ_FLOATS, data),
         _best(library, 0, _ROUNDS, data),
         _best(library, 1, _ROUNDS, data),
         _best(library, 3, _ROUNDS, data),
+        _passing(library),
     )
 
 
@@ -36,4 +35,19 @@ def _best(library: Library, kind: int, amount: int, data: np.ndarray) -> float:
         began = time.perf_counter()
         library.call("bn_probe", pieces, kind, amount, data.ctypes.data, done.ctypes.data)
         best = max(best, float(done.sum()) / (time.perf_counter() - began))
+    return best
+
+
+def _passing(library: Library) -> float:
+    """Seconds from core to core; 0 where a thread is alone, or the others do not come."""
+    if library.threads < 2:
+        return 0.0
+    best = 0.0
+    for _ in range(_RUNS):
+        line = np.zeros(1, np.int64)
+        began = time.perf_counter()
+        library.call("bn_probe_passing", library.threads, _TURNS, line.ctypes.data)
+        took = time.perf_counter() - began
+        if line[0] > 0 and (not best or took / line[0] < best):
+            best = took / int(line[0])
     return best

@@ -48,6 +48,28 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
 
 const Kernel PROBE = {"probe", units, grain, run, cost};
 
+struct Passing {
+  int64_t turns;
+  int64_t* line;
+};
+
+constexpr int PATIENCE = 1 << 20;  // looks, of some ns each
+
+// Threads count up a number one after the other, each when it sees that its turn has come.
+void pass_on(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
+  const Passing& a = *(const Passing*)args;
+  for (int64_t i = begin; i < end; i++)
+    for (int64_t turn = 0; turn < a.turns; turn++) {
+      const int64_t mine = turn * sizes.n[TOKENS] + i;
+      int64_t now = 0;
+      for (int looks = 0; (now = __atomic_load_n(a.line, __ATOMIC_ACQUIRE)) != mine; looks++)
+        if (now < 0 || looks == PATIENCE) return __atomic_store_n(a.line, -1, __ATOMIC_RELEASE);  // somebody has not come
+      __atomic_store_n(a.line, mine + 1, __ATOMIC_RELEASE);
+    }
+}
+
+const Kernel PASSING = {"passing", units, grain, pass_on, cost};
+
 }  // namespace
 
 // As many pieces as rows of the op. kind: 0 fp32 products, 1 8-bit products, 3 bf16 products
@@ -57,4 +79,11 @@ BN_EXPORT void bn_probe(Program* program, int32_t size, int32_t kind, int64_t am
   (void)size;
   Args args{kind, amount, data, done};
   append(program, PROBE, &args, sizeof args, NOT_ROW_WISE);
+}
+// A number in one cache line goes around all threads, a row of the op each. line: [1], 0; then how often
+// it was passed on, or below 0 where a thread did not come.
+BN_EXPORT void bn_probe_passing(Program* program, int32_t size, int64_t turns, int64_t* line) {
+  (void)size;
+  Passing args{turns, line};
+  append(program, PASSING, &args, sizeof args, NOT_ROW_WISE);
 }

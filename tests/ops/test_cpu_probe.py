@@ -1,0 +1,32 @@
+"""What the machine can do at most, as the compiled library finds it."""
+
+import numpy as np
+import pytest
+
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.probe import measure_peaks
+
+
+@pytest.fixture
+def library(path):
+    library = Library(path, 2)
+    yield library
+    library.close()
+
+
+def test_peaks_are_measured_on_all_threads(library: Library) -> None:
+    peaks = measure_peaks(library)
+    assert peaks.read_bytes_s > 1e8 and peaks.fp32_ops_s > 1e8
+    assert peaks.int8_ops_s >= 0 and peaks.bf16_ops_s >= 0
+
+
+def test_a_number_goes_around_all_threads(library: Library) -> None:
+    line = np.zeros(1, np.int64)
+    library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
+    assert line[0] in (10 * library.threads, -1)  # -1: a busy machine let a thread come too late
+
+
+def test_who_waits_for_a_thread_that_does_not_come_gives_up(library: Library) -> None:
+    line = np.full(1, 7, np.int64)
+    library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
+    assert line[0] == -1
