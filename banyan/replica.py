@@ -207,7 +207,8 @@ def _open_launcher(
     if parallel.pp > 1:
         tell = _sender(ranks.send_turn, runner.mover)
         return Staged(_line(card, opened, runner, obeying), wake, tell)
-    threaded = Threaded(obeying, wake, opened.platform.traits.async_launch, runner.home.stay)
+    is_async = opened.platform.traits.async_launch
+    threaded = Threaded(obeying, wake, is_async, runner.home.stay, runner.ring_next)
     if parallel.world == 1:
         return threaded
     return Fanout(threaded, _sender(ranks.send_plan, runner.mover))

@@ -35,8 +35,10 @@ class StepForecast:
         Args:
             tokens: size of the step that runs now.
             running_s: how long it has been running.
-            steps: how many of them follow each other.
+            steps: how many of them follow each other. When several end is known less well, and who
+                comes in ends the next plan with its first step: one of them is time kept, too.
         """
-        expected = steps * self._step_s.get(tokens.bit_length(), 0.0)
+        step_s = self._step_s.get(tokens.bit_length(), 0.0)
+        expected = max(1, steps - 1) * step_s
         lead = LEAD_S + 2 * (self._plan_s + self._launch_s)
         return max(0.0, expected - running_s - lead)

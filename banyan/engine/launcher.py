@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from banyan.base.log import logger
@@ -95,6 +95,8 @@ class Threaded:
             for results, so that the next plan is launched while this one runs. A launch may wait
             for a mask that depends on the plan before it, so neither can be the loop's thread.
         inside: what the thread that launches works in, from its first plan to its last.
+        ring_next: has the next plan wake the loop itself, once its rows run; False = it cannot.
+            Woken before that, the loop would take its turn while nothing runs.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class Threaded:
         wake: Callable[[], None],
         is_async: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        ring_next: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runner = runner
         self._inside = inside
         self._wake = wake
+        self._ring_next = ring_next
         self._queue: SimpleQueue[Handle | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[Handle, PendingStep | Exception] | None] | None = None
         self._open: list[Handle] = []
@@ -138,26 +142,38 @@ class Threaded:
             self._launched.put(None)
 
     def _launch_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        item = self._queue.get()
+        while item is not None:
             began = time.perf_counter()
             try:
                 pending = self._runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
                 pending = error
             if self._launched is None:
-                self._finish(item, pending)
+                settle(item, pending)
+                item = self._next()
             else:
                 item.launch_s = time.perf_counter() - began
                 self._launched.put((item, pending))
+                item = self._queue.get()
+
+    def _next(self) -> Handle | None:
+        """The plan that follows one that has ended, of which the loop is told."""
+        try:
+            item = self._queue.get_nowait()
+        except Empty:
+            self._wake()
+            return self._queue.get()
+        runs = item is not None and item.plan.rows and not item.plan.orders
+        if not (runs and self._ring_next()):
+            self._wake()
+        return item
 
     def _read(self) -> None:
         assert self._launched is not None
         while (item := self._launched.get()) is not None:
-            self._finish(*item)
-
-    def _finish(self, handle: Handle, pending: PendingStep | Exception) -> None:
-        settle(handle, pending, self._launched is not None)
-        self._wake()
+            settle(*item, is_timed=True)
+            self._wake()
 
 
 def settle(handle: Handle, pending: PendingStep | Exception, is_timed: bool = False) -> None:

@@ -147,6 +147,10 @@ class Recorder(Protocol):
         """
         ...
 
+    def ring_next(self, bell: int) -> None:
+        """Write to this eventfd once, when the next ops run. For the thread that runs them."""
+        ...
+
 
 class Ops(
     ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, PrologueOps, Protocol

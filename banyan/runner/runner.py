@@ -126,7 +126,7 @@ class ModelRunner:
         self._sizes = replace(sizes, taps=taps)
         self.home = Home()
         self.bell: int | None = None
-        """An eventfd for plans that tell of their steps; None = nobody listens."""
+        """An eventfd by which running plans wake the loop; None = nobody listens."""
         self.marks = Marks("runner")
         """Of the thread that launches; what a profiler records."""
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
@@ -223,6 +223,14 @@ class ModelRunner:
     def is_recorded(self) -> bool:
         """Whether steps are replayed, so that their ops can be timed."""
         return self._forward.is_recorded
+
+    def ring_next(self) -> bool:
+        """Ring the bell once when the rows of the next plan run; False where that cannot be."""
+        recorder = self._build.ops.recorder
+        if recorder is None or self.bell is None:
+            return False
+        recorder.ring_next(self.bell)
+        return True
 
     def hurry(self, step: StepId) -> None:
         """Bursts of plans up to this one end with the step that runs; from any thread."""

@@ -1,3 +1,5 @@
+import pytest
+
 from banyan.engine.forecast import LEAD_S, StepForecast
 
 
@@ -34,3 +36,10 @@ def test_small_and_large_steps_are_told_apart():
     forecast.measured(1, 0.01)
     forecast.measured(512, 1.0)
     assert forecast.wait(1, 0.0) < 0.01 < forecast.wait(600, 0.0)
+
+
+def test_of_several_steps_that_follow_each_other_one_is_time_kept():
+    forecast = StepForecast()
+    forecast.measured(1, 0.010)
+    alone, eight = forecast.wait(1, 0.0), forecast.wait(1, 0.0, steps=8)
+    assert eight == pytest.approx(alone + 6 * 0.010)

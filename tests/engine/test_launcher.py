@@ -3,9 +3,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from banyan.base.ids import StepId
+from banyan.base.ids import SlotId, StepId
 from banyan.engine.launcher import Fanout, Threaded
-from banyan.messages.plan import Mask, PageCopy, StepPlan, StepResult
+from banyan.messages.plan import Mask, PageCopy, Row, StepPlan, StepResult
 
 WAIT_S = 20
 
@@ -212,3 +212,40 @@ def test_launching_and_waiting_are_told_apart_where_they_overlap(is_async):
     bell.wait()
     launcher.close()
     assert (handle.launch_s > 0.04, handle.wait_s > 0.04) == (is_async, is_async)
+
+
+@pytest.mark.parametrize(
+    ("rows", "can", "told"),
+    [
+        ([Row(SlotId(1), 0, 1)], True, ["run 1", "next", "run 2", "wake"]),
+        ([Row(SlotId(1), 0, 1)], False, ["run 1", "next", "wake", "run 2", "wake"]),
+        ([], True, ["run 1", "wake", "run 2", "wake"]),
+    ],
+    ids=["runs", "cannot ring", "has nothing to run"],
+)
+def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, told):
+    seen, over = [], threading.Semaphore(0)
+    both_are_there = threading.Event()
+
+    class Runner:
+        def launch(self, plan, mask_of=None):
+            assert both_are_there.wait(WAIT_S)
+            seen.append(f"run {plan.step}")
+            return Pending(StepResult(step=plan.step))
+
+    def ring_next():
+        seen.append("next")
+        return can
+
+    def wake():
+        seen.append("wake")
+        over.release()
+
+    launcher = Threaded(Runner(), wake, ring_next=ring_next)
+    first = launcher.launch(StepPlan(step=StepId(1)))
+    second = launcher.launch(StepPlan(step=StepId(2), rows=rows))
+    both_are_there.set()
+    for _ in range(told.count("wake")):
+        assert over.acquire(timeout=WAIT_S)
+    launcher.close()
+    assert seen == told and first.is_done() and second.is_done()

@@ -194,6 +194,9 @@ class Library:
         sizes = _sizes(leading, rows, leading)
         _succeed(self._functions["bn_program_run_once"](self._pool, self._scratch, sizes))
 
+    def ring_next(self, bell: int) -> None:
+        self._functions["bn_pool_ring_next"](self._pool, bell)
+
     def _run(self, program: Pointer, *given: int) -> None:
         sizes = _sizes(*given)
         _succeed(self._functions["bn_program_run"](self._pool, program, sizes, None))

@@ -188,6 +188,7 @@ struct Pool {
   Run runs[2];
   std::atomic<int> active{1};  // threads that take part
   std::atomic<bool> quit{false};
+  int bell = -1;  // an eventfd that the next run rings
   int crowded = 0, rest = 0, next_rest = FIRST_REST;
 
   Pool(int count, const int32_t* where);
@@ -362,6 +363,8 @@ const char* Pool::run(Program* program, const Sizes& sizes, double* seconds) {
     run.door.store(1 << 15, std::memory_order_release);
     started.set(number);
   }
+  if (bell >= 0) ring(bell);
+  bell = -1;
   int64_t late = walk(run, workers[0]);
   if (seconds) run.add_times(seconds);
   // Stages without units do not count `complete` up: bring it to a known value.
@@ -434,6 +437,9 @@ BN_EXPORT Pool* bn_pool_new(int32_t threads, const int32_t* cpus) {
 }
 BN_EXPORT void bn_pool_free(Pool* pool) { delete pool; }
 BN_EXPORT int32_t bn_pool_threads(const Pool* pool) { return pool->threads; }
+// The next run rings this eventfd once, when it has begun. Whoever is woken so takes its turn beside the
+// run, and not before it.
+BN_EXPORT void bn_pool_ring_next(Pool* pool, int32_t bell) { pool->bell = bell; }
 
 BN_EXPORT Program* bn_program_new() { return new Program; }
 // pool: what it ran on, null when that has been freed.
