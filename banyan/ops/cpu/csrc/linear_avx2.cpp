@@ -30,9 +30,11 @@ struct Tile {
   static constexpr FormatId format = F;
   static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
   const uint8_t* tile;
+  bool fetches = false;  // what lies PREFETCH bytes on
 
-  Tile at(int64_t block) const { return {tile + block * BYTES}; }
+  Tile at(int64_t block) const { return {tile + block * BYTES, fetches}; }
   void prefetch() const {
+    if (!fetches) return;
     UNROLL for (int i = 0; i < BYTES; i += 64)
         _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
   }

@@ -7,7 +7,6 @@ namespace banyan {
 namespace {
 
 constexpr int ROWS = 8;
-constexpr int direct_rows(Format) { return ROWS; }
 // Three go together: twice through a group takes longer than once with a fourth row.
 constexpr int next_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
@@ -19,10 +18,12 @@ struct Tile {
   static constexpr FormatId format = F;
   static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
   const uint8_t* tile;
+  bool fetches = false;  // what lies PREFETCH bytes on
 
-  Tile at(int64_t block) const { return {tile + block * BYTES}; }
+  Tile at(int64_t block) const { return {tile + block * BYTES, fetches}; }
   static constexpr int32_t offset() { return f.offset; }
   void prefetch() const {
+    if (!fetches) return;
     UNROLL for (int i = 0; i < BYTES; i += 64)
         _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
   }
