@@ -3,7 +3,8 @@
 //
 //   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
 //                        below; up to direct_rows(format) rows go without a panel
-//   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
+//   Tile<F>, Unpacked<F> the two sources of weights, of which the first says whether it fetches ahead;
+//                        Tile<F>::unpack fills a Panel
 //   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
 //
 // A (row, output) sees the same sequence of operations whatever R and the source are: blocks in
