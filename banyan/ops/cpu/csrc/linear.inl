@@ -3,7 +3,8 @@
 //
 //   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
 //                        below; up to direct_rows(format) rows go without a panel
-//   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
+//   Tile<F>, Unpacked<F> the two sources of weights, of which the first says whether it fetches ahead;
+//                        Tile<F>::unpack fills a Panel
 //   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
 //
 // A (row, output) sees the same sequence of operations whatever R and the source are: blocks in
@@ -96,22 +97,26 @@ inline void finish_rows(const LinearArgs& args, int64_t group, int64_t begin, co
   }
 }
 
+// Straight from the tiles: the first rows fetch ahead, the others find the group in a cache.
 template <FormatId F>
-void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
-                  uint8_t* scratch) {
+inline void from_tiles(const LinearArgs& args, int64_t group, int64_t begin, int64_t count,
+                       const uint8_t* tiles, const Rows& rows, float* acc) {
+  for (int64_t row = 0, to; row < count; row = to) {
+    to = row + ROWS < count ? row + ROWS : count;
+    fetch_outputs(args, group, begin + row, begin + to);
+    walk_rows<Tile<F>, ROWS>(Tile<F>{tiles, row == 0}, rows.blocks, rows, row, to, acc);
+    finish_rows<F>(args, group, begin, tiles, rows, row, to, acc);
+  }
+}
+
+// Through panels, which many rows share.
+template <FormatId F>
+inline void through_panels(const LinearArgs& args, int64_t group, int64_t begin, int64_t count,
+                           const uint8_t* tiles, Rows rows, float* acc) {
   constexpr int64_t BYTES = FORMATS[F].tile_bytes();
   constexpr int64_t STEP = UNPACKED_ROWS < 8 ? 8 * UNPACKED_ROWS : UNPACKED_ROWS;  // rows
-  int64_t blocks = blocks_of(args.k), count = end - begin;
-  const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
-  float* acc = (float*)scratch;
-  std::memset(acc, 0, sizeof(float) * GROUP * count);
-  Rows rows{args.x + begin * args.x_bytes, args.x_bytes, blocks, 0};
-  if (count <= direct_rows(FORMATS[F])) {
-    walk_rows<Tile<F>, ROWS>(Tile<F>{tiles}, blocks, rows, 0, count, acc);
-    return finish_rows<F>(args, group, begin, tiles, rows, 0, count, acc);
-  }
-  Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);
-  const int64_t panels = (blocks + Panel::BLOCKS - 1) / Panel::BLOCKS;
+  Panel& panel = *(Panel*)(acc + GROUP * PANEL_ROWS);
+  const int64_t blocks = rows.blocks, panels = (blocks + Panel::BLOCKS - 1) / Panel::BLOCKS;
   for (int64_t p = 0; p < panels; p++) {  // of nearly equal size: sums are read and written for each
     rows.block = blocks * p / panels;
     const int64_t here = blocks * (p + 1) / panels - rows.block;
@@ -126,6 +131,20 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
       if (p == panels - 1) finish_rows<F>(args, group, begin, tiles, rows, row, to, acc);
     }
   }
+}
+
+template <FormatId F>
+void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
+                  uint8_t* scratch) {
+  constexpr int64_t DIRECT = direct_rows(FORMATS[F]);
+  const int64_t count = end - begin;
+  const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
+  const Rows rows{args.x + begin * args.x_bytes, args.x_bytes, blocks_of(args.k), 0};
+  float* acc = (float*)scratch;
+  std::memset(acc, 0, sizeof(float) * GROUP * count);
+  if (count <= DIRECT) return from_tiles<F>(args, group, begin, count, tiles, rows, acc);
+  if constexpr (DIRECT < PANEL_ROWS)
+    through_panels<F>(args, group, begin, count, tiles, rows, acc);
 }
 
 // Products with fp32 activations: acc = fma(x, w, acc), inputs in rising order.

@@ -9,6 +9,7 @@
 namespace banyan {
 namespace {
 
+constexpr int direct_rows(Format) { return ROWS; }
 constexpr int UNPACKED_ROWS = 16;
 
 // How the tile registers are shaped: 0, 1 results [16][16] int32; 2, 3 activations [16][INPUTS];

@@ -8,6 +8,8 @@
 namespace banyan {
 namespace {
 
+// Bringing weights to bytes goes beside vpdpbusd on other ports; writing a panel of them does not.
+constexpr int direct_rows(Format) { return PANEL_ROWS; }
 constexpr int UNPACKED_ROWS = ROWS;
 
 template <class Source, int R>

@@ -7,7 +7,6 @@ namespace banyan {
 namespace {
 
 constexpr int ROWS = 8;
-constexpr int direct_rows(Format) { return ROWS; }
 // Three go together: twice through a group takes longer than once with a fourth row.
 constexpr int next_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
@@ -19,12 +18,14 @@ struct Tile {
   static constexpr FormatId format = F;
   static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
   const uint8_t* tile;
+  bool fetches = false;  // what lies PREFETCH bytes on
 
-  Tile at(int64_t block) const { return {tile + block * BYTES}; }
+  Tile at(int64_t block) const { return {tile + block * BYTES, fetches}; }
   static constexpr int32_t offset() { return f.offset; }
   void prefetch() const {
+    const int64_t far = fetches ? PREFETCH : 0;  // not a branch: GCC 12 drops what is fetched behind one
     UNROLL for (int i = 0; i < BYTES; i += 64)
-        _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
+        _mm_prefetch((const char*)tile + far + i, _MM_HINT_T0);
   }
   // Vector g. [16 outputs][4 inputs] u8
   __m512i weights(int g) const {
@@ -122,7 +123,13 @@ template <class Source>
 inline __m512i start_of(const Source& w, int part, const uint8_t* x, int64_t here, int64_t array) {
   constexpr Format f = FORMATS[Source::format];
   if (!f.offset) return _mm512_set1_epi32(LIFT_BITS);
-  return lifted_start(w.offset(), f.has_halves, part, word(x + here + 2 * array));
+  const uint8_t* sums = x + here + 2 * array;
+  if (f.has_halves) {  // one number needs no vector: the ports of vpdpbusd are what is short
+    int16_t half;
+    std::memcpy(&half, sums + 2 * part, 2);
+    return _mm512_set1_epi32(LIFT_BITS - w.offset() * half);
+  }
+  return lifted_start(w.offset(), f.has_halves, part, word(sums));
 }
 
 // What follows the integers of one part: total = fma(sum * scale, x_scale, total) and the minimum.
