@@ -252,8 +252,8 @@ class RecordedForward:
         self._stages = stages or Group()
         self._eager = eager
         self._is_eager = False
-        self._last = (0, 0)
-        """Tokens and rows of the last step."""
+        self._last = (0, 0, 0)
+        """Tokens, rows and outputs of the last step."""
         self._table = table
         self._inputs = step
         self._max_outputs = step.max_outputs
@@ -301,7 +301,7 @@ class RecordedForward:
             self._eager.run(batch)
             return
         self._inputs.fill(batch)
-        self._last = (num_tokens, num_rows)
+        self._last = (num_tokens, num_rows, len(batch.last))
         if self._stages.size > 1:  # logits come when it has been through all of them
             self._run(num_tokens, num_rows, 0, 0, 0)
             return
@@ -365,7 +365,7 @@ class RecordedForward:
         count = self._num_ready = len(batch.last)
         self._entered[:count] = batch.to_slots
         ran = self._bursts.run(batch, steps, number, tell, bell)
-        self._last = (count, count)
+        self._last = (count, count, count)
         return Burst(ran, self._bursts.earlier(batch, ran))
 
     def told(self, number: int) -> dict[int, bytes] | None:
@@ -419,8 +419,7 @@ class RecordedForward:
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took, run once more."""
-        tokens, rows = self._last
-        return self._step.times(tokens, rows, rows if self._has_logits else 0)
+        return self._step.times(*self._last)
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
         assert self._has_logits, "a model for vectors has no logits"
