@@ -137,9 +137,10 @@ class DecoderLayer(nn.Module):
             return attended, residual
         if self.mlp_norm is None:
             return self.ops.add(attended, self.mlp(x)), residual
+        mixed = attended
         if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        x, residual = self.mlp_norm.add(attended, residual)
+            mixed = self.attention_post_norm(attended)
+        x, residual = self.mlp_norm.add(mixed, residual)
         residual = x if self.is_normed else residual
         x = self.mlp(x)
         return (x if self.mlp_post_norm is None else self.mlp_post_norm(x)), residual
