@@ -191,16 +191,8 @@ class EagerForward:
         if stages.rank < stages.size - 1:
             found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
         else:
-            found = self._hidden[sent(self._places(tokens), self._device)]  # [n, hidden]
+            found = self._hidden[sent(_places(tokens, self._kept), self._device)]  # [n, hidden]
         return stages.broadcast(found, stages.size - 1)
-
-    def _places(self, tokens: np.ndarray) -> np.ndarray:
-        """Where the hidden states of some tokens are."""
-        if self._kept is None:
-            return tokens
-        found = np.searchsorted(self._kept, tokens)
-        assert np.array_equal(self._kept[found], tokens), "not an output of the step"
-        return found
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         assert self._taps is not None, "no layer is tapped"
@@ -248,6 +240,8 @@ class RecordedForward:
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._narrows = narrows
+        self._kept: np.ndarray | None = None
+        """As in EagerForward."""
         self._joint = joint
         self._stages = stages or Group()
         self._eager = eager
@@ -302,6 +296,7 @@ class RecordedForward:
             return
         self._inputs.fill(batch)
         self._last = (num_tokens, num_rows, len(batch.last))
+        self._kept = batch.last if self._narrows else None
         if self._stages.size > 1:  # logits come when it has been through all of them
             self._run(num_tokens, num_rows, 0, 0, 0)
             return
@@ -320,6 +315,7 @@ class RecordedForward:
             self._eager.turn_to(batch)
             return
         self._inputs.choose_of(batch)
+        self._kept = batch.last if self._narrows else None
         is_scored = bool(batch.wanted & SCORE) or not self._has_logits
         count = self._num_ready = 0 if is_scored else len(batch.last)
         self._is_ready = bool(count)
@@ -366,6 +362,7 @@ class RecordedForward:
         self._entered[:count] = batch.to_slots
         ran = self._bursts.run(batch, steps, number, tell, bell)
         self._last = (count, count, count)
+        self._kept = batch.last if self._narrows else None
         return Burst(ran, self._bursts.earlier(batch, ran))
 
     def told(self, number: int) -> dict[int, bytes] | None:
@@ -402,9 +399,9 @@ class RecordedForward:
     def hidden(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
             return self._eager.hidden(tokens)
-        # Of other stages than the last one these are other tokens', which the broadcast replaces;
-        # of a program that narrows each token is an output, in the same place.
-        return self._of_last_stage(self._hidden[torch.from_numpy(tokens)])
+        # Of other stages than the last one these are other tokens', which the broadcast replaces.
+        places = _places(tokens, self._kept)
+        return self._of_last_stage(self._hidden[torch.from_numpy(places)])
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
@@ -448,6 +445,15 @@ def _shared_sizes(joint: JointBatch | None) -> tuple[int, int]:
     if joint is None:
         return 0, 0
     return joint.tokens.total, joint.outputs.total if joint.has_outputs else 0
+
+
+def _places(tokens: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
+    """Where the hidden states of some tokens are, where there are those of `kept`; None = all."""
+    if kept is None:
+        return tokens
+    found = np.searchsorted(kept, tokens)
+    assert np.array_equal(kept[found], tokens), "more tokens are asked for than outputs"
+    return found
 
 
 def as_agreed(tokens: np.ndarray, joint: JointBatch | None) -> np.ndarray:
