@@ -155,6 +155,24 @@ class Taps:
         return torch.cat([stream[tokens] for stream in self._streams], dim=-1)
 
 
+class Chosen:
+    """Takes, behind the last attention, what goes on of a step: the tokens whose hidden states
+    anybody reads. What it takes them from stays, so that a program takes others from it later.
+
+    Args:
+        tokens: [n] int64, indices along the step's.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self._whole: list[Tensor] = []
+
+    def of(self, x: Tensor, ops: Ops) -> Tensor:
+        """x: [tokens, width]; returns [n, width]."""
+        self._whole.append(x)
+        return ops.select_rows(x, self.tokens)
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """Tensors of one step, on the device. Rows lie one after another along `tokens`.
@@ -168,6 +186,8 @@ class StepInputs:
         carried: [tokens, width], what the model that is drafted for made of the token before each;
             None but in steps of a layer that reads it.
         taps: what is wanted of the layers' inputs beside the hidden states.
+        chosen: the tokens whose hidden states are wanted; None = all. Only of a model that
+            `narrows`.
     """
 
     tokens: Tensor
@@ -177,3 +197,4 @@ class StepInputs:
     embedded: Embedded | None = None
     carried: Tensor | None = None
     taps: Taps | None = None
+    chosen: Chosen | None = None

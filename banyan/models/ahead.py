@@ -73,6 +73,8 @@ class FollowingLM(nn.Module):
         page_size: tokens of a page.
     """
 
+    narrows = False
+
     def __init__(
         self,
         card: ModelCard,

@@ -14,13 +14,16 @@ class Model(Protocol):
 
     Attributes:
         caches: what its layers keep between steps, by layer number.
+        narrows: it goes on with some tokens alone behind its last attention, `StepInputs.chosen`.
     """
 
     card: ModelCard
     caches: list[LayerCache]
+    narrows: bool
 
     def forward(self, step: StepInputs) -> Tensor:
-        """returns: hidden states after the last norm, [tokens, hidden_size]."""
+        """returns: hidden states after the last norm, of the step's tokens or of those chosen,
+        [tokens, hidden_size]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class ClassHead(nn.Module):
 class EncoderLM(nn.Module):
     """One rank's share of an encoder. Empty until `models.weights.loader` has filled it."""
 
+    narrows = False
+
     def __init__(self, card: ModelCard, build: Build) -> None:
         super().__init__()
         self.card = card

@@ -29,7 +29,7 @@ from banyan.layers.shared_block import SharedBlock, Taking
 from banyan.layers.short_conv import GatedConv
 from banyan.layers.slot import ShardRule
 from banyan.layers.state_space import StateSpace
-from banyan.layers.step import StepInputs
+from banyan.layers.step import Chosen, StepInputs
 from banyan.parallel.groups import Group
 
 Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState | LightningAttention
@@ -91,29 +91,56 @@ class DecoderLayer(nn.Module):
         angles: Angles | None,
         step: StepInputs,
         first: Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x: what the block before adds to the residual stream, None before the first block;
-        first: what the first layer read; returns the same two."""
+        first: what the first layer read; returns the same two, of those chosen where some are."""
+        attended, x, residual = self._mix(x, residual, angles, step, first)
+        if chosen is not None:
+            residual = chosen.of(residual, self.ops)
+            if attended is not None:
+                attended = chosen.of(attended, self.ops)
+            if self.mlp_norm is None:
+                x = chosen.of(x, self.ops)
+        return self._feed(attended, x, residual)
+
+    def _mix(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        angles: Angles | None,
+        step: StepInputs,
+        first: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What reads other tokens: what it makes of them (None where nothing does), what it read,
+        and the residual stream."""
         if self.shared is not None:
             stream = x if residual is None else self.ops.add(x, residual)
             assert self.attention is not None and first is not None
             x, _ = self.attention_norm.add(self.shared(stream, first, angles, step), stream)
-            return self.attention(x, angles, step), stream
+            return self.attention(x, angles, step), x, stream
         x, residual = self.attention_norm.add(x, residual)
         residual = x if self.is_normed else residual
         if self.attention is None:
-            assert self.mlp is not None, "a layer of nothing"
-            return self.mlp(x), residual
+            return None, x, residual
         attended = self.attention(x, angles, step)
         if self.state is not None:
             attended = self.ops.add(attended, self.state(x, angles, step))
+        return attended, x, residual
+
+    def _feed(self, attended: Tensor | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows, in which each token is by itself."""
+        if attended is None:
+            assert self.mlp is not None, "a layer of nothing"
+            return self.mlp(x), residual
         if self.mlp is None:
             return attended, residual
         if self.mlp_norm is None:
             return self.ops.add(attended, self.mlp(x)), residual
+        mixed = attended
         if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        x, residual = self.mlp_norm.add(attended, residual)
+            mixed = self.attention_post_norm(attended)
+        x, residual = self.mlp_norm.add(mixed, residual)
         residual = x if self.is_normed else residual
         x = self.mlp(x)
         return (x if self.mlp_post_norm is None else self.mlp_post_norm(x)), residual
@@ -125,6 +152,8 @@ class DecoderLM(nn.Module):
     Args:
         served_length: longest request in tokens; 0 = the card's context length.
     """
+
+    narrows = True
 
     def __init__(
         self, card: ModelCard, family: Family, build: Build, served_length: int = 0
@@ -172,8 +201,8 @@ class DecoderLM(nn.Module):
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
-        share the step's tokens; of a stage before the last one what the next one goes on with, as
-        `step.carried`."""
+        share the step's tokens, or of those chosen; of a stage before the last one what the next
+        one goes on with, as `step.carried`."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
         stages = self.stages
         x, residual = step.carried, None
@@ -185,7 +214,8 @@ class DecoderLM(nn.Module):
             if step.taps is not None:
                 step.taps.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
-            x, residual = layer(x, residual, angles.get(layer.rope), step, first)
+            chosen = step.chosen if number == self.card.num_layers - 1 else None
+            x, residual = layer(x, residual, angles.get(layer.rope), step, first, chosen)
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)

@@ -64,6 +64,8 @@ class StateReader(nn.Module):
     """Satisfies `models.base.Model`: writes what a BlockLM keeps of the other model's tokens, whose
     states come as `StepInputs.carried`. It tells no tokens."""
 
+    narrows = False
+
     def __init__(self, blocks: BlockLM) -> None:
         super().__init__()
         self.card = replace(blocks.card, pooling=Pooling())

@@ -114,6 +114,8 @@ class ForeignLM(nn.Module):
         ModelError: its attention cannot be replaced.
     """
 
+    narrows = False
+
     def __init__(self, model: nn.Module, card: ModelCard, build: Build) -> None:
         super().__init__()
         prefix = cast(str, model.base_model_prefix)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.layers.step import Taps
-from banyan.messages.plan import SCORE
+from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.host import sent
@@ -118,6 +118,8 @@ class EagerForward:
         step: its inputs, where they are large enough for a batch.
         joint: of the replicas that work on one batch; None for one by itself.
         stages: the last of them has the hidden states that all make logits of.
+        narrows: where a step's outputs are all that anybody reads, the model goes on with their
+            tokens alone behind its last attention.
     """
 
     how = "eager"
@@ -133,9 +135,13 @@ class EagerForward:
         device: torch.device,
         joint: JointBatch | None = None,
         stages: Group | None = None,
+        narrows: bool = False,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._stages = stages or Group()
+        self._narrows = narrows
+        self._kept: np.ndarray | None = None
+        """The tokens whose hidden states the last stage has, rising; None = all."""
         self._model = model
         self._step = step
         self._larger = larger
@@ -149,7 +155,9 @@ class EagerForward:
         if not self._step.holds(batch):
             self._step = self._larger(batch)
         self._step.fill(batch)
-        inputs = self._step.part(batch, self._attention)
+        narrows = self._narrows and not batch.wanted & (HIDDEN | SCORE)
+        self._kept = batch.last if narrows else None
+        inputs = self._step.part(batch, self._attention, narrows)
         self._hidden, self._taps = self._model.forward(inputs), inputs.taps
 
     def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
@@ -183,7 +191,7 @@ class EagerForward:
         if stages.rank < stages.size - 1:
             found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
         else:
-            found = self._hidden[sent(tokens, self._device)]  # [n, hidden]
+            found = self._hidden[sent(_places(tokens, self._kept), self._device)]  # [n, hidden]
         return stages.broadcast(found, stages.size - 1)
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
@@ -201,11 +209,13 @@ class RecordedForward:
     """Replays the model on the host.
 
     Batches of more than `max_tokens` tokens or `max_rows` rows go to `eager`, and so do those with
-    prompts of embeddings: what was recorded reads token ids.
+    prompts of embeddings: what was recorded reads token ids. Where it narrows, what is behind the
+    last attention runs on outputs alone, and does so again for other tokens whose logits are
+    wanted; steps of which more hidden states are wanted go to `eager` too.
 
     Args:
         step: inputs of the largest step that is recorded, also of most logits computed at once.
-        joint, stages: as for EagerForward.
+        joint, stages, narrows: as for EagerForward.
 
     Raises:
         NotRecordable: the model does something that is not a compiled op.
@@ -226,21 +236,26 @@ class RecordedForward:
         step: StepTensors,
         joint: JointBatch | None = None,
         stages: Group | None = None,
+        narrows: bool = False,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
+        self._narrows = narrows
+        self._kept: np.ndarray | None = None
+        """As in EagerForward."""
         self._joint = joint
         self._stages = stages or Group()
         self._eager = eager
         self._is_eager = False
-        self._last = (0, 0)
-        """Tokens and rows of the last step."""
+        self._last = (0, 0, 0)
+        """Tokens, rows and outputs of the last step."""
         self._table = table
         self._inputs = step
         self._max_outputs = step.max_outputs
         self._chosen = step.chosen.numpy()
         self._entered = np.zeros(step.max_outputs, np.int64)
         """Where the program's own sampler enters tokens."""
-        inputs = step.whole(attention)
+        narrows_here = narrows and self._stages.rank == self._stages.size - 1
+        inputs = step.whole(attention, narrows_here)
         self._taps = inputs.taps
         positions = step.to_positions.numpy()
         sampling = SampleRows.of(table.params, positions, self._entered, table.tokens)
@@ -251,6 +266,7 @@ class RecordedForward:
         """The last step has made logits, of this replica or of others."""
         self._is_sampled = False
         # What outlives its use in the recording is kept, so that its memory is not used again.
+        self._narrowing = inputs.chosen
         self._hidden = self._sampled = self._best = torch.empty(0)
         self._sampled_of: dict[int, Sampled] = {}
         """What the program has sampled, by the number of rows; its memory stays the same."""
@@ -259,7 +275,9 @@ class RecordedForward:
             self._hidden = model.forward(inputs)
             if not self._has_logits:
                 return self._hidden
-            chosen = ops.select_rows(self._hidden, step.chosen)  # of the last stage they are right
+            chosen = self._hidden
+            if not narrows_here:
+                chosen = ops.select_rows(chosen, step.chosen)  # of the last stage they are right
             logits = model.logits(self._of_last_stage(chosen))
             self._sampled, self._best = ops.sample(logits, sampling)
             return logits
@@ -277,7 +295,8 @@ class RecordedForward:
             self._eager.run(batch)
             return
         self._inputs.fill(batch)
-        self._last = (num_tokens, num_rows)
+        self._last = (num_tokens, num_rows, len(batch.last))
+        self._kept = batch.last if self._narrows else None
         if self._stages.size > 1:  # logits come when it has been through all of them
             self._run(num_tokens, num_rows, 0, 0, 0)
             return
@@ -296,6 +315,7 @@ class RecordedForward:
             self._eager.turn_to(batch)
             return
         self._inputs.choose_of(batch)
+        self._kept = batch.last if self._narrows else None
         is_scored = bool(batch.wanted & SCORE) or not self._has_logits
         count = self._num_ready = 0 if is_scored else len(batch.last)
         self._is_ready = bool(count)
@@ -312,6 +332,10 @@ class RecordedForward:
     def _goes_eager(self, batch: Batch) -> bool:
         if not self._inputs.holds(batch) or self._is_too_joint():
             return True
+        if self._narrows and batch.wanted & HIDDEN:
+            is_output = len(batch.last) == batch.offsets[-1]  # each of its tokens
+            if not is_output or batch.wanted & SCORE:
+                return True
         return bool(self._table.embeds) and has_embedded(batch, self._table)
 
     def _enter_outputs(self, batch: Batch, count: int, is_scored: bool) -> None:
@@ -337,7 +361,8 @@ class RecordedForward:
         count = self._num_ready = len(batch.last)
         self._entered[:count] = batch.to_slots
         ran = self._bursts.run(batch, steps, number, tell, bell)
-        self._last = (count, count)
+        self._last = (count, count, count)
+        self._kept = batch.last if self._narrows else None
         return Burst(ran, self._bursts.earlier(batch, ran))
 
     def told(self, number: int) -> dict[int, bytes] | None:
@@ -375,7 +400,8 @@ class RecordedForward:
         if self._is_eager:
             return self._eager.hidden(tokens)
         # Of other stages than the last one these are other tokens', which the broadcast replaces.
-        return self._of_last_stage(self._hidden[torch.from_numpy(tokens)])
+        places = _places(tokens, self._kept)
+        return self._of_last_stage(self._hidden[torch.from_numpy(places)])
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
@@ -390,8 +416,7 @@ class RecordedForward:
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took, run once more."""
-        tokens, rows = self._last
-        return self._step.times(tokens, rows, rows if self._has_logits else 0)
+        return self._step.times(*self._last)
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
         assert self._has_logits, "a model for vectors has no logits"
@@ -420,6 +445,15 @@ def _shared_sizes(joint: JointBatch | None) -> tuple[int, int]:
     if joint is None:
         return 0, 0
     return joint.tokens.total, joint.outputs.total if joint.has_outputs else 0
+
+
+def _places(tokens: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
+    """Where the hidden states of some tokens are, where there are those of `kept`; None = all."""
+    if kept is None:
+        return tokens
+    found = np.searchsorted(kept, tokens)
+    assert np.array_equal(kept[found], tokens), "more tokens are asked for than outputs"
+    return found
 
 
 def as_agreed(tokens: np.ndarray, joint: JointBatch | None) -> np.ndarray:

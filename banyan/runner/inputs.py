@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step import Embedded, StepInputs, Taps
+from banyan.layers.step import Chosen, Embedded, StepInputs, Taps
 from banyan.messages.plan import SAMPLE
 from banyan.ops.adapters import AdapterTokens
 from banyan.ops.host import sent
@@ -111,8 +111,8 @@ class StepTensors:
         if batch.carried is not None and self.carried is not None:
             self.carried[: len(batch.carried)] = batch.carried
 
-    def whole(self, attention: AttentionBackend) -> StepInputs:
-        """Inputs of the full size."""
+    def whole(self, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
+        """Inputs of the full size. narrows: to the tokens of outputs (`StepInputs.chosen`)."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.show(self._adapters)
             self._table.adapters.show_outputs(self._adapters.outputs)
@@ -125,11 +125,14 @@ class StepTensors:
         states = BoundStates(self._store, geometry)
         bound, carried = attention.bind(geometry), self.carried
         return StepInputs(
-            *(self.tokens, self.positions, bound, states), carried=carried, taps=self._new_taps()
+            *(self.tokens, self.positions, bound, states),
+            carried=carried,
+            taps=self._new_taps(),
+            chosen=Chosen(self.chosen) if narrows else None,
         )
 
-    def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
-        """The inputs of the batch that was entered."""
+    def part(self, batch: Batch, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
+        """The inputs of the batch that was entered; narrows: as for `whole`."""
         rows, tokens = len(batch.slots), int(batch.offsets[-1])
         longest = max(batch.ends.tolist(), default=0)
         views = tuple(
@@ -150,7 +153,14 @@ class StepTensors:
             embedded=_embedded(batch, self._table),
             carried=None if self.carried is None else self.carried[:tokens],
             taps=self._new_taps(),
+            chosen=self._chosen_of(batch) if narrows else None,
         )
+
+    def _chosen_of(self, batch: Batch) -> Chosen:
+        """The tokens of its outputs. Without any the first one: not every device launches work on
+        no rows at all."""
+        count = len(batch.last)
+        return Chosen(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
 
     def _new_taps(self) -> Taps | None:
         return Taps(self._taps) if self._taps else None

@@ -47,6 +47,7 @@ class RunnerSizes:
         carried: width of what comes with each token beside its id, 0 = nothing.
         taps: layers whose inputs are kept of each step.
         branching: longest path of drafts that branch, from the newest token on; 0 = none do.
+        reads_all: the hidden states of all tokens are read, not those of outputs alone.
     """
 
     max_slots: int
@@ -64,6 +65,7 @@ class RunnerSizes:
     carried: int = 0
     taps: tuple[int, ...] = ()
     branching: int = 0
+    reads_all: bool = False
 
 
 def open_forward(
@@ -118,12 +120,14 @@ def _open(
     if joint is not None and max_tokens == joint.replicas * outputs:
         max_tokens += 1
     step = tensors(max_tokens, max_rows, outputs)
-    eager = EagerForward(model, step, attention, larger, build.device, joint, stages)
+    narrows = _narrows(model, build, sizes)
+    eager = EagerForward(model, step, attention, larger, build.device, joint, stages, narrows)
     recorder = build.ops.recorder
     try:
         if recorder is not None and sizes.max_tokens:
             return RecordedForward(
-                *(eager, model, build.ops, recorder, table, attention, step, joint, stages)
+                *(eager, model, build.ops, recorder, table, attention, step, joint, stages),
+                narrows=narrows,
             )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
@@ -147,6 +151,16 @@ def _open(
         max_rows = min(max_rows, most)
     captured = (model, table, store, attention, platform, step, shapes or (max_rows,))
     return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified, build.groups)
+
+
+def _narrows(model: Model, build: Build, sizes: RunnerSizes) -> bool:
+    """Whether steps may go on with the tokens of outputs alone behind the last attention. Not where
+    replicas or shares of a step go through feed-forward blocks together, adapters are told of all
+    tokens, or somebody reads more of each token."""
+    groups = build.groups
+    is_shared = (groups.joint or groups.divided) is not None
+    is_told = build.adapters is not None or build.watch is not None or sizes.reads_all
+    return model.narrows and model.card.pooling is None and not (is_shared or is_told)
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:

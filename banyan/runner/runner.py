@@ -123,7 +123,8 @@ class ModelRunner:
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
         taps = () if draft is None or draft.reads is None else draft.reads.taps
-        self._sizes = replace(sizes, taps=taps)
+        reads_all = sizes.reads_all or (draft is not None and draft.reads is not None and not taps)
+        self._sizes = replace(sizes, taps=taps, reads_all=reads_all)
         self.home = Home()
         self.bell: int | None = None
         """An eventfd by which running plans wake the loop; None = nobody listens."""

@@ -36,6 +36,8 @@ class FarModel:
         dtype: of K and V.
     """
 
+    narrows = False
+
     def __init__(
         self, card: ModelCard, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -50,6 +50,7 @@ class FaultyModel:
     def __init__(self, model: PageModel, injector: Injector) -> None:
         self.card = model.card
         self.caches = model.caches
+        self.narrows = model.narrows
         self.logits = model.logits
         self.classify = model.classify
         self._model = model
@@ -60,8 +61,10 @@ class FaultyModel:
         hidden = self._model.forward(step)
         self._injector.strike("after")
         if self._injector.nan_tokens:
-            hidden = hidden.clone()
-            hidden[list(self._injector.nan_tokens)] = torch.nan
+            tokens = torch.tensor(self._injector.nan_tokens)
+            if step.chosen is not None:
+                tokens = torch.isin(step.chosen.tokens, tokens).nonzero().flatten()
+            hidden = hidden.index_fill(0, tokens, torch.nan)
         return hidden
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 from banyan.layers.cache import CacheTensor, LayerCache
-from banyan.layers.step import AttentionSpec, StepInputs
+from banyan.layers.step import AttentionSpec, Chosen, StepInputs
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedEmbedding, PackedLinear
@@ -70,6 +70,8 @@ class PageModel:
         certainty: factor on the logits.
     """
 
+    narrows = True
+
     def __init__(
         self,
         card: ModelCard,
@@ -110,7 +112,8 @@ class PageModel:
         self._head = pack.linear(_part(HEAD, self._heads) * LOGIT_UNIT * certainty)
 
     def forward(self, step: StepInputs) -> Tensor:
-        """returns: [tokens, UNITS], each position's last code as a thermometer."""
+        """returns: [tokens, UNITS], each position's last code as a thermometer, or of those
+        chosen alone."""
         ops = self._ops
         keys = ops.add(self._token_keys(step.tokens), self._position_keys(step.positions))
         keys = keys.unflatten(-1, (KV_HEADS, HEAD_DIM))
@@ -121,16 +124,18 @@ class PageModel:
         assert units is not None
         for layer in self._here:
             spec, queries, counts = self._specs[layer], self._queries[layer], self._counts[layer]
+            chosen = step.chosen if layer == len(self._specs) - 1 else None
             code = self._count(units, self._count_bias)  # [tokens, WIDTH]
             if spec.window == STATEFUL:
-                units = self._remainder(self._through_states(spec.layer, code, step))
+                total = self._through_states(spec.layer, code, step)
+                units = self._remainder(_narrowed(total, chosen, ops))
                 continue
             values = self._spread(code).unflatten(-1, (KV_HEADS, HEAD_DIM))
             query = queries(step.positions).unflatten(-1, (HEADS, HEAD_DIM))
             read = step.attention(spec, query, keys, values).flatten(1)
             # The mean times the number of positions, LIFT times too much, which `gather` takes off.
             total = ops.silu_and_mul(ops.concat([counts(step.positions), read[:, :WIDTH]]))
-            units = self._remainder(ops.add(total, self._gather(read)))
+            units = self._remainder(_narrowed(ops.add(total, self._gather(read)), chosen, ops))
         return units
 
     def _through_states(self, layer: int, code: Tensor, step: StepInputs) -> Tensor:
@@ -170,6 +175,10 @@ class _Packer:
         up = np.kron(np.eye(WIDTH), np.full((len(thresholds), 1), SHARP))
         bias = np.tile(SHARP * (0.5 - thresholds), WIDTH)
         return Staircase(self._ops, self.linear(up), torch.from_numpy(bias).float())
+
+
+def _narrowed(x: Tensor, chosen: Chosen | None, ops: Ops) -> Tensor:
+    return x if chosen is None else chosen.of(x, ops)
 
 
 def _part(rows: np.ndarray, group: Group) -> np.ndarray:

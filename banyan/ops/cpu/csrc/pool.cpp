@@ -459,9 +459,11 @@ BN_EXPORT int32_t bn_program_op_cost(const Program* program, int32_t op, const i
                                      double* bytes, double* operations) {
   Sizes s;
   std::memcpy(s.n, sizes, sizeof s.n);
-  program->ops[op].kernel->cost(program->ops[op].args, s, bytes, operations);
   int32_t stage = 0;
   while (program->stages[stage].first + program->stages[stage].count <= op) stage++;
+  int32_t row_size = program->stages[stage].row_size;
+  if (row_size >= 0) s.n[TOKENS] = s.n[row_size];
+  program->ops[op].kernel->cost(program->ops[op].args, s, bytes, operations);
   return stage;
 }
 // Run all ops. seconds: null, or [stages], to which each stage's wall time is added. Returns null, or

@@ -293,9 +293,9 @@ template <>
 double floats_per_row(const MapArgs& a) {
   return (double)a.dim * (a.y ? 3 : 2);
 }
-template <class A, Size S, int OPERATIONS>
+template <class A, int OPERATIONS>
 void cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
-  double floats = floats_per_row(*(const A*)args) * (double)sizes.n[S];
+  double floats = floats_per_row(*(const A*)args) * (double)sizes.n[TOKENS];
   *bytes = 4 * floats;
   *operations = OPERATIONS * floats;
 }
@@ -316,13 +316,12 @@ constexpr Kernel row_wise(const char* name, int64_t (*grain)(const void*, const 
 }  // namespace
 
 extern const RowKernels ROWS_TABLE = {
-    row_wise<NormArgs>("rms_norm", norm_grain, rms_norm, cost<NormArgs, TOKENS, 2>),
-    row_wise<NormArgs>("layer_norm", norm_grain, layer_norm, cost<NormArgs, TOKENS, 4>),
-    row_wise<RotaryArgs>("rotary", rotary_grain, rotary, cost<RotaryArgs, TOKENS, 2>),
-    row_wise<AngleArgs>("rotary_angles", angles_grain, rotary_angles, cost<AngleArgs, TOKENS, 20>),
-    row_wise<SelectArgs>("select_rows", select_grain, select_rows, cost<SelectArgs, OUTPUTS, 0>),
-    row_wise<SpreadArgs>("spread_columns", spread_grain, spread_columns,
-                         cost<SpreadArgs, OUTPUTS, 0>),
+    row_wise<NormArgs>("rms_norm", norm_grain, rms_norm, cost<NormArgs, 2>),
+    row_wise<NormArgs>("layer_norm", norm_grain, layer_norm, cost<NormArgs, 4>),
+    row_wise<RotaryArgs>("rotary", rotary_grain, rotary, cost<RotaryArgs, 2>),
+    row_wise<AngleArgs>("rotary_angles", angles_grain, rotary_angles, cost<AngleArgs, 20>),
+    row_wise<SelectArgs>("select_rows", select_grain, select_rows, cost<SelectArgs, 0>),
+    row_wise<SpreadArgs>("spread_columns", spread_grain, spread_columns, cost<SpreadArgs, 0>),
     row_wise<MapArgs>("copy", map_grain, copy, map_cost<0>),
     row_wise<MapArgs>("add", map_grain, map_two<sum_two>, map_cost<1>),
     row_wise<MapArgs>("silu_and_mul", map_grain, silu_and_mul, map_cost<8>),

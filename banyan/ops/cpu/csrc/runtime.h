@@ -57,6 +57,7 @@ struct Kernel {
   // Do units [begin, end).
   void (*run)(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker);
   // Work done for these sizes, for the roofline: bytes of memory traffic and arithmetic operations.
+  // A row-wise op is told its rows as TOKENS, whichever of the sizes they are.
   void (*cost)(const void* args, const Sizes& sizes, double* bytes, double* operations);
 };
 
