@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-border-steps",
         type=int,
-        default=20_000,
+        default=14_000,
         help="steps that the border kit plays with the real runner",
     )
 
