@@ -35,10 +35,10 @@ test-border: $(VENV)/.test
 	  --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
 # Processes killed or stopped at twenty moments in each layout instead of two, and servers at twelve
-# moments of each kind; takes half an hour, and prints the table of docs/operations.md.
+# moments of each kind, and deaths that only a deadline tells; takes half an hour, and prints the table of docs/operations.md.
 test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py $(ARGS)
+	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py tests/system/test_processes.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
 
 # The same in every layout of ranks; with COUNT=2 one kill and one stop in each, some minutes.

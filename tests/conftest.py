@@ -1,11 +1,17 @@
 """Options of the test suite."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is loaded: each of its small products waits for all threads, and where two files run
+# at a time those of one spin while the other's hold the cores, which takes a hundred times as long.
+# An engine sets its own number all the same.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine slows examples down; none is asserted to be quick.
 settings.register_profile("banyan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-border-steps",
         type=int,
-        default=20_000,
+        default=14_000,
         help="steps that the border kit plays with the real runner",
     )
 

@@ -1,5 +1,6 @@
-"""The border kit with the real runner on a device: pages and steps are its own, attention is by its
-operators, and steps go through graphs of a few numbers of rows or are launched anew."""
+"""The border kit with the real runner over pages in half precision: pages and steps are the
+device's own, attention is by its operators, and steps go through graphs of a few numbers of rows or
+are launched anew."""
 
 import dataclasses
 import math
@@ -32,6 +33,7 @@ from tests.border.real_runner import SPARE, RealRunner
 
 PAGE, SCALE = 128, 8
 DTYPE = torch.float16
+SHAPES = ((), (1, 2, 4), (2, 3))
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,24 @@ class DeviceKit:
     """
     Args:
         platform: opened by `device`, a device of its own.
+        dtype: of queries, keys and values as they are computed.
+        shapes: worlds have graphs of one of these.
+        head_dims: and heads of one of these.
     """
 
-    def __init__(self, platform: Platform, device: torch.device) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        device: torch.device,
+        dtype: torch.dtype = DTYPE,
+        shapes: tuple[tuple[int, ...], ...] = SHAPES,
+        head_dims: tuple[int, ...] = (16, 128),
+    ) -> None:
         self._platform = platform
         self._device = device
+        self._dtype = dtype
+        self._shapes = shapes
+        self._head_dims = head_dims
         self.captured = self.eager = 0
         """Runners by how their steps go."""
 
@@ -86,8 +101,8 @@ class DeviceKit:
                 "core": msgspec.structs.replace(world.core, limits=limits, groups=groups),
                 "device": dataclasses.replace(world.device, groups=groups),
             },
-            head_dim=random.choice((16, 128)),
-            shapes=random.choice(((), (1, 2, 4), (2, 3))),
+            head_dim=random.choice(self._head_dims),
+            shapes=random.choice(self._shapes),
             poison=random.choice((math.nan, 1e4)),
         )
 
@@ -136,11 +151,13 @@ class DeviceKit:
         )
         traits = self._platform.traits
         ops = bind(
-            *(traits.name, self._device, DTYPE, traits.features, world.head_dim),
+            *(traits.name, self._device, self._dtype, traits.features, world.head_dim),
+            cache_dtype=DTYPE,
             toolkit=open_toolkit(traits.name, 1, {}),
             page_size=PAGE,
         )
-        models.append(FaultyModel(FarModel(card, world.windows, DTYPE, self._device), injector))
+        model = FarModel(card, world.windows, self._dtype, self._device, DTYPE)
+        models.append(FaultyModel(model, injector))
         sizes = RunnerSizes(
             *(limits.max_running, LONGEST),
             tuple(
@@ -155,7 +172,7 @@ class DeviceKit:
         if limits.drafts:
             drafter = Prompter(answers, random, world.good_draft)
         return ModelRunner(
-            *(models[0], Build(FaultyOps(ops, injector), dtype=DTYPE, device=self._device)),
+            *(models[0], Build(FaultyOps(ops, injector), dtype=self._dtype, device=self._device)),
             *(sizes, self._platform),
             open_drafter=None if drafter is None else lambda _: drafter,
         )

@@ -33,22 +33,28 @@ class FarModel:
     """
     Args:
         windows: by layer, positions that it sees; 0 = all.
-        dtype: of K and V.
+        dtype: of Q, K and V.
+        kept: of K and V in pages.
     """
 
     narrows = False
 
     def __init__(
-        self, card: ModelCard, windows: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        card: ModelCard,
+        windows: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: torch.dtype,
     ) -> None:
         def table(rows: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(rows, np.float32)).to(device)
 
         self.card = card
         dim = card.head_dim
-        kept = CacheTensor((KV_HEADS, dim), dtype)
+        pages = CacheTensor((KV_HEADS, dim), kept)
         self.caches = [
-            LayerCache(layer, {"k": kept, "v": kept}, WINDOW if window else FULL, window)
+            LayerCache(layer, {"k": pages, "v": pages}, WINDOW if window else FULL, window)
             for layer, window in enumerate(windows)
         ]
         self._dtype = dtype

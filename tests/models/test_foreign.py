@@ -109,6 +109,7 @@ def test_the_engine_serves_a_model_of_the_library(variant, tmp_path, monkeypatch
         model_impl="transformers",
         skip_tokenizer_init=True,
         engine_mode="inprocess",
+        threads=1,
     )
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 

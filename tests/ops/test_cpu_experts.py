@@ -12,7 +12,7 @@ from banyan.ops.cpu.rows import Rows
 from banyan.ops.cpu.weights import SOURCES, Arena
 from banyan.ops.experts_api import Clamp, ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
-from tests.ops.conftest import MACHINES, open_library
+from tests.ops.conftest import MACHINES, beside_the_best, open_library
 from tests.ops.test_cpu_linear import ROUNDED, assert_close, random, stored
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ RULES = {
 }
 
 
-@pytest.fixture(params=[*MACHINES, ("amx, emulated", 1)], ids=str)
+@pytest.fixture(params=[*MACHINES, *beside_the_best("amx")], ids=str)
 def library(request):
     yield from open_library(request)
 

@@ -16,7 +16,7 @@ from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
 from banyan.ops.cpu.weights import QUANTIZATIONS, SOURCES, Arena, pack
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
-from tests.ops.conftest import MACHINES, open_library
+from tests.ops.conftest import MACHINES, beside_the_best, open_library
 
 FLOATS = tuple(name for name in SOURCES if STORAGE_TYPES[name].is_float)
 BLOCKS = tuple(name for name in SOURCES if name not in (*FLOATS, E4M3))
@@ -40,7 +40,7 @@ HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0
 """Bytes of a block where its fp16 scales are; (0, 2) for the others."""
 
 
-@pytest.fixture(params=[*MACHINES, ("amx, emulated", 1)], ids=str)
+@pytest.fixture(params=[*MACHINES, *beside_the_best("amx")], ids=str)
 def library(request):
     """Projections alone have code of their own for tiles."""
     yield from open_library(request)

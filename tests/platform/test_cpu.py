@@ -86,10 +86,10 @@ def test_features_are_those_that_kernels_ask_for(host):
 def test_opening_sets_the_threads_of_torch():
     before = torch.get_num_threads()
     try:
-        device = CpuPlatform().open(local_rank=0, threads=1)
+        device = CpuPlatform().open(local_rank=0, threads=3)
 
         assert device == torch.device("cpu")
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 

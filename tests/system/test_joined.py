@@ -23,6 +23,7 @@ PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(9 + 13 * shift)] for
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
 JOINED = {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}
 FLAGS = ("--enable-dp-attention", "--dp-size", "2")
+OUTER = pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
 
 
 def answers(path, prefill=16, **flags) -> tuple[list[tuple[list[int], list[float]]], int]:
@@ -109,7 +110,7 @@ def test_a_server_shares_requests_out_among_joined_replicas(server):
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.mark.slow
+@OUTER
 def test_when_a_rank_of_joined_replicas_dies_all_end_with_its_name(server):
     flags = ("--tp-size", "4", *FLAGS, *ENDLESS, "--engine-restarts", "0")
     with server(*flags) as running:
@@ -154,7 +155,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
+@OUTER
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafts_of_joined_replicas_change_no_token(kind, ranks, tiny_model, tmp_path):

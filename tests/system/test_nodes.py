@@ -29,6 +29,7 @@ from tests.system.serving import (
 PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 30 * j)] for j in range(3)]
 FEW = ("--threads", "1", "--max-total-tokens", "2048")
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+OUTER = pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
 
 
 @contextmanager
@@ -91,7 +92,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
     assert not psutil.pid_exists(ranks[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=OUTER)])
 def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_model, tmp_path):
     port = free_port()
     flags = ("--engine-restarts", "0")
@@ -117,7 +118,7 @@ def ranks_at(other: Server) -> list[int]:
     return [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
 
 
-@pytest.mark.parametrize("who", ["engine", "rank"])
+@pytest.mark.parametrize("who", [pytest.param("engine", marks=OUTER), "rank"])
 def test_a_node_comes_again_to_the_engine_that_takes_the_place_of_a_lost_one(
     who, tiny_model, tmp_path
 ):
@@ -145,7 +146,7 @@ def over_nodes(log: Path, model: Path, *flags: str) -> Iterator[Server]:
         yield first
 
 
-@pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
+@OUTER
 @pytest.mark.parametrize("spread", ["prefill", "decode", "both"])
 def test_servers_on_several_nodes_hand_over(spread: str, tiny_model, tmp_path):
     """Pages leave ranks of another node, and come to them."""
@@ -176,6 +177,7 @@ def test_servers_on_several_nodes_hand_over(spread: str, tiny_model, tmp_path):
         assert settled(pair.decode.stats, 7)["computed_tokens"] <= 2 * behind + 8, "pages came"
 
 
+@OUTER
 def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
     port, flags = free_port(), ("--dist-timeout", "12")
     with node(tmp_path, 1, port, tiny_model, *flags) as other:
@@ -216,6 +218,7 @@ def asked_of(server: Server, replica: int) -> list[int]:
     return server.generate(**body)["output_ids"]
 
 
+@OUTER
 def test_joined_replicas_lie_on_several_nodes(tiny_model, tmp_path):
     """Each replica answers as one rank does, with company and without; a lost one comes again."""
     port = free_port()

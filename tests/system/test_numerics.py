@@ -26,10 +26,7 @@ VARIANTS = {
     "chunks of 16": ROOM | {"chunked_prefill_size": 16},
     "chunks of 64 at depth 1": ROOM
     | {"chunked_prefill_size": 64, "disable_overlap_schedule": True},
-    "chunks of 64": ROOM | {"chunked_prefill_size": 64},
     "whole prompts": ROOM | {"chunked_prefill_size": -1},
-    "whole prompts at depth 1": ROOM
-    | {"chunked_prefill_size": -1, "disable_overlap_schedule": True},
 }
 
 PATHS: dict[str, dict[str, str]] = {
@@ -86,8 +83,10 @@ def start(tiny_model: Path, request: pytest.FixtureRequest) -> Callable[..., Eng
     if path and not any(compilers()):
         pytest.skip("numbers are rounded by the compiled kernels; no C++ compiler is here")
 
+    here = {"threads": 1, "engine_mode": "inprocess", "log_level": "error"}
+
     def start(**flags: object) -> Engine:
-        return Engine(model_path=str(tiny_model), threads=1, log_level="error", **path, **flags)
+        return Engine(model_path=str(tiny_model), **here, **path, **flags)
 
     return start
 

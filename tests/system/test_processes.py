@@ -35,6 +35,8 @@ ENDLESS = (
     *("--max-total-tokens", str(STREAMS * CONTEXT), "--incremental-streaming-output"),
 )
 """Flags of a server that has room for as many."""
+OUTER = pytest.mark.skipif("FAULTS" not in os.environ, reason="make test-faults")
+"""Deaths that take a deadline or two to see; what is lost and replaced is seen without them."""
 
 
 class Stream:
@@ -165,7 +167,7 @@ def test_a_killed_engine_ends_what_has_begun_with_one_error_and_is_started_again
         assert running.engine_pid() != engine and not psutil.pid_exists(engine)
 
 
-@pytest.mark.slow
+@OUTER
 def test_a_server_that_may_not_start_engines_again_ends_with_the_first_death(server):
     with server("--engine-restarts", "0", *ENDLESS) as running:
         streams = load(running, count=2)
@@ -248,7 +250,7 @@ def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced(server
         assert "does not answer (it was stopped by a signal): killed" in running.log.read_text()
 
 
-@pytest.mark.slow
+@OUTER
 def test_a_stopped_engine_that_is_not_replaced_serves_again_when_it_goes_on(server):
     flags = ("--engine-restarts", "0", "--watchdog-timeout", "3")
     with server(*flags, *ENDLESS) as running:
@@ -264,7 +266,7 @@ def test_a_stopped_engine_that_is_not_replaced_serves_again_when_it_goes_on(serv
         wait_until(lambda: running.stats()["running"] == 0, 30.0, "what was ended to be let go")
 
 
-@pytest.mark.slow
+@OUTER
 def test_a_stopped_rank_is_named_after_the_deadline_and_the_replica_is_started_again(server):
     with server("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS) as running:
         (rank,) = running.rank_pids()

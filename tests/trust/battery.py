@@ -88,6 +88,7 @@ BATTERY = (
         "engines and ranks that stop for a while",
         "told with the rank's name after the deadline; no error before it",
         f'{SYSTEM}/test_processes.py -k "stopped or pauses or slow_step"',
+        "FAULTS=2",
     ),
     Line(
         "T5",
