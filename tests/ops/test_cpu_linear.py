@@ -221,6 +221,41 @@ def test_packed_weights_hold_the_values_of_the_file(library, name):
         assert ((values - weight.dense).abs() <= largest * bits).all()
 
 
+def any_blocks(name: str, outputs: int, inputs: int) -> StoredWeight:
+    """A weight of any bits at all: with scales that are zero, tiny, infinite or no numbers."""
+    storage = STORAGE_TYPES[name]
+    size = outputs * inputs // storage.values * storage.size_bytes
+    raw = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    return StoredWeight.from_bytes(name, (outputs, inputs), torch.from_numpy(raw))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_instruction_set_packs_to_the_bits_of_the_plain_code(name, library):
+    """Whole groups of outputs and parts of one, blocks of any bits, floats of odd lengths."""
+    shapes = [(16, 256), (40, 768), (129, 512), (7, 256)]
+    if STORAGE_TYPES[name].is_float:
+        shapes += [(16, 1), (33, 7), (48, 95), (32, 1025)]
+    level = ISAS.index(library.isa)
+    for outputs, inputs in shapes:
+        weight = any_blocks(name, outputs, inputs)
+        for rounds in (False, True):
+            found = pack(library, Arena(), weight, rounds=rounds)
+            library.function("bn_set_isa")(0)
+            try:
+                plain = pack(library, Arena(), weight, rounds=rounds)
+            finally:
+                library.function("bn_set_isa")(level)
+
+            assert torch.equal(found.factors, plain.factors)
+            if found.format == plain.format:
+                assert torch.equal(found.tiles, plain.tiles)
+            else:  # pairs of bf16, for sets that multiply them
+                pairs = torch.zeros(-(-outputs // 16) * 16, -(-inputs // 2) * 2, dtype=torch.int16)
+                pairs[:outputs, :inputs] = weight.raw.view(torch.int16).view(outputs, inputs)
+                tiles = pairs.view(-1, 16, pairs.shape[1] // 2, 2).transpose(1, 2)
+                assert torch.equal(found.tiles, tiles.contiguous().view(-1).view(torch.uint8))
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_what_packed_weights_take_is_what_a_plan_counts(library, name):
     assert pack(library, Arena(), stored(name, 48, 512)).tiles.numel() == kept_bytes(

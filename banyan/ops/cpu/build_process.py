@@ -36,7 +36,7 @@ from banyan.ops.cpu.build import (
 _TIMEOUT_S = 600
 _TELL_S = 3.0
 """Least time between two lines of progress."""
-_LOOPS_S = {"attention": 3.0, "linear": 3.0}
+_LOOPS_S = {"attention": 3.0, "linear": 3.0, "pack": 1.5}
 _FILE_S = 0.3
 """Processor time of a file (g++ 12): of those that hold an instruction set's loops, by op family,
 and of any other."""

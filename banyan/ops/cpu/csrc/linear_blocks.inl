@@ -90,6 +90,13 @@ inline void fifth_bits(uint8_t* q, const uint8_t* high) {  // bit i belongs to v
   for (int i = 0; i < 32; i++) q[i] |= (uint8_t)((high[i / 8] >> i % 8 & 1) << 4);
 }
 
+// A power of two that brings the largest scale of a row below 2^14, so that products of two scales,
+// which may be larger or far smaller than fp16 allows, keep their 11 bits.
+inline float factor_for(float most) {
+  if (most == 0 || !std::isfinite(most)) return 1.0f;
+  return std::ldexp(1.0f, std::ilogb(most) - 13);
+}
+
 // Eight values of IQ2 and four of IQ3: magnitudes of a vector, and a bit for each sign.
 inline void eight(uint8_t* q, uint16_t vector, int signs) {
   for (int i = 0; i < 8; i++) q[i] = (uint8_t)((vector >> 2 * i & 3) | (signs >> i & 1) << 2);

@@ -1,11 +1,12 @@
 // From the blocks of a checkpoint to tiles, and to rows of an embedding.
-#include "linear.h"
-
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "linear_blocks.inl"
+#include "pack.h"
 
 namespace banyan {
 namespace {
@@ -88,8 +89,6 @@ inline void place(const Values& v, int output, float factor, uint8_t* tile) {
     }
 }
 
-// A power of two that brings the largest scale of a row below 2^14, so that products of two scales,
-// which may be larger or far smaller than fp16 allows, keep their 11 bits.
 template <int32_t S>
 float factor_of(const uint8_t* row, int64_t k) {
   constexpr int per = LAYOUTS[S].values / BLOCK;
@@ -102,23 +101,8 @@ float factor_of(const uint8_t* row, int64_t k) {
       most = std::fmax(most, std::fabs(v.minimum[p]));
     }
   }
-  if (most == 0 || !std::isfinite(most)) return 1.0f;
-  return std::ldexp(1.0f, std::ilogb(most) - 13);
+  return factor_for(most);
 }
-
-struct PackArgs {
-  int32_t source, format;
-  const uint8_t* raw;
-  int64_t row_bytes, n, k;
-  uint8_t* tiles;
-  float* factors;
-
-  const uint8_t* row(int64_t group, int i) const { return raw + (group * GROUP + i) * row_bytes; }
-  int rows(int64_t group) const {
-    int64_t left = n - group * GROUP;
-    return left < GROUP ? (int)left : GROUP;
-  }
-};
 
 void pack_pairs(const PackArgs& args, int64_t group, uint8_t* to) {
   const int64_t pairs = args.k / 2;
@@ -186,7 +170,6 @@ void pack_rounded(const PackArgs& args, int64_t group, uint8_t* to) {
     }
 }
 
-typedef void (*PackGroup)(const PackArgs&, int64_t group, uint8_t* to);
 template <int... S>
 constexpr PackGroup packer(int32_t source, std::integer_sequence<int, S...>) {
   constexpr PackGroup all[] = {pack_blocks<S_Q4_0 + S>...};
@@ -194,26 +177,40 @@ constexpr PackGroup packer(int32_t source, std::integer_sequence<int, S...>) {
 }
 constexpr auto BLOCK_SOURCES = std::make_integer_sequence<int, NUM_SOURCES - S_Q4_0>();
 
-PackGroup packer_of(const PackArgs& args) {
-  if (args.format == BF16_PAIRS) return pack_pairs;
-  if (args.format >= NUM_QUANTISED) return pack_floats;
-  if (args.source >= S_Q4_0) return packer(args.source, BLOCK_SOURCES);
-  return args.format == W8 ? pack_rounded<W8>
-                           : args.format == W4 ? pack_rounded<W4> : pack_rounded<W4_MIN>;
+PackGroup plain_packer(int32_t source, int32_t format) {
+  if (format == BF16_PAIRS) return pack_pairs;
+  if (format >= NUM_QUANTISED) return pack_floats;
+  if (source >= S_Q4_0) return packer(source, BLOCK_SOURCES);
+  return format == W8 ? pack_rounded<W8> : format == W4 ? pack_rounded<W4> : pack_rounded<W4_MIN>;
 }
 
-void pack_group(const PackArgs& args, int64_t group) {
+PackGroup quick_packer(int32_t level, int32_t source, int32_t format) {
+#ifdef BN_PACK_AVX512
+  if (level >= AVX512) return pack_avx512(source, format);
+#endif
+#ifdef BN_PACK_AVX2
+  if (level >= AVX2) return pack_avx2(source, format);
+#endif
+  (void)level, (void)source, (void)format;
+  return nullptr;
+}
+
+void pack_group(const PackArgs& args, PackGroup quick, int64_t group) {
   int64_t bytes = group_bytes(args.format, args.k);
   uint8_t* to = args.tiles + group * bytes;
   for (int i = 0; i < GROUP; i++) args.factors[group * GROUP + i] = 1.0f;
-  if (args.rows(group) < GROUP) std::memset(to, 0, bytes);
-  packer_of(args)(args, group, to);
+  const bool is_full = args.rows(group) == GROUP;
+  if (!is_full) std::memset(to, 0, bytes);
+  const bool is_whole = is_full && args.k % LAYOUTS[args.source].values == 0;
+  (quick && is_whole ? quick : plain_packer(args.source, args.format))(args, group, to);
 }
 
 int64_t pack_units(const void* a, const Sizes&) { return groups_of(((const PackArgs*)a)->n); }
 int64_t one(const void*, const Sizes&) { return 1; }
 void pack_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker&) {
-  for (int64_t g = begin; g < end; g++) pack_group(*(const PackArgs*)a, g);
+  const PackArgs& args = *(const PackArgs*)a;
+  const PackGroup quick = quick_packer(isa(), args.source, args.format);
+  for (int64_t g = begin; g < end; g++) pack_group(args, quick, g);
 }
 void pack_cost(const void* a, const Sizes&, double* bytes, double* operations) {
   const PackArgs& args = *(const PackArgs*)a;
@@ -317,4 +314,38 @@ BN_EXPORT void bn_embedding_rows(Program* program, int32_t size, const int64_t* 
                                  int64_t first, float scale, float* out, int64_t out_stride) {
   RowsArgs args{source, size, ids, raw, row_bytes, count, k, first, scale, out, out_stride};
   append(program, EMBEDDING, &args, sizeof args, size);
+}
+
+// Compare what an instruction set packs with what the plain code does; 0 = good.
+BN_EXPORT int bn_check_pack(int32_t isa, char* why, int32_t room) {
+  constexpr int64_t K = 512;
+  uint64_t state = 88172645463325252ull;
+  std::vector<uint8_t> raw(GROUP * K * 4);
+  for (uint8_t& byte : raw) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    byte = (uint8_t)state;
+  }
+  for (int32_t i = 0; i <= NUM_SOURCES; i++) {  // bf16 once as pairs
+    const int32_t source = i < NUM_SOURCES ? i : S_BF16;
+    const Layout layout = LAYOUTS[source];
+    const int32_t format = i < NUM_SOURCES ? layout.format : BF16_PAIRS;
+    const PackGroup quick = quick_packer(isa, source, format);
+    if (!quick) continue;
+    const int64_t k = layout.values == 1 ? K - 1 : K, bytes = group_bytes(format, k);
+    std::vector<uint8_t> tiles(2 * bytes + 64);
+    uint8_t* want = tiles.data() + (64 - (uintptr_t)tiles.data() % 64) % 64;
+    float factors[GROUP], found[GROUP];
+    for (int o = 0; o < GROUP; o++) factors[o] = found[o] = 1.0f;
+    PackArgs args{source, format, raw.data(), k / layout.values * layout.bytes, GROUP, k, want, factors};
+    plain_packer(source, format)(args, 0, args.tiles);
+    args.tiles = want + bytes, args.factors = found;
+    quick(args, 0, args.tiles);
+    if (std::memcmp(want, want + bytes, bytes) || std::memcmp(factors, found, sizeof found)) {
+      std::snprintf(why, room, "type %d: tiles differ", source);
+      return 1;
+    }
+  }
+  return 0;
 }

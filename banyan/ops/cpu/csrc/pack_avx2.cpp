@@ -1,0 +1,2 @@
+#define PACK_TABLE pack_avx2
+#include "pack.inl"

@@ -1,0 +1,2 @@
+#define PACK_TABLE pack_avx512
+#include "pack.inl"
