@@ -3,8 +3,7 @@
 //
 //   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
 //                        below; up to direct_rows(format) rows go without a panel
-//   Tile<F>, Unpacked<F> the two sources of weights, of which the first says whether it fetches ahead;
-//                        Tile<F>::unpack fills a Panel
+//   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
 //   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
 //
 // A (row, output) sees the same sequence of operations whatever R and the source are: blocks in
@@ -97,14 +96,14 @@ inline void finish_rows(const LinearArgs& args, int64_t group, int64_t begin, co
   }
 }
 
-// Straight from the tiles: the first rows fetch ahead, the others find the group in a cache.
+// Straight from the tiles: the first rows bring the group to a cache, where the others find it.
 template <FormatId F>
 inline void from_tiles(const LinearArgs& args, int64_t group, int64_t begin, int64_t count,
                        const uint8_t* tiles, const Rows& rows, float* acc) {
   for (int64_t row = 0, to; row < count; row = to) {
     to = row + ROWS < count ? row + ROWS : count;
     fetch_outputs(args, group, begin + row, begin + to);
-    walk_rows<Tile<F>, ROWS>(Tile<F>{tiles, row == 0}, rows.blocks, rows, row, to, acc);
+    walk_rows<Tile<F>, ROWS>(Tile<F>{tiles}, rows.blocks, rows, row, to, acc);
     finish_rows<F>(args, group, begin, tiles, rows, row, to, acc);
   }
 }

@@ -30,13 +30,11 @@ struct Tile {
   static constexpr FormatId format = F;
   static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
   const uint8_t* tile;
-  bool fetches = false;  // what lies PREFETCH bytes on
 
-  Tile at(int64_t block) const { return {tile + block * BYTES, fetches}; }
+  Tile at(int64_t block) const { return {tile + block * BYTES}; }
   void prefetch() const {
-    const int64_t far = fetches ? PREFETCH : 0;  // not a branch: GCC 12 drops what is fetched behind one
     UNROLL for (int i = 0; i < BYTES; i += 64)
-        _mm_prefetch((const char*)tile + far + i, _MM_HINT_T0);
+        _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
   }
   // Outputs 8 * half ... of vector g. [8 outputs][4 inputs] u8
   __m256i weights(int g, int half) const {

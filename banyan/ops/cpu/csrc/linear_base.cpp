@@ -14,7 +14,6 @@ constexpr int next_rows(int) { return 1; }
 template <FormatId F>
 struct Tile {
   const uint8_t* tile;
-  bool fetches = false;
 };
 template <FormatId F>
 struct Unpacked {
