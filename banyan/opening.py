@@ -335,7 +335,7 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         and (bool(config.handoff.role) or can_have_store(config, card)),
         burst=config.schedule.burst,
         branching=longest_branch(config.speculative),
-        reads_all=config.model.is_watched,
+        reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
 

@@ -47,7 +47,8 @@ class RunnerSizes:
         carried: width of what comes with each token beside its id, 0 = nothing.
         taps: layers whose inputs are kept of each step.
         branching: longest path of drafts that branch, from the newest token on; 0 = none do.
-        reads_all: the hidden states of all tokens are read, not those of outputs alone.
+        reads_all: more is read of every token than of outputs alone: hidden states, or choices of
+            experts, by one rank at least.
     """
 
     max_slots: int
@@ -159,7 +160,7 @@ def _narrows(model: Model, build: Build, sizes: RunnerSizes) -> bool:
     tokens, or somebody reads more of each token."""
     groups = build.groups
     is_shared = (groups.joint or groups.divided) is not None
-    is_told = build.adapters is not None or build.watch is not None or sizes.reads_all
+    is_told = build.adapters is not None or sizes.reads_all
     return model.narrows and model.card.pooling is None and not (is_shared or is_told)
 
 

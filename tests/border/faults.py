@@ -61,7 +61,7 @@ class FaultyModel:
         hidden = self._model.forward(step)
         self._injector.strike("after")
         if self._injector.nan_tokens:
-            tokens = torch.tensor(self._injector.nan_tokens)
+            tokens = torch.tensor(self._injector.nan_tokens, device=hidden.device)
             if step.chosen is not None:
                 tokens = torch.isin(step.chosen.tokens, tokens).nonzero().flatten()
             hidden = hidden.index_fill(0, tokens, torch.nan)
