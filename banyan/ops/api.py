@@ -50,7 +50,8 @@ class Peaks:
     Attributes:
         read_bytes_s: memory read per second, by all cores.
         fp32_ops_s, int8_ops_s, bf16_ops_s: operations per second; 0 where it has none.
-        passing_s: what one core wrote is there for the next one after so long; 0 with one core.
+        passing_s: what one core wrote is there for the next one after so long; 0 with one core, and
+            where others were too busy to tell.
     """
 
     read_bytes_s: float

@@ -17,13 +17,19 @@ def library(path):
 def test_peaks_are_measured_on_all_threads(library: Library) -> None:
     peaks = measure_peaks(library)
     assert peaks.read_bytes_s > 1e8 and peaks.fp32_ops_s > 1e8
-    assert peaks.int8_ops_s >= 0 and peaks.bf16_ops_s >= 0
+    assert not peaks.int8_ops_s or peaks.int8_ops_s > peaks.fp32_ops_s / 8
+    assert not peaks.passing_s or 1e-9 < peaks.passing_s < 1e-3
 
 
 def test_a_number_goes_around_all_threads(library: Library) -> None:
-    line = np.zeros(1, np.int64)
-    library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
-    assert line[0] in (10 * library.threads, -1)  # -1: a busy machine let a thread come too late
+    found = []
+    for _ in range(100):  # a busy machine may let a thread come too late
+        line = np.zeros(1, np.int64)
+        library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
+        found.append(int(line[0]))
+        if line[0] > 0:
+            break
+    assert found[-1] == 10 * library.threads and set(found[:-1]) <= {-1}
 
 
 def test_who_waits_for_a_thread_that_does_not_come_gives_up(library: Library) -> None:

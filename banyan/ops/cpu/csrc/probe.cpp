@@ -63,7 +63,8 @@ void pass_on(const void* args, const Sizes& sizes, int64_t begin, int64_t end, W
       const int64_t mine = turn * sizes.n[TOKENS] + i;
       int64_t now = 0;
       for (int looks = 0; (now = __atomic_load_n(a.line, __ATOMIC_ACQUIRE)) != mine; looks++)
-        if (now < 0 || looks == PATIENCE) return __atomic_store_n(a.line, -1, __ATOMIC_RELEASE);  // somebody has not come
+        if (now < 0 || looks == PATIENCE)  // somebody has not come
+          return __atomic_store_n(a.line, -1, __ATOMIC_RELEASE);
       __atomic_store_n(a.line, mine + 1, __ATOMIC_RELEASE);
     }
 }
