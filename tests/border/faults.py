@@ -87,9 +87,6 @@ class _FaultyRecorder:
     def record(self, work, *sizes: int) -> "_FaultyRecording":
         return _FaultyRecording(self.recorder.record(work, *sizes), self.injector)
 
-    def ring_next(self, bell: int) -> None:
-        self.recorder.ring_next(bell)
-
 
 @dataclass
 class _FaultyRecording:
