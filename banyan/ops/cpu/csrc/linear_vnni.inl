@@ -7,6 +7,9 @@ namespace banyan {
 namespace {
 
 constexpr int ROWS = 8;
+constexpr int UNPACKED_ROWS = ROWS;
+// Bringing weights to bytes goes beside vpdpbusd on other ports; writing a panel of them does not.
+constexpr int direct_rows(Format) { return PANEL_ROWS; }
 // Three go together: twice through a group takes longer than once with a fourth row.
 constexpr int next_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
@@ -158,7 +161,7 @@ inline __m512 add_part(const Source& w, int part, __m512i sum, const uint8_t* x,
 }
 
 template <class Source, int R>
-inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
+inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
                           float* acc) {
   constexpr int PARTS = FORMATS[Source::format].parts(), VECTORS_OF_PART = 8 / PARTS;
   __m512 total[R];
