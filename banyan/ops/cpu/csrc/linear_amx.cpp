@@ -83,13 +83,13 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
 
 #include "linear.inl"
 #include "linear_wide.inl"
-#include "linear_bf16.inl"
+#include "linear_bf16_tiles.inl"
 
 namespace banyan {
 template <FormatId>
 constexpr LinearUnit NONE = nullptr;  // a tile is one group
 static_assert(WIDE_GROUPS == PAIR_GROUPS, "one number of groups for all formats");
 const LinearKernels linear_amx = BN_LINEAR_KERNELS(
-    round_pairs, pairs_unit<1>, PAIR_GROUPS, BN_OF_ROUNDED(NONE, pairs_unit<PAIR_GROUPS>),
+    round_pairs, tiles_unit<1>, PAIR_GROUPS, BN_OF_ROUNDED(NONE, tiles_unit<PAIR_GROUPS>),
     BN_OF_WIDE(wide_unit));
 }
