@@ -154,7 +154,7 @@ def test_quantised_weights_multiply_as_in_double_precision(library, name, output
             assert_close(linear(x[row : row + 1])[0], want[row], 1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 13, 16, 17, 32, 33, 40, 193])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(1, 1), (7, 33), (40, 700), (64, 64), (129, 5), (136, 1089)]
 )
@@ -276,6 +276,60 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(library, name):
         assert torch.equal(linear(x[:tokens], bias), together[:tokens])
     for row in (0, 50, 196):
         assert torch.equal(linear(x[row : row + 1], bias)[0], together[row])
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 31, 33, 64, 95, 1100, 2081])
+def test_a_row_of_bf16_is_the_same_bits_beside_1_to_40_others(library, inputs):
+    """Inputs that are no whole blocks, and more than all rows go through at once."""
+    weight, x = stored("BF16", 72, inputs), random(40, inputs, seed=22)
+    linear = pack_linear(library, weight)
+    alone = torch.cat([linear(x[row : row + 1]).clone() for row in range(40)])
+
+    for rows in range(1, 41):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+        assert torch.equal(linear(x[40 - rows :]), alone[40 - rows :])
+
+
+def test_tiles_of_bf16_add_even_and_odd_inputs_of_a_block_apart(library):
+    """So the machine and its emulation give the same bits, those that the manual gives. Numbers
+    below the smallest normal one are zero."""
+    if library.isa != "amx":
+        pytest.skip("for tiles")
+    outputs, inputs, rows = 16, 75, 19
+    weight = stored("BF16", outputs, inputs).dense.float()
+    x = random(rows, inputs, seed=23).bfloat16().float()
+    weight[3, 5], weight[4] = 1e-39, 2.0**-100
+    x[7], x[8, 6] = 2.0**-40, 3e-39
+    linear = pack_linear(library, StoredWeight.from_tensor(weight.bfloat16()))
+
+    w, padding = weight.bfloat16().float(), -inputs % 32
+    a, b = (torch.nn.functional.pad(flushed(t), (0, padding)).double() for t in (x, w))
+    total = torch.zeros(rows, outputs)
+    for block in range(0, inputs + padding, 32):
+        parts = []
+        for first in (block, block + 1):
+            part = torch.zeros(rows, outputs)
+            for at in range(first, block + 32, 2):  # in double a product is exact, but not the sum
+                part = flushed(fused(a[:, at : at + 1], b[:, at], part))
+            parts.append(part)
+        total = flushed(total + flushed(parts[0] + parts[1]))
+    assert torch.equal(linear(x), total)
+
+
+def flushed(x):
+    return torch.where(x.abs() < 2.0**-126, torch.zeros(()), x)
+
+
+def fused(a, b, c):
+    """a · b + c, rounded once to fp32; a and b hold numbers of bf16, c of fp32."""
+    product, wide = a * b, c.double()
+    total = product + wide
+    back = total - product
+    lost = (product - (total - back)) + (wide - back)  # what the double has lost of the sum
+    bits = total.view(torch.int64)  # to odd: the next rounding sees that something was lost
+    toward_zero = torch.sign(lost) * torch.sign(total) < 0
+    odd = torch.where(lost != 0, (bits - toward_zero.long()) | 1, bits)
+    return odd.view(torch.float64).float()
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -23,7 +23,7 @@ def test_peaks_are_measured_on_all_threads(library: Library) -> None:
 
 def test_a_number_goes_around_all_threads(library: Library) -> None:
     found = []
-    # A busy machine may let a thread come too late, and its pool then does with fewer for 1,024 runs.
+    # A busy machine may let a thread come too late; its pool then does with fewer for 1,024 runs.
     for _ in range(5_000):
         line = np.zeros(1, np.int64)
         library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)

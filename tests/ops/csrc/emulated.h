@@ -277,6 +277,28 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
         std::memcpy(&tiles.data[c][m][4 * n], &sum, 4);
       }
 }
+// bf16: even products in one sum from zero, odd ones in another, each fused; what is below the smallest
+// normal number is zero, read or made.
+inline float flushed(float x) {
+  return as<uint32_t>(x) & 0x7f800000 ? x : as<float>(as<uint32_t>(x) & 0x80000000);
+}
+inline void tile_dpbf16ps(int c, int a, int b) {
+  if (tiles.rows[c] != tiles.rows[a] || tiles.bytes[c] != tiles.bytes[b] ||
+      tiles.bytes[a] != 4 * tiles.rows[b])
+    std::abort();
+  auto wide = [](const uint8_t* at) { return flushed(as<float>((uint32_t)loadu<uint16_t>(at) << 16)); };
+  for (int m = 0; m < tiles.rows[a]; m++)
+    for (int n = 0; n < tiles.bytes[b] / 4; n++) {
+      float sums[2] = {};
+      for (int i = 0; i < 2 * tiles.rows[b]; i++) {
+        float& sum = sums[i % 2];
+        sum = flushed(__builtin_fmaf(wide(&tiles.data[a][m][2 * i]),
+                                     wide(&tiles.data[b][i / 2][4 * n + 2 * (i % 2)]), sum));
+      }
+      uint8_t* to = &tiles.data[c][m][4 * n];
+      storeu(to, flushed(flushed(loadu<float>(to)) + flushed(sums[0] + sums[1])));
+    }
+}
 
 }  // namespace
 }  // namespace emulated
@@ -294,6 +316,7 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbsud
+#undef _tile_dpbf16ps
 
 #define _mm512_set1_ps emulated::set1_ps
 #define _mm512_set1_epi16 emulated::set1_epi16
@@ -362,3 +385,4 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #define _tile_loadd emulated::tile_loadd
 #define _tile_stored emulated::tile_stored
 #define _tile_dpbsud emulated::tile_dpbsud
+#define _tile_dpbf16ps emulated::tile_dpbf16ps

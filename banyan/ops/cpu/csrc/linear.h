@@ -25,7 +25,8 @@
 // kept apart: values fp32 [apart], their inputs s32 [apart]. The largest magnitudes of a row are kept
 // apart as they are and count as zero among the values: a few large inputs would otherwise set the
 // scale of their blocks, and most of the rounding error with it.
-// For pairs of bf16 a row is bf16 [inputs], with zeros behind the last up to 16.
+// For pairs of bf16 a row is bf16 [inputs], with zeros behind the last up to 32, and an odd number of
+// lines of the cache, so that what 16 rows have of a block does not meet in one place of it.
 #pragma once
 #include <cstddef>
 
@@ -113,8 +114,8 @@ constexpr int64_t apart_of(int64_t blocks) {
 }
 constexpr int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
 constexpr int64_t activation_bytes(int32_t format, int64_t k) {
-  const int64_t bytes =
-      format == BF16_PAIRS ? 2 * k : blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8;
+  if (format == BF16_PAIRS) return (blocks_of(k) | 1) * 64;
+  const int64_t bytes = blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8;
   return (bytes + 63) / 64 * 64;
 }
 constexpr int64_t E4M3_TILE = GROUP * 4 + GROUP * BLOCK;

@@ -9,10 +9,10 @@
 #include "linear.inl"
 #include "linear_several.inl"
 #include "linear_wide.inl"
-#include "linear_bf16.inl"
+#include "linear_bf16_tiles.inl"
 
 namespace banyan {
 const LinearKernels linear_amx = BN_LINEAR_KERNELS(
-    round_pairs, pairs_unit<1>, SEVERAL, BN_OF_ROUNDED(several_unit, pairs_unit<PAIR_GROUPS>),
+    round_pairs, tiles_unit<1>, SEVERAL, BN_OF_ROUNDED(several_unit, tiles_unit<PAIR_GROUPS>),
     BN_OF_WIDE(wide_unit));
 }

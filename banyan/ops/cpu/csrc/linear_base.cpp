@@ -88,10 +88,11 @@ namespace banyan {
 namespace {
 
 void round_pairs(const float* x, int64_t k, uint8_t* out) {
-  for (int64_t i = 0; i < k; i++) ((uint16_t*)out)[i] = to_bf16(x[i]);
+  for (int64_t i = 0; i < blocks_of(k) * BLOCK; i++)
+    ((uint16_t*)out)[i] = i < k ? to_bf16(x[i]) : (uint16_t)0;
 }
 
-// What vdpbf16ps is checked against, which rounds in an order of its own.
+// What vdpbf16ps and tiles are checked against, which add in orders of their own.
 void pairs_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end, uint8_t*) {
   const uint16_t* w = (const uint16_t*)(args.tiles + group * group_bytes(BF16_PAIRS, args.k));
   for (int64_t row = begin; row < end; row++) {

@@ -5,27 +5,16 @@
 // Weights are used as they lie: nothing is brought to another form first.
 #include <utility>
 
-#ifndef BN_BF16_TARGET
-#define BN_BF16_TARGET __attribute__((target("avx512bf16")))
-#endif
+#include "linear_pairs.inl"
 
 namespace banyan {
 namespace {
 
-constexpr int PAIR_GROUPS = 4;  // of outputs, together
 // Rows of `groups` groups: sums, weights and one broadcast fill the registers, and there are more sums
 // than the latency of a product needs.
 constexpr int pair_rows(int groups) { return groups == 1 ? 12 : 6; }
 // All rows go through so many before the next ones: 128 KiB of four groups, for the second-level cache.
 constexpr int64_t PANEL_PAIRS = 512;
-
-BN_BF16_TARGET void round_pairs(const float* x, int64_t k, uint8_t* out) {
-  for (int64_t i = 0; i < k; i += LANES) {
-    const vf v = k - i < LANES ? load_some(x + i, (int)(k - i)) : load(x + i);
-    const auto rounded = _mm512_cvtneps_pbh((__m512)v);
-    std::memcpy(out + 2 * i, &rounded, 2 * LANES);
-  }
-}
 
 // Weights of some pairs: of groups `stride` apart; `ahead`: what is fetched meanwhile, or null.
 struct Pairs {

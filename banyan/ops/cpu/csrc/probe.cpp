@@ -12,6 +12,9 @@ struct Args {
 };
 
 const ProbeKernels& kernels(int32_t level) {
+#ifdef BN_PROBE_AMX
+  if (level >= AMX) return probe_amx;
+#endif
 #ifdef BN_PROBE_VNNI
   if (level >= VNNI) return probe_vnni;
 #endif

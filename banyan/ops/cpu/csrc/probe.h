@@ -10,6 +10,6 @@ struct ProbeKernels {
   double (*pair_products)(int64_t rounds);   // bf16; 0 where the set or the machine has none
   float (*read_all)(const float* data, int64_t count);
 };
-extern const ProbeKernels probe_base, probe_avx2, probe_avx512, probe_vnni;
+extern const ProbeKernels probe_base, probe_avx2, probe_avx512, probe_vnni, probe_amx;
 
 }  // namespace banyan

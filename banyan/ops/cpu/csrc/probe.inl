@@ -26,7 +26,7 @@ double products(int64_t rounds) {
   return 2.0 * LANES * CHAINS * (double)rounds;
 }
 
-double small_products(int64_t rounds) {
+[[maybe_unused]] double small_products(int64_t rounds) {
 #if defined(__AVX512VNNI__)
   __m512i sums[CHAINS] = {}, w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(1);
   for (int64_t i = 0; i < rounds; i++)
@@ -53,7 +53,7 @@ double small_products(int64_t rounds) {
 }
 
 #if defined(__AVX512VNNI__)
-__attribute__((target("avx512bf16"))) double pair_products(int64_t rounds) {
+[[maybe_unused]] __attribute__((target("avx512bf16"))) double pair_products(int64_t rounds) {
   if (!has_bf16_products()) return 0;
   __m512 sums[CHAINS] = {};
   const __m512bh x = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -65,7 +65,7 @@ __attribute__((target("avx512bf16"))) double pair_products(int64_t rounds) {
   return 2.0 * 32 * CHAINS * (double)rounds;
 }
 #else
-double pair_products(int64_t) { return 0; }
+[[maybe_unused]] double pair_products(int64_t) { return 0; }
 #endif
 
 float read_all(const float* data, int64_t count) {

@@ -1,0 +1,45 @@
+// What tile registers give at most in 8 bits and bf16; the rest as vectors have it.
+#include "probe.inl"
+
+namespace banyan {
+namespace {
+
+// All registers are 16 rows of 64 bytes: 0-3 sums, 4-7 what is multiplied.
+struct alignas(64) WholeTiles {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// A round is one product of tiles, of `inputs` inputs; `four` does four that wait for none of each other.
+template <class Four>
+double tile_products(int64_t rounds, int64_t inputs, Four four) {
+  const WholeTiles shape;
+  _tile_loadconfig(&shape);
+  for (int64_t i = 0; i < rounds; i += 4) four();
+  _tile_release();
+  return 2.0 * 16 * 16 * (double)inputs * (double)((rounds + 3) / 4 * 4);
+}
+
+double small_tile_products(int64_t rounds) {
+  return tile_products(rounds, 64, [] {
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+  });
+}
+
+double pair_tile_products(int64_t rounds) {
+  return tile_products(rounds, 32, [] {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  });
+}
+
+}  // namespace
+
+const ProbeKernels probe_amx = {products, small_tile_products, pair_tile_products, read_all};
+}  // namespace banyan
