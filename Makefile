@@ -203,7 +203,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
