@@ -12,6 +12,8 @@ ARGS =
 TESTS = tests
 # Two files at a time, the long ones first (tests/conftest.py); in one process: make test PAIRED=
 PAIRED = -n 2 --dist loadfile --no-loadscope-reorder
+# A test that waits for what never comes fails by itself; one that does so in compiled code says where.
+PATIENCE = --timeout=900 --timeout-method=signal -o faulthandler_timeout=840
 # Modules are compiled once and not in each of the hundreds of servers that tests start.
 export PYTHONDONTWRITEBYTECODE =
 NPU_RELEASES = 2.13.0 2.14.0
@@ -26,7 +28,7 @@ serve: $(VENV)/.demo
 
 test: $(VENV)/.test $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m pytest $(if $(filter tests,$(TESTS)),$(PAIRED)) $(TESTS) $(ARGS)
+	@exec $(BIN)/python -m pytest $(if $(filter tests,$(TESTS)),$(PAIRED)) $(PATIENCE) $(TESTS) $(ARGS)
 
 # The border kit at ten times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test
@@ -203,7 +205,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
