@@ -21,6 +21,17 @@ def test_peaks_are_measured_on_all_threads(library: Library) -> None:
     assert not peaks.passing_s or 1e-9 < peaks.passing_s < 1e-3
 
 
+@pytest.mark.parametrize(("kind", "inputs"), [(1, 64), (3, 32)])
+def test_the_peaks_of_a_machine_with_tiles_are_those_of_tiles(
+    library: Library, kind: int, inputs: int
+) -> None:
+    if library.isa != "amx":
+        pytest.skip("for tiles")
+    done = np.zeros(3, np.float64)
+    library.call("bn_probe", 3, kind, 8, 0, done.ctypes.data)
+    assert (done == 8 * 2.0 * 16 * 16 * inputs).all()
+
+
 def test_a_number_goes_around_all_threads(library: Library) -> None:
     found = []
     # A busy machine may let a thread come too late; its pool then does with fewer for 1,024 runs.

@@ -7,6 +7,8 @@
 // tiles too, so its bits are the same in any company. Numbers below the smallest normal one count as
 // zero, whether read or made, whatever the thread's mode.
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "linear_pairs.inl"
 
@@ -27,8 +29,16 @@ struct alignas(64) PairShape {
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  explicit PairShape(int64_t count) { rows[0] = rows[1] = rows[4] = (uint8_t)count; }
+  constexpr explicit PairShape(int64_t count) {
+    rows[0] = rows[1] = rows[4] = (uint8_t)count;
+  }
 };
+// By rows of a tile; static, as the compiler does not see that the instruction reads all of it.
+template <size_t... ROWS>
+constexpr std::array<PairShape, sizeof...(ROWS)> pair_shapes(std::index_sequence<ROWS...>) {
+  return {PairShape(ROWS + 1)...};
+}
+constexpr auto PAIR_SHAPES = pair_shapes(std::make_index_sequence<TILE_ROWS>());
 
 // Weights of `count` blocks, of groups `stride` apart, whose inputs lie `at` bytes from where rows begin.
 // Meanwhile lines [first, last) of blocks at `ahead` are fetched, unless that is null.
@@ -132,9 +142,8 @@ void tiles_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t en
     std::memset(rest + n * TILE_BYTES, 0, TILE_BYTES);
     std::memcpy(rest + n * TILE_BYTES, tiles + n * stride + whole, stride - whole);
   }
-  const PairShape shape(rows.of_tile());
   asm volatile("" ::: "memory");  // what follows is not seen to read what was stored before
-  _tile_loadconfig(&shape);
+  _tile_loadconfig(&PAIR_SHAPES[rows.of_tile() - 1]);
   const int64_t blocks = args.k / BLOCK;
   // Few rows go through all blocks at once, and fetch what lies so far ahead of them.
   const bool is_few = rows.tiles() <= 2;

@@ -10,12 +10,12 @@ struct alignas(64) WholeTiles {
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+constexpr WholeTiles SHAPE{};
 
 // A round is one product of tiles, of `inputs` inputs; `four` does four that wait for none of each other.
 template <class Four>
 double tile_products(int64_t rounds, int64_t inputs, Four four) {
-  const WholeTiles shape;
-  _tile_loadconfig(&shape);
+  _tile_loadconfig(&SHAPE);
   for (int64_t i = 0; i < rounds; i += 4) four();
   _tile_release();
   return 2.0 * 16 * 16 * (double)inputs * (double)((rounds + 3) / 4 * 4);
