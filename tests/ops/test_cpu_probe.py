@@ -33,18 +33,12 @@ def test_the_peaks_of_a_machine_with_tiles_are_those_of_tiles(
 
 
 def test_a_number_goes_around_all_threads(library: Library) -> None:
-    found = []
-    # A busy machine may let a thread come too late; its pool then does with fewer for 1,024 runs.
-    for _ in range(5_000):
-        line = np.zeros(1, np.int64)
-        library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
-        found.append(int(line[0]))
-        if line[0] > 0:
-            break
-    assert found[-1] == 10 * library.threads and set(found[:-1]) <= {-1}
+    line = np.zeros(1, np.int64)
+    library.call("bn_probe_passing", library.threads, 10, 1 << 28, line.ctypes.data)
+    assert line[0] == 10 * library.threads
 
 
 def test_who_waits_for_a_thread_that_does_not_come_gives_up(library: Library) -> None:
     line = np.full(1, 7, np.int64)
-    library.call("bn_probe_passing", library.threads, 10, line.ctypes.data)
+    library.call("bn_probe_passing", library.threads, 10, 1 << 20, line.ctypes.data)
     assert line[0] == -1

@@ -52,11 +52,9 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
 const Kernel PROBE = {"probe", units, grain, run, cost};
 
 struct Passing {
-  int64_t turns;
+  int64_t turns, patience;  // patience: looks for one's turn, of some ns each
   int64_t* line;
 };
-
-constexpr int PATIENCE = 1 << 20;  // looks, of some ns each
 
 // Threads count up a number one after the other, each when it sees that its turn has come.
 void pass_on(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
@@ -65,8 +63,8 @@ void pass_on(const void* args, const Sizes& sizes, int64_t begin, int64_t end, W
     for (int64_t turn = 0; turn < a.turns; turn++) {
       const int64_t mine = turn * sizes.n[TOKENS] + i;
       int64_t now = 0;
-      for (int looks = 0; (now = __atomic_load_n(a.line, __ATOMIC_ACQUIRE)) != mine; looks++)
-        if (now < 0 || looks == PATIENCE)  // somebody has not come
+      for (int64_t looks = 0; (now = __atomic_load_n(a.line, __ATOMIC_ACQUIRE)) != mine; looks++)
+        if (now < 0 || looks == a.patience)  // somebody has not come
           return __atomic_store_n(a.line, -1, __ATOMIC_RELEASE);
       __atomic_store_n(a.line, mine + 1, __ATOMIC_RELEASE);
     }
@@ -85,9 +83,10 @@ BN_EXPORT void bn_probe(Program* program, int32_t size, int32_t kind, int64_t am
   append(program, PROBE, &args, sizeof args, NOT_ROW_WISE);
 }
 // A number in one cache line goes around all threads, a row of the op each. line: [1], 0; then how often
-// it was passed on, or below 0 where a thread did not come.
-BN_EXPORT void bn_probe_passing(Program* program, int32_t size, int64_t turns, int64_t* line) {
+// it was passed on, or below 0 where a thread did not come within so many looks.
+BN_EXPORT void bn_probe_passing(Program* program, int32_t size, int64_t turns, int64_t patience,
+                                int64_t* line) {
   (void)size;
-  Passing args{turns, line};
+  Passing args{turns, patience, line};
   append(program, PASSING, &args, sizeof args, NOT_ROW_WISE);
 }
