@@ -16,7 +16,7 @@ import zmq
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.base.heap import unmap_files
+from banyan.base.heap import let_go
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
@@ -185,7 +185,7 @@ def run_engine(
             so_far=runner.told,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
-            at_rest=unmap_files,
+            at_rest=let_go,
         )
         ranks.watch(loop.fail)
         started(loop)

@@ -39,6 +39,12 @@ def unmap_files() -> None:
         advise(first, last - first, _DONTNEED)
 
 
+def let_go() -> None:
+    """Both: for a process that has just started, or pauses."""
+    give_back()
+    unmap_files()
+
+
 def _as_on_disk(smaps: str) -> Iterator[tuple[int, int]]:
     """Addresses of what is mapped of files for oneself and not to write; of what differs from its
     file (addresses that were filled in, a debugger's marks) none."""

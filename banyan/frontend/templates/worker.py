@@ -20,7 +20,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.exceptions import SecurityError
 
-from banyan.base.heap import give_back, unmap_files
+from banyan.base.heap import give_back, let_go
 from banyan.frontend.child import LENGTH
 from banyan.frontend.templates.process import DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.frontend.templates.sandbox import TemplateEnvironment, constants
@@ -89,7 +89,7 @@ def main() -> None:
         if length > LARGE_BYTES:
             give_back()
         if is_new:
-            unmap_files()
+            let_go()
             is_new = False
 
 
