@@ -34,7 +34,6 @@ from banyan.engine.processes import (
     take_duty,
     watch_parent,
 )
-from banyan.engine.ranks import open_stacks
 from banyan.engine.recording import RecordingMemory
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
@@ -221,6 +220,8 @@ def main() -> None:
     report_slow_gc(duty.config.observe.slow_gc_s)
     try:
         if duty.role == RANK:
+            from banyan.engine.ranks import open_stacks
+
             faulthandler.register(STACKS, open_stacks(duty.pulse))
             Pulse(duty.pulse).keep_beating()
             run_rank(duty.config, duty.card, duty.rank, duty.address, duty.mesh_address)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
@@ -22,6 +21,8 @@ def open_grammars(
         return None
 
     def read() -> tuple[Vocabulary, Encode]:
+        from banyan.frontend.words.load import load_tokenizer  # a library of its own
+
         tokenizer = load_tokenizer(config.model.tokenizer_path)
         pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
         vocabulary = vocabulary_of(

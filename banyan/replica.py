@@ -16,7 +16,7 @@ import zmq
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.base.heap import unmap_code
+from banyan.base.heap import let_go
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
@@ -185,11 +185,11 @@ def run_engine(
             so_far=runner.told,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
+            at_rest=let_go,
         )
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        unmap_code()
         weights = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
         loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
 

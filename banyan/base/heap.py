@@ -2,7 +2,8 @@
 
 Loading frees much that lies scattered between what stays. glibc keeps such memory for itself until
 it is asked; other C libraries have no such call and need none. And it runs much of the libraries'
-code once: those pages are files', so the system has them again when they are run.
+code once, and reads their tables: those pages are files', so the system has them again when they
+are wanted.
 """
 
 import ctypes
@@ -24,12 +25,12 @@ def give_back() -> None:
     trim(0)
 
 
-def unmap_code() -> None:
-    """Let go of the pages of libraries' code that are in use. They stay in the system's cache of
-    files while that has room; the next run of one takes a microsecond. Where the system does not
-    tell what is mapped, nothing happens."""
+def unmap_files() -> None:
+    """Let go of the pages of libraries' code and constants that are in use; takes ten milliseconds.
+    They stay in the system's cache of files while that has room; the next use of one takes a
+    microsecond. Where the system does not tell what is mapped, nothing happens."""
     try:
-        mappings = list(_code(_SMAPS.read_text(encoding="utf-8", errors="replace")))
+        mappings = list(_as_on_disk(_SMAPS.read_text(encoding="utf-8", errors="replace")))
     except OSError:
         return
     advise = ctypes.CDLL(None).madvise
@@ -38,13 +39,20 @@ def unmap_code() -> None:
         advise(first, last - first, _DONTNEED)
 
 
-def _code(smaps: str) -> Iterator[tuple[int, int]]:
-    """Addresses of files' code; of what differs from its file (a debugger's marks) none."""
+def let_go() -> None:
+    """Both: for a process that has just started, or pauses."""
+    give_back()
+    unmap_files()
+
+
+def _as_on_disk(smaps: str) -> Iterator[tuple[int, int]]:
+    """Addresses of what is mapped of files for oneself and not to write; of what differs from its
+    file (addresses that were filled in, a debugger's marks) none."""
     first = last = 0
-    is_code = False
+    is_read_only = False
     for line in smaps.splitlines():
         if found := _MAPPING.fullmatch(line):
             first, last = int(found[1], 16), int(found[2], 16)
-            is_code = found[3] == "r-xp" and (found[4] or "").startswith("/")
-        elif is_code and line.startswith("Anonymous:") and line.split()[1] == "0":
+            is_read_only = found[3] in ("r-xp", "r--p") and (found[4] or "").startswith("/")
+        elif is_read_only and line.startswith("Anonymous:") and line.split()[1] == "0":
             yield first, last

@@ -6,6 +6,7 @@ place, which bring the part when anybody asks them for something, and whoever ma
 only does by being there has all of them brought.
 """
 
+import linecache
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,16 +20,25 @@ _PARTS = (
     "torch._native",
     "torch._storage_docs",
     "torch._tensor_docs",
+    "torch.autograd.functional",
+    "torch.autograd.profiler",
+    "torch.compiler",
     "torch.distributions",
     "torch.export",
+    "torch.fft",
+    "torch.linalg",
     "torch.masked",
+    "torch.nn.attention",
     "torch.nn.intrinsic",
     "torch.nn.qat",
     "torch.nn.quantizable",
     "torch.nn.quantized",
+    "torch.optim",
     "torch.profiler",
     "torch.quantization",
+    "torch.sparse",
     "torch.utils.data",
+    "torch.xpu",
     "torchgen.model",
 )
 """Modules that torch, as it is imported, only names or adds to."""
@@ -60,6 +70,7 @@ def without_parts() -> Generator[None]:
     try:
         yield
     finally:
+        linecache.clearcache()  # torch notes from where it is imported, with the text of all files
         for stand_in in stand_ins.values():
             _let_go(stand_in)
 

@@ -13,7 +13,6 @@ from functools import partial
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.slow_gc import report_slow_gc
 from banyan.base.system import check_system
-from banyan.cli.doctor import version
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
 from banyan.config.env import Environment, forget_secrets, read_environment
@@ -39,6 +38,8 @@ def serve(argv: Sequence[str]) -> int:
         print(_names())
         return 0
     if "--version" in argv:
+        from banyan.cli.doctor import version
+
         return version(())
     check_system()  # before any process is started
     signal.signal(signal.SIGTERM, _leave)  # until the server runs and drains

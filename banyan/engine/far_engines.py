@@ -6,13 +6,16 @@ The front of each is connected to as if its engine were here; the nodes pass on 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, Duty
-from banyan.engine.nodes import Nodes, check_secret, own_hello
+
+if TYPE_CHECKING:
+    from banyan.engine.nodes import Nodes
 
 log = logger(__name__)
 
@@ -55,6 +58,9 @@ class FarEngines:
         if parallel.replica < parallel.dp - 1:
             return
         if self._nodes is None:
+            # ZeroMQ comes with them: a server that leads no nodes does without.
+            from banyan.engine.nodes import Nodes, check_secret, own_hello
+
             check_secret(parallel, self._secret)
             self._nodes = Nodes(parallel, self._secret, own_hello(parallel, card))
         engines, self._waiting = self._waiting, {}
@@ -71,7 +77,7 @@ class FarEngines:
             self._nodes.close()
 
     def _open(
-        self, nodes: Nodes, engines: dict[int, _Waiting], before: threading.Thread | None
+        self, nodes: "Nodes", engines: dict[int, _Waiting], before: threading.Thread | None
     ) -> None:
         def died(what: str) -> None:
             for engine in engines.values():

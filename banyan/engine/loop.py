@@ -45,6 +45,8 @@ from banyan.scheduler.burst import so_far
 log = logger(__name__)
 
 HEARTBEAT_S = 0.25
+REST_S = 30.0
+"""A pause after which `at_rest` costs the next request less than it is worth."""
 BLAME_S = 2.0
 """How long the failure of a step waits for the word that another rank has died of it."""
 
@@ -127,6 +129,8 @@ class EngineLoop:
         balancer: gives orders of its own; None where nobody does.
         go_on: told, where plans follow each other through several stages, that there is none to
             follow those in flight, and how many these are (engine/stages.py).
+        at_rest: called once the first work is done, the warm-up as a rule, and in every pause of
+            REST_S.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class EngineLoop:
         crashes_on_nan: bool = False,
         balancer: Balancer | None = None,
         go_on: Callable[[int], None] | None = None,
+        at_rest: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._hurry = hurry
@@ -168,6 +173,7 @@ class EngineLoop:
         self._crashes_on_nan = crashes_on_nan
         self._balancer = balancer
         self._go_on = go_on
+        self._at_rest = at_rest
         self._desk = desk
         self._ranks = ranks
         stands = self._stuck_s, self._plans, self._queues
@@ -188,6 +194,10 @@ class EngineLoop:
         """When the latest round began."""
         self._beat_s = 0.0
         self._was_idle = True
+        self._rests_s: float | None = None
+        """Since when nothing is left to do; None while there is, and once `at_rest` was called."""
+        self._pause_s = 0.0
+        """How long that lasts before it is called."""
         self._is_stopping = False
         self._failure = ""
         self._failed = threading.Event()
@@ -276,6 +286,10 @@ class EngineLoop:
         if events:
             self._link.send(events)
         self._marks.end("send", events=len(events))
+        if self._rests_s is not None and now - self._rests_s >= self._pause_s:
+            self._rests_s, self._pause_s = None, REST_S
+            if self._at_rest is not None:
+                self._at_rest()
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
         if self._desk is not None and self._desk.keeps(message, events):
@@ -403,8 +417,11 @@ class EngineLoop:
         if is_idle and not self._was_idle:
             self._audit()
             self._step_log.rests(now)
+            self._rests_s = now
             if self._core.recorder is not None:
                 self._core.recorder.rested(now)
+        elif not is_idle:
+            self._rests_s = None
         is_due = now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle)
         # Who has an answer and asks for the counters finds it in them.
         if is_due or any(isinstance(event, ENDS) for event in events):

@@ -20,6 +20,7 @@ from banyan.base.ids import PageId
 from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
+from banyan.runner.host_zeros import private_zeros, viewed
 
 Positions = TypeVar("Positions", int, np.ndarray, Tensor)
 
@@ -244,12 +245,11 @@ class KVStore:
         size_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or not size_bytes:
             return torch.zeros(shape, dtype=dtype, device=device)
-        # Not in huge pages: the first token of every layer would take one of 2 MiB.
         if self.file < 0:
-            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = private_zeros(size_bytes)
         else:
             at = os.fstat(self.file).st_size
             os.ftruncate(self.file, at + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
             memory = mmap.mmap(self.file, size_bytes, offset=at)
         self._maps.append(memory)
-        return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
+        return viewed(memory, shape, dtype)

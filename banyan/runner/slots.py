@@ -17,6 +17,7 @@ from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host import sent
 from banyan.ops.sampling import PARAMS, params_tensor
 from banyan.runner.adapter_slots import AdapterSlots
+from banyan.runner.host_zeros import zeros
 from banyan.runner.kvstore import GroupLayout
 
 _UNKNOWN = -1
@@ -59,10 +60,9 @@ class SlotTable:
         self._groups = groups
         self._device = device
         # One column more: the row that overlap launches before the end is known samples into it.
-        self.tokens = torch.zeros((slots, max_length + 1), dtype=torch.int32, device=device)
+        self.tokens = zeros((slots, max_length + 1), torch.int32, device)
         self.pages = [
-            torch.zeros((slots, group.columns(max_length)), dtype=torch.int32, device=device)
-            for group in groups
+            zeros((slots, group.columns(max_length)), torch.int32, device) for group in groups
         ]
         self.known = [0] * slots
         """Tokens that have a value on the device, those of launched steps included."""

@@ -1,33 +1,52 @@
 """Memory that a start leaves behind goes back to the system, and nothing that is needed with it."""
 
+import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from banyan.base.heap import _code, unmap_code
+from banyan.base.heap import _as_on_disk, unmap_files
 
 SMAPS = Path("/proc/self/smaps")
 LIBRARY = "libtorch_cpu.so"
 
 
-def resident_code() -> int:
-    """KiB of the library's code that this process has mapped."""
-    found = re.findall(rf" r-xp .*{LIBRARY}\n(?:.*\n)*?Rss: +(\d+)", SMAPS.read_text())
+needs_smaps = pytest.mark.skipif(
+    not SMAPS.exists(), reason="the system does not tell what is mapped"
+)
+
+
+def resident(file: str, access: str) -> int:
+    """KiB of the file that this process has in use with this access."""
+    found = re.findall(rf" {access} .*{file}\n(?:.*\n)*?Rss: +(\d+)", SMAPS.read_text())
     return sum(map(int, found))
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell what is mapped")
+@needs_smaps
 def test_code_that_was_run_is_let_go_and_runs_again():
     assert torch.arange(5).sum() == 10
-    before = resident_code()
-    unmap_code()
-    assert resident_code() < before / 2
+    before = resident(LIBRARY, "r-xp")
+    unmap_files()
+    assert resident(LIBRARY, "r-xp") < before / 2
     assert torch.arange(5).sum() == 10
 
 
-def test_only_code_that_is_as_its_file_has_it_is_let_go():
+@needs_smaps
+def test_constants_that_were_read_are_let_go_and_read_again(tmp_path):
+    content = bytes(range(256)) * 4096
+    path = tmp_path / "constants"
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    assert mapped[:] == content and resident(path.name, "r--p") == len(content) >> 10
+    unmap_files()
+    assert resident(path.name, "r--p") == 0
+    assert mapped[:] == content
+
+
+def test_only_what_is_as_its_file_has_it_is_let_go():
     smaps = """\
 1000-2000 r-xp 00000000 fe:00 1    /lib/a b.so
 Rss:        4 kB
@@ -36,9 +55,15 @@ Anonymous:  0 kB
 Anonymous:  0 kB
 3000-5000 r-xp 00000000 fe:00 2    /lib/changed.so
 Anonymous:  4 kB
+7000-8000 r--p 00000000 fe:00 2    /lib/changed.so
+Anonymous:  0 kB
+8000-9000 r--p 00000000 fe:00 2    /lib/changed.so
+Anonymous:  4 kB
+9000-a000 r--s 00000000 fe:00 3    /models/shared.gguf
+Anonymous:  0 kB
 5000-6000 r-xp 00000000 00:00 0    [vdso]
 Anonymous:  0 kB
 6000-7000 r-xp 00000000 00:00 0
 Anonymous:  0 kB
 """
-    assert list(_code(smaps)) == [(0x1000, 0x2000)]
+    assert list(_as_on_disk(smaps)) == [(0x1000, 0x2000), (0x7000, 0x8000)]

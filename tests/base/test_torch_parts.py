@@ -63,6 +63,31 @@ def test_whoever_asks_for_a_part_gets_it() -> None:
     assert told.splitlines() == ["True", "(1, 2, 3, 4)", "2.0", "True", "True True"]
 
 
+def test_what_is_left_out_computes_when_it_is_asked() -> None:
+    told = run(
+        "with without_parts(): import torch",
+        "two = torch.ones(2, requires_grad=True)",
+        "print(float(torch.linalg.norm(torch.ones(4))))",
+        "print(torch.fft.fft(torch.ones(2)).real.tolist())",
+        "print(torch.sparse.mm(torch.eye(2).to_sparse(), torch.ones(2, 1)).sum().item())",
+        "print(torch.autograd.functional.vjp(lambda x: x * x, two, two)[0].tolist())",
+        "with torch.autograd.profiler.record_function('sum'): two + two",
+        "print(torch.compiler.is_compiling(), torch.xpu.is_available())",
+        "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): pass",
+        "print(torch.optim.SGD.__name__)",
+    )
+    assert told.splitlines() == ["2.0", "[2.0, 0.0]", "2.0", "[1.0, 1.0]", "False False", "SGD"]
+
+
+def test_no_text_of_files_stays_behind() -> None:
+    told = run(
+        "import linecache",
+        "with without_parts(): import torch",
+        "print(linecache.cache)",
+    )
+    assert told == "{}"
+
+
 def test_a_part_that_this_version_of_torch_does_not_have_stays_away() -> None:
     told = run(
         "parts._PARTS += ('torch.banyan',)",

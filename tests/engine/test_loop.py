@@ -226,6 +226,25 @@ def test_the_engine_tells_of_each_live_request_and_of_no_more_than_asked(served)
     assert msgspec.json.decode(link.hear(Reply).body) == []
 
 
+@pytest.mark.parametrize(("pause_s", "again"), [(0.0, True), (1e9, False)])
+def test_rest_is_told_after_the_first_work_and_then_in_long_pauses_only(
+    monkeypatch, pause_s, again
+):
+    monkeypatch.setattr("banyan.engine.loop.REST_S", pause_s)
+    rests = SimpleQueue()
+    with serving(check_ledger=True, at_rest=lambda: rests.put("rest")) as (link, _, _):
+        assert rests.empty()
+        for name in ("a", "b"):
+            tokens = array("i", [ord(name)] * 3).tobytes()  # nothing of it is in the cache
+            link.tell(msgspec.structs.replace(generate(name), tokens=tokens))
+            link.hear(Finished)
+            if name == "a" or again:
+                assert rests.get(timeout=WAIT_S) == "rest"
+        for _ in range(3):  # heartbeats
+            link.hear(Stats)
+        assert rests.empty()
+
+
 def test_a_broken_loop_tells_the_front_before_it_dies():
     link, wake = QueueLink(), Wake()
     runner = CountingRunner()

@@ -20,7 +20,7 @@ import jinja2
 from jinja2 import meta
 from jinja2.exceptions import SecurityError
 
-from banyan.base.heap import give_back
+from banyan.base.heap import give_back, let_go
 from banyan.frontend.child import LENGTH
 from banyan.frontend.templates.process import DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.frontend.templates.sandbox import TemplateEnvironment, constants
@@ -80,7 +80,7 @@ def main() -> None:
     os.dup2(2, 1)
     with open("/proc/self/statm", encoding="ascii") as file:
         base_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    renderer = Renderer()
+    renderer, is_new = Renderer(), True
     while len(head := tasks.read(TASK.size)) == TASK.size:
         length, time_s = TASK.unpack(head)
         limit = base_bytes + ROOM_BYTES + FRAME_FACTOR * length
@@ -88,6 +88,9 @@ def main() -> None:
         _serve(renderer, tasks.read(length), time_s, answers)
         if length > LARGE_BYTES:
             give_back()
+        if is_new:
+            let_go()
+            is_new = False
 
 
 def _serve(renderer: Renderer, body: bytes, time_s: float, answers: BinaryIO) -> None:

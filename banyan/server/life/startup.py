@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from banyan.base.heap import give_back, unmap_code
+from banyan.base.heap import give_back, let_go
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.defaults import with_settings
@@ -99,7 +99,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")
     dispose(config, card)
-    unmap_code()
+    let_go()
     return service
 
 
