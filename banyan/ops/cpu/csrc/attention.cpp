@@ -24,8 +24,13 @@ const AttentionKernels& attention_table(int32_t level, int head_dim) {
 }
 
 const Kernel* rounding_attention(int32_t cache, int head_dim) {
-#ifdef BN_ATTENTION_PAIRS_VNNI
-  if (isa() < VNNI || !has_bf16_products() || head_dim % attention_avx512.lanes) return nullptr;
+#if defined(BN_ATTENTION_PAIRS_AMX) || defined(BN_ATTENTION_PAIRS_VNNI)
+#ifdef BN_ATTENTION_PAIRS_AMX
+  constexpr Isa NEEDED = AMX;
+#else
+  constexpr Isa NEEDED = VNNI;
+#endif
+  if (isa() < NEEDED || !has_bf16_products() || head_dim % attention_avx512.lanes) return nullptr;
   if (cache == CACHE_F16) return &attend_float16_pairs;
   if (cache == CACHE_BF16) return &attend_bfloat16_pairs;
 #endif

@@ -16,7 +16,7 @@ namespace banyan {
 
 constexpr int SPAN = 256;         // keys that are weighed at once; spans start at its multiples
 constexpr int GROUP = 16;         // tokens that lie together in every page
-constexpr int TILE = 48;          // (token, head) pairs of a unit at most, if heads allow
+constexpr int TILE = 192;         // (token, head) pairs of a unit at most, if heads allow
 constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memory
 
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, CACHE_INT8 = 3,

@@ -11,17 +11,14 @@
 // blocks that are rounded once. Both see the same numbers in the same order.
 #include <type_traits>
 
-#include "attention_spans.inl"
+#include "attention_pairs.inl"
 
 namespace banyan {
 namespace {
 
-#define BN_BF16 __attribute__((target("avx512bf16")))
-
-constexpr int K_BITS = 12;           // of the magnitude of a key's integers
-constexpr int K_MOST = 4094;         // what fp16 makes of them; bf16 makes less
-constexpr int BLOCK_BYTES = 16384;   // of pairs that stay in the L1 cache while queries meet them
-constexpr int CHUNK = 2 * LANES;     // exponentials that are rounded at once
+constexpr int K_BITS = 12;  // of the magnitude of a key's integers
+constexpr int BLOCK_BYTES = 16384;  // of pairs that stay in the L1 cache while queries meet them
+constexpr int K_MOST = 4094;  // what fp16 makes of them; bf16 makes less
 
 template <class C>
 struct Bits;  // of a 16-bit float
@@ -156,79 +153,7 @@ void score_lying(const int32_t* q, int pairs, const uint16_t* const* k, int64_t 
   for (; n < groups; n++) score_pages<C, R, 1>(q, pairs, k + n, stride, logits + n * GROUP);
 }
 
-// --- softmax -------------------------------------------------------------------------------------
-
-// 2^x for x <= 0.
-inline vf two_to_the(vf x) {
-  const vf magic = splat(12582912.0f);
-  x = max(splat(-126.0f), x);
-  vf whole = x + magic;
-  vf r = x - (whole - magic);
-  vf p = splat(9.570101908e-03f);
-  p = fma(p, r, splat(5.591786032e-02f));
-  p = fma(p, r, splat(2.402474483e-01f));
-  p = fma(p, r, splat(6.931218147e-01f));
-  p = fma(p, r, splat(9.999992614e-01f));
-  return (vf)((vi)p + ((vi)whole << 23));
-}
-
-inline uint32_t lanes_below(int n) { return n <= 0 ? 0 : n >= LANES ? 0xffff : (1u << n) - 1; }
-inline __mmask16 lanes_of(Range seen, int i) {
-  return (__mmask16)(lanes_below(seen.hi - i) & ~lanes_below(seen.lo - i));
-}
-
-// Logits in units of `unit` become exponentials in bf16, in the first half of their memory: those of
-// the keys seen, and zeros beside them in their chunks.
-BN_BF16 Share soften(float* logits, Range seen, float unit, float soft_cap) {
-  int begin = seen.lo / CHUNK * CHUNK, end = (seen.hi + CHUNK - 1) / CHUNK * CHUNK;
-  if (soft_cap != 0) {
-    for (int i = begin; i < end; i += LANES)
-      store(logits + i, splat(soft_cap) * tanh(load(logits + i) * splat(unit) / splat(soft_cap)));
-    unit = 1.0f;
-  }
-  __m512 most = _mm512_set1_ps(-INFINITY), most_of_odd = most;
-  for (int i = begin; i < end; i += CHUNK) {
-    __m512 even = _mm512_loadu_ps(logits + i), odd = _mm512_loadu_ps(logits + i + LANES);
-    if (i < seen.lo || i + CHUNK > seen.hi) {
-      most = _mm512_mask_max_ps(most, lanes_of(seen, i), even, most);
-      most_of_odd = _mm512_mask_max_ps(most_of_odd, lanes_of(seen, i + LANES), odd, most_of_odd);
-    } else {
-      most = _mm512_max_ps(even, most);
-      most_of_odd = _mm512_max_ps(odd, most_of_odd);
-    }
-  }
-  float top = _mm512_reduce_max_ps(_mm512_max_ps(most_of_odd, most));
-  const vf tops = splat(top), factor = splat(unit * 1.44269504088896341f);
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 all = _mm512_setzero_ps();
-  uint16_t* p = (uint16_t*)logits;
-  for (int i = begin; i < end; i += CHUNK) {
-    __m512 even = (__m512)two_to_the((load(logits + i) - tops) * factor);
-    __m512 odd = (__m512)two_to_the((load(logits + i + LANES) - tops) * factor);
-    if (i < seen.lo || i + CHUNK > seen.hi) {
-      even = _mm512_maskz_mov_ps(lanes_of(seen, i), even);
-      odd = _mm512_maskz_mov_ps(lanes_of(seen, i + LANES), odd);
-    }
-    __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
-    all = _mm512_dpbf16_ps(all, both, ones);
-    std::memcpy(p + i, &both, sizeof both);
-  }
-  return {top * unit, sum((vf)all)};
-}
-
 // --- values --------------------------------------------------------------------------------------
-
-// Numbers of two keys beside each other, in bf16.
-template <class C>
-BN_BF16 inline vi make_value_pair(const uint16_t* row, int dim, __m512i order) {
-  __m512bh both = _mm512_cvtne2ps_pbh((__m512)C::get(row + dim), (__m512)C::get(row));
-  return (vi)_mm512_permutexvar_epi16(order, (__m512i)both);
-}
-inline __m512i order_of_pairs() {
-  uint16_t order[2 * LANES];
-  for (int i = 0; i < 2 * LANES; i++) order[i] = (uint16_t)(i / 2 + i % 2 * LANES);
-  return _mm512_loadu_si512(order);
-}
 
 // Values of a span by pairs of keys: of pages, and of a block [pair][dim].
 template <class Cached>
@@ -386,6 +311,8 @@ struct Rounded {
     return block_bytes(dim) + sizeof(float) * (SPAN + count) + sizeof(int16_t) * count * dim;
   }
 
+  static int rows_of_logits(int count) { return count; }
+
   // As many bits as no sum of products needs more than 31 for.
   static void take(const AttentionArgs& a, Tile& tile, int count, int r, const float* q) {
     Room room(tile, count, a.head_dim);
@@ -442,13 +369,8 @@ struct Rounded {
     int most = share_of(count);
     for (int r = 0; r < count; r += most) {
       int now = count - r < most ? count - r : most;
-      int lo = SPAN, hi = 0;
-      for (int i = r; i < r + now; i++) {
-        if (seen[i].lo >= seen[i].hi) continue;
-        lo = seen[i].lo < lo ? seen[i].lo : lo;
-        hi = seen[i].hi > hi ? seen[i].hi : hi;
-      }
-      int begin = lo / GROUP - first, end = (hi + GROUP - 1) / GROUP - first;
+      const Range all = all_of(seen + r, now);
+      int begin = all.lo / GROUP - first, end = (all.hi + GROUP - 1) / GROUP - first;
       begin = begin < 0 ? 0 : begin, end = end > groups ? groups : end;
       if (begin >= end) continue;
       SCORE[now - 1]((const int32_t*)(room.q + (size_t)r * dim), pairs,
@@ -481,10 +403,12 @@ struct Rounded {
       groups = of.run(g, most);
       score_some(room, of, g, groups, count, dim, tile.seen, tile.logits);
     }
-    for (int r = 0; r < count; r++)
-      if (tile.seen[r].lo < tile.seen[r].hi)
-        tile.shares[r] =
-            soften(tile.logits + (size_t)r * SPAN, tile.seen[r], room.q_units[r], a.soft_cap);
+    for (int r = 0; r < count; r += SOFTENED) {
+      int now = count - r < SOFTENED ? count - r : SOFTENED;
+      soften_some(tile.logits + (size_t)r * SPAN, now, tile.seen + r,
+                  chunks_of(all_of(tile.seen + r, now)), room.q_units + r, a.soft_cap,
+                  tile.shares + r);
+    }
     std::memset(tile.values, 0, sizeof(float) * count * dim);
     const int32_t* p = (const int32_t*)tile.logits;
     if (count <= TOGETHER)
