@@ -13,6 +13,151 @@ constexpr int SOFTENED = 4;       // queries whose exponentials are made at once
 
 inline Range chunks_of(Range keys) { return {keys.lo / CHUNK, (keys.hi + CHUNK - 1) / CHUNK}; }
 
+constexpr int K_BITS = 12;  // of the magnitude of a key's integers
+constexpr int K_MOST = 4094;  // what fp16 makes of them; bf16 makes less
+
+template <class C>
+struct Bits;  // of a 16-bit float
+template <>
+struct Bits<Float16> {
+  static constexpr int MANTISSA = 10, BIAS = 15, ODD = 31, LEAST = 1;
+};
+template <>
+struct Bits<Bfloat16> {
+  static constexpr int MANTISSA = 7, BIAS = 127, ODD = 255, LEAST = 12;  // units stay normal
+};
+
+// --- logits --------------------------------------------------------------------------------------
+
+// A query's numbers times `scale` as integers, and the unit of these. As many bits as no sum of
+// products needs more than 31 for.
+inline float round_query(const float* q, int dim, float scale, int16_t* to) {
+  int limit = INT32_MAX / (K_MOST * dim);
+  float largest_of_all = (float)(limit < INT16_MAX ? limit : INT16_MAX);
+  vi magnitudes{};  // the order of magnitudes is that of their bits, with NaN the largest
+  for (int d = 0; d < dim; d += LANES) {
+    vi bits = (vi)(load(q + d) * splat(scale)) & splat_i(0x7fffffff);
+    magnitudes = (vi)_mm512_max_epi32((__m512i)magnitudes, (__m512i)bits);
+  }
+  int32_t top = _mm512_reduce_max_epi32((__m512i)magnitudes);
+  float most, factor = 0.0f, unit = 0.0f;
+  std::memcpy(&most, &top, sizeof most);
+  if (top >= 0x7f800000)
+    unit = NAN;
+  else if (top >= 27 << 23)  // below 2^-100 it counts as zero: the factor must stay finite
+    unit = most / largest_of_all, factor = largest_of_all / most;
+  for (int d = 0; d < dim; d += LANES) {
+    vi rounded = round_to_int(load(q + d) * splat(scale) * splat(factor));
+    _mm256_storeu_si256((__m256i*)(to + d), _mm512_cvtepi32_epi16((__m512i)rounded));
+  }
+  return unit;
+}
+
+// Per key of a group: by what its numbers become integers, and the unit of these. A key that is not
+// finite gets a unit that is no number.
+template <class C>
+void find_units(const uint16_t* k, int64_t stride, int dim, float* factors, float* units) {
+  __m256i largest;
+  if (stride == GROUP) {  // the whole group lies together
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i most = _mm512_setzero_si512(), other = most;
+    for (int i = 0; i < GROUP * dim; i += 4 * GROUP) {
+      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(k + i), magnitude));
+      other = _mm512_max_epu16(
+          other, _mm512_and_si512(_mm512_loadu_si512(k + i + 2 * GROUP), magnitude));
+    }
+    most = _mm512_max_epu16(most, other);
+    largest = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+  } else {
+    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+    __m256i most = _mm256_setzero_si256(), other = most;
+    for (int d = 0; d < dim; d += 2, k += 2 * stride) {
+      __m256i even = _mm256_loadu_si256((const __m256i*)k);
+      __m256i odd = _mm256_loadu_si256((const __m256i*)(k + stride));
+      most = _mm256_max_epu16(most, _mm256_and_si256(even, magnitude));
+      other = _mm256_max_epu16(other, _mm256_and_si256(odd, magnitude));
+    }
+    largest = _mm256_max_epu16(most, other);
+  }
+  vi top = (vi)_mm512_cvtepu16_epi32(largest) >> Bits<C>::MANTISSA;
+  vi exponent = (vi)_mm512_max_epi32((__m512i)top, _mm512_set1_epi32(Bits<C>::LEAST));
+  constexpr int SHIFT = K_BITS - 1 + Bits<C>::BIAS;
+  store(factors, (vf)((splat_i(127 + SHIFT) - exponent) << 23));
+  vf unit = (vf)((exponent + splat_i(127 - SHIFT)) << 23);
+  store(units, choose(top == splat_i(Bits<C>::ODD), splat(NAN), unit));
+}
+
+// The numbers 2·pair and 2·pair + 1 of 16 keys as integers beside each other.
+template <class C>
+inline vi make_pair(const uint16_t* k, int64_t stride, vf factor) {
+  const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it leaves the integer in the low bits
+  vi low = (vi)fma(C::get(k), factor, magic), high = (vi)fma(C::get(k + stride), factor, magic);
+  return (vi)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)(high << 16));
+}
+
+// N groups of keys of pages, by pairs of numbers.
+template <class Cached, int N>
+struct KeysAsTheyLie {
+  const uint16_t *k[N], *then[N];  // then: what is read after each
+  int64_t stride;
+  vf factors[N];
+  KeysAsTheyLie(const uint16_t* const* groups, int64_t apart, const float* of) : stride(apart) {
+    for (int n = 0; n < N; n++)
+      k[n] = groups[n], then[n] = groups[n + AHEAD], factors[n] = load(of + n * GROUP);
+  }
+  vi at(int pair, int n) const {
+    fetch(then[n] + 2 * pair * stride);
+    if (stride > 2 * GROUP) fetch(then[n] + (2 * pair + 1) * stride);
+    return make_pair<Cached>(k[n] + 2 * pair * stride, stride, factors[n]);
+  }
+};
+
+// logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys, but for the queries' units.
+template <int R, int N, class K>
+inline void score(const K& keys, const int32_t* q, int pairs, const float* units, float* logits) {
+  vi sums[R][N] = {};
+  for (int d = 0; d < pairs; d++) {
+    vi k[N];
+    UNROLL for (int n = 0; n < N; n++) k[n] = keys.at(d, n);
+    UNROLL for (int r = 0; r < R; r++) {
+      vi x = splat_i(q[r * pairs + d]);
+      UNROLL for (int n = 0; n < N; n++)
+        sums[r][n] = (vi)_mm512_dpwssd_epi32((__m512i)sums[r][n], (__m512i)x, (__m512i)k[n]);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int n = 0; n < N; n++)
+      store(logits + r * SPAN + n * GROUP, to_float(sums[r][n]) * load(units + n * GROUP));
+}
+
+// N groups of pages, and their units.
+template <class C, int R, int N>
+void score_pages(const int32_t* q, int pairs, const uint16_t* const* k, int64_t stride,
+                 float* logits) {
+  alignas(64) float factors[N * GROUP], units[N * GROUP];
+  for (int n = 0; n < N; n++)
+    find_units<C>(k[n], stride, 2 * pairs, factors + n * GROUP, units + n * GROUP);
+  score<R, N>(KeysAsTheyLie<C, N>(k, stride, factors), q, pairs, units, logits);
+}
+template <class C, int R>
+void score_lying(const int32_t* q, int pairs, const uint16_t* const* k, int64_t stride, int groups,
+                 float* logits) {
+  constexpr int N = R <= 3 ? 4 : 2;
+  int n = 0;
+  for (; n + N <= groups; n += N)
+    score_pages<C, R, N>(q, pairs, k + n, stride, logits + n * GROUP);
+  for (; n < groups; n++) score_pages<C, R, 1>(q, pairs, k + n, stride, logits + n * GROUP);
+}
+// Up to TOGETHER queries.
+template <class C>
+void score_few(int count, const int16_t* q, int pairs, const uint16_t* const* k, int64_t stride,
+               int groups, float* logits) {
+  using Score = void (*)(const int32_t*, int, const uint16_t* const*, int64_t, int, float*);
+  constexpr Score SCORE[] = {score_lying<C, 1>, score_lying<C, 2>, score_lying<C, 3>,
+                             score_lying<C, 4>, score_lying<C, 5>, score_lying<C, 6>};
+  SCORE[count - 1]((const int32_t*)q, pairs, k, stride, groups, logits);
+}
+
 // --- softmax -------------------------------------------------------------------------------------
 
 // 2^x, to 2^-13 of it: the rounding to bf16 that follows is 16 times as coarse.

@@ -1,38 +1,36 @@
 // Attention on rounded numbers with tile registers, for pages of 16-bit floats.
 //
-// q·k: a query is split into two bf16, which hold 16 bits of its numbers, and so is a key of fp16,
-// which they hold whole; a key of bf16 is one. Products of the three pairs that matter are added in
-// fp32, dimensions ascending. p·v: exponentials and values are rounded to bf16 and added in fp32, in
-// chunks of CHUNK keys at absolute positions, ascending; the sum that divides them is that of the
-// rounded exponentials. Within a chunk a key that a query does not see counts as zero times its
-// value, and one that no query of the tile sees has zeros for its values: what lies there may be
-// anything. Values that are not finite are found by what they make of the results, and then treated
-// apart.
+// q·k: the integers of attention_pairs.inl as two bytes each, whose products are added exactly and
+// put together: the sums that vectors find, which serve up to TOGETHER queries. p·v: exponentials
+// and values are rounded to bf16 and added in fp32, in chunks of CHUNK keys at absolute positions,
+// ascending; the sum that divides them is that of the rounded exponentials. Within a chunk a key that
+// a query does not see counts as zero times its value, and one that no query of the tile sees has
+// zeros for its values: what lies there may be anything. Values that are not finite are found by what
+// they make of the results, and then treated apart.
 //
-// A row of a tile register adds the same numbers in the same order whatever the other rows are, so
-// one code serves one query and many.
+// A row of a register adds the same numbers in the same order whatever the other rows are, so one
+// code serves one query and many.
 #include "attention_pairs.inl"
 
 namespace banyan {
 namespace {
 
 constexpr int ROWS = 16;          // of a register
-constexpr int AT_ONCE = 2 * ROWS;  // rows that the registers take
-constexpr int STEP = 32;          // numbers of a head that one instruction multiplies
+constexpr int AT_ONCE = 2 * ROWS;
+constexpr int STEP = 64;          // numbers of a head whose bytes one instruction multiplies
 constexpr int TILE_BYTES = 1024;  // of a whole register
 constexpr int WIDTH = 16;         // sums in a row of a register
+constexpr int PLACES = 3;         // registers of sums: of both upper bytes, of one, of none
 
-// How the registers are shaped: 0, 1 sums [rows][16] fp32 of the first ROWS rows, 2, 3 of those
-// behind them; 4, 5 their factors [rows][32] bf16, of queries or exponentials; 6, 7 [16 pairs][16][2]
-// bf16, of keys or values. As ldtilecfg reads them.
+// How the registers are shaped: 0 ... 5 sums [rows][16] of 32 bits; 6 their factors [rows][64 bytes],
+// of queries or exponentials; 7 [16][16][4 bytes], of keys or values. As ldtilecfg reads them.
 struct alignas(64) Shape {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {};
   explicit Shape(int count) {
-    int first = count < ROWS ? count : ROWS, second = count - first;
-    const int of[8] = {first, first, second, second, first, second, ROWS, ROWS};
-    for (int i = 0; i < 8; i++) rows[i] = (uint8_t)of[i], bytes[i] = of[i] ? 64 : 0;
+    for (int i = 0; i < 7; i++) rows[i] = (uint8_t)count;
+    rows[7] = ROWS;
   }
 };
 
@@ -47,7 +45,7 @@ class Registers {
     rows_ = rows;
   }
   // They sleep when nothing was multiplied for a microsecond, and take a quarter of one to wake.
-  void keep_awake() const { _tile_dpbf16ps(0, 4, 6); }
+  void keep_awake() const { _tile_dpbf16ps(0, 6, 7); }
 
  private:
   int rows_ = 0;
@@ -56,130 +54,168 @@ class Registers {
 // Loads of registers are not seen to read what was stored before.
 inline void settle() { asm volatile("" ::: "memory"); }
 
-template <class C>
-constexpr int PARTS = 2;  // bf16 that make a number of the cache
-template <>
-constexpr int PARTS<Bfloat16> = 1;
-
-inline int steps_of(int dim) { return (dim + STEP - 1) / STEP; }
-
 // --- logits --------------------------------------------------------------------------------------
 
-// A query's numbers times `factor`, as what bf16 holds of them [STEP · steps] and the rest of that.
-BN_BF16 void split_query(const float* q, int dim, float factor, uint16_t* to) {
+inline int steps_of(int dim) { return (dim + STEP - 1) / STEP; }
+inline int bytes_of_query(int dim) { return 2 * STEP * steps_of(dim); }
+
+// A query's integers become their upper bytes [STEP · steps] and their lower ones, in the order in
+// which a key's are: of every four numbers the first, the third, the second, the fourth.
+inline void split_query(const int16_t* integers, int dim, uint8_t* to) {
   const int padded = STEP * steps_of(dim);
-  std::memset(to, 0, sizeof *to * 2 * padded);
+  const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  std::memset(to, 0, 2 * padded);
   for (int d = 0; d < dim; d += LANES) {
-    vf x = load(q + d) * splat(factor);
-    __m256bh most = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(to + d, &most, sizeof most);
-    __m256bh rest = _mm512_cvtneps_pbh((__m512)(x - load_bf16(to + d)));
-    std::memcpy(to + padded + d, &rest, sizeof rest);
+    __m256i x = _mm256_loadu_si256((const __m256i*)(integers + d));
+    __m128i upper = _mm256_cvtepi16_epi8(_mm256_srai_epi16(x, 8)), lower = _mm256_cvtepi16_epi8(x);
+    _mm_storeu_si128((__m128i*)(to + d), _mm_shuffle_epi8(upper, order));
+    _mm_storeu_si128((__m128i*)(to + padded + d), _mm_shuffle_epi8(lower, order));
   }
 }
 
-// A group of keys as [steps][PARTS][16 pairs of numbers][GROUP][2]. then: what is read after it.
+// A group of keys as [steps][upper bytes, lower bytes][16 fours of numbers][GROUP][4], and its units.
+// then: what is read after it.
 template <class C>
-void split_keys(const uint16_t* k, const uint16_t* then, int64_t stride, int dim, uint8_t* to) {
-  const vi upper = splat_i((int32_t)0xffff0000);
-  auto put = [](uint8_t* at, vi even, vi odd) {
-    even = (vi)_mm512_srli_epi32((__m512i)even, 16);
-    _mm512_store_si512(at, _mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)even, (__m512i)odd));
-  };
-  for (int s = 0; s < steps_of(dim); s++, to += PARTS<C> * TILE_BYTES)
-    for (int d = s * STEP, at = 0; at < TILE_BYTES; d += 2, at += 64) {
-      if (d >= dim) {
-        for (int part = 0; part < PARTS<C>; part++)
-          _mm512_store_si512(to + part * TILE_BYTES + at, _mm512_setzero_si512());
-        continue;
-      }
-      fetch(then + d * stride);
-      if (stride > GROUP) fetch(then + (d + 1) * stride);
-      vi even = (vi)C::get(k + d * stride), odd = (vi)C::get(k + (d + 1) * stride);
-      put(to + at, even, odd);
-      if (PARTS<C> == 2)
-        put(to + TILE_BYTES + at, (vi)((vf)even - (vf)(even & upper)),
-            (vi)((vf)odd - (vf)(odd & upper)));
+void split_keys(const uint16_t* k, const uint16_t* then, int64_t stride, int dim, float* units,
+                uint8_t* to) {
+  const vi even = splat_i(0x00ff00ff), odd = splat_i((int32_t)0xff00ff00);
+  alignas(64) float factors[GROUP];
+  find_units<C>(k, stride, dim, factors, units);
+  const vf factor = load(factors);
+  for (int d = 0; d < STEP * steps_of(dim); d += 4) {
+    vi first{}, second{};
+    if (d < dim) {
+      for (int i = 0; i < 4; i += stride > GROUP ? 1 : 2) fetch(then + (d + i) * stride);
+      first = make_pair<C>(k + d * stride, stride, factor);
+      second = make_pair<C>(k + (d + 2) * stride, stride, factor);
     }
+    uint8_t* at = to + d / STEP * 2 * TILE_BYTES + d % STEP / 4 * 64;
+    vi upper = (vi)_mm512_srli_epi32((__m512i)first, 8);
+    _mm512_store_si512(at, (__m512i)((upper & even) | (second & odd)));
+    vi lower = (vi)_mm512_slli_epi32((__m512i)second, 8);
+    _mm512_store_si512(at + TILE_BYTES, (__m512i)((first & even) | (lower & odd)));
+  }
 }
 
-// What B blocks of rows and N registers of keys or values make, at `to` in rows of `stride` bytes.
-// Numbers of registers are part of an instruction.
-#define EACH_RESULT(what)                    \
-  {                                          \
-    what(0, 0, 0);                           \
-    if constexpr (N == 2) what(1, 0, 64);    \
-    if constexpr (B == 2) what(2, ROWS, 0);  \
-    if constexpr (B == 2 && N == 2) what(3, ROWS, 64); \
-  }
-#define CLEAR(n, row, column) _tile_zero(n)
-#define BRING(n, row, column) _tile_loadd(n, to + (row) * stride + (column), stride)
-#define LEAVE(n, row, column) _tile_stored(n, to + (row) * stride + (column), stride)
-// Adds the products of what lies at `factors` with registers 6 and 7.
-#define MULTIPLY(factors, apart)                                \
-  {                                                             \
-    const uint8_t* at = (const uint8_t*)(factors);              \
-    _tile_loadd(4, at, apart);                                  \
-    _tile_dpbf16ps(0, 4, 6);                                    \
-    if constexpr (N == 2) _tile_dpbf16ps(1, 4, 7);              \
-    if constexpr (B == 2) {                                     \
-      _tile_loadd(5, at + ROWS * (apart), apart);               \
-      _tile_dpbf16ps(2, 5, 6);                                  \
-      if constexpr (N == 2) _tile_dpbf16ps(3, 5, 7);            \
-    }                                                           \
-  }
-
-// logits[r][n·16 ...] = q[r] · k for the rows of the registers and N groups of split keys.
-template <class C, int B, int N>
-void score(const uint16_t* q, int steps, const uint8_t* keys, float* logits) {
-  const int64_t row = sizeof *q * 2 * STEP * steps, group = (int64_t)steps * PARTS<C> * TILE_BYTES;
-  const int64_t stride = sizeof(float) * SPAN;
-  uint8_t* to = (uint8_t*)logits;
+// sums[b][place][row][key] of the rows of the registers with a group of split keys, for B blocks of
+// them.
+template <int B>
+void multiply(const uint8_t* q, int steps, const uint8_t* keys, uint8_t* sums) {
+  const int64_t stride = 2 * STEP * steps, lower = STEP * steps, next = ROWS * stride;
   settle();
-  EACH_RESULT(CLEAR);
-  for (int s = 0; s < steps; s++, q += STEP, keys += PARTS<C> * TILE_BYTES) {
-    _tile_stream_loadd(6, keys, 64);
-    if constexpr (N == 2) _tile_stream_loadd(7, keys + group, 64);
-    MULTIPLY(q, row);
-    MULTIPLY(q + STEP * steps, row);
-    if constexpr (PARTS<C> == 2) {
-      _tile_stream_loadd(6, keys + TILE_BYTES, 64);
-      if constexpr (N == 2) _tile_stream_loadd(7, keys + group + TILE_BYTES, 64);
-      MULTIPLY(q, row);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  if constexpr (B == 2) {
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+  }
+  for (int s = 0; s < steps; s++, q += STEP, keys += 2 * TILE_BYTES) {
+    _tile_stream_loadd(7, keys, 64);
+    _tile_loadd(6, q, stride);
+    _tile_dpbssd(0, 6, 7);
+    _tile_loadd(6, q + lower, stride);
+    _tile_dpbusd(1, 6, 7);
+    if constexpr (B == 2) {
+      _tile_loadd(6, q + next, stride);
+      _tile_dpbssd(3, 6, 7);
+      _tile_loadd(6, q + next + lower, stride);
+      _tile_dpbusd(4, 6, 7);
+    }
+    _tile_stream_loadd(7, keys + TILE_BYTES, 64);
+    _tile_loadd(6, q, stride);
+    _tile_dpbsud(1, 6, 7);
+    _tile_loadd(6, q + lower, stride);
+    _tile_dpbuud(2, 6, 7);
+    if constexpr (B == 2) {
+      _tile_loadd(6, q + next, stride);
+      _tile_dpbsud(4, 6, 7);
+      _tile_loadd(6, q + next + lower, stride);
+      _tile_dpbuud(5, 6, 7);
     }
   }
-  EACH_RESULT(LEAVE);
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + TILE_BYTES, 64);
+  _tile_stored(2, sums + 2 * TILE_BYTES, 64);
+  if constexpr (B == 2) {
+    _tile_stored(3, sums + 3 * TILE_BYTES, 64);
+    _tile_stored(4, sums + 4 * TILE_BYTES, 64);
+    _tile_stored(5, sums + 5 * TILE_BYTES, 64);
+  }
+}
+
+// logits[r] of a group, but for the queries' units.
+inline void put_together(const uint8_t* sums, int rows, const float* units, float* logits) {
+  const vf unit = load(units);
+  for (int r = 0; r < rows; r++) {
+    const uint8_t* at = sums + r / ROWS * PLACES * TILE_BYTES + r % ROWS * 64;
+    auto place = [&](int n) { return (vi)_mm512_load_si512(at + n * TILE_BYTES); };
+    vi sum = (((place(0) << 8) + place(1)) << 8) + place(2);
+    store(logits + r * SPAN, to_float(sum) * unit);
+  }
 }
 
 // --- values --------------------------------------------------------------------------------------
 
-// values[r][n·16 ...] += p[r] · v over chunks, `apart` bytes from one to the next, for the rows of
-// the registers; N vectors of the head.
+// values[r][n·16 ...] += p[r] · v over chunks, `apart` bytes from one to the next, for B blocks of
+// rows and N registers of dimensions. Numbers of registers are part of an instruction.
 template <int B, int N>
 void weigh(const float* p, const uint8_t* v, int chunks, int64_t apart, bool is_first, int dim,
            float* values) {
   const int64_t stride = sizeof(float) * dim, row = sizeof(float) * SPAN;
   uint8_t* to = (uint8_t*)values;
-  const uint16_t* factors = (const uint16_t*)p;
+  const uint8_t* factors = (const uint8_t*)p;
+#define EACH_RESULT(what)                              \
+  {                                                    \
+    what(0, 0, 0);                                     \
+    if constexpr (N == 2) what(1, 0, 64);              \
+    if constexpr (B == 2) what(2, ROWS, 0);            \
+    if constexpr (B == 2 && N == 2) what(3, ROWS, 64); \
+  }
+#define CLEAR(n, first, column) _tile_zero(n)
+#define BRING(n, first, column) _tile_loadd(n, to + (first) * stride + (column), stride)
+#define LEAVE(n, first, column) _tile_stored(n, to + (first) * stride + (column), stride)
   settle();
   if (is_first)
     EACH_RESULT(CLEAR)
   else
     EACH_RESULT(BRING)
-  for (int c = 0; c < chunks; c++, factors += CHUNK, v += apart) {
-    _tile_loadd(6, v, 64);
-    if constexpr (N == 2) _tile_loadd(7, v + TILE_BYTES, 64);
-    MULTIPLY(factors, row);
+  for (int c = 0; c < chunks; c++, factors += 2 * CHUNK, v += apart) {
+    _tile_loadd(7, v, 64);
+    _tile_loadd(6, factors, row);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (B == 2) {
+      _tile_loadd(6, factors + ROWS * row, row);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if constexpr (N == 2) {
+      _tile_loadd(7, v + TILE_BYTES, 64);
+      if constexpr (B == 2) {
+        _tile_dpbf16ps(3, 6, 7);
+        _tile_loadd(6, factors, row);
+      }
+      _tile_dpbf16ps(1, 6, 7);
+    }
   }
-  EACH_RESULT(LEAVE);
+  EACH_RESULT(LEAVE)
+#undef EACH_RESULT
+#undef CLEAR
+#undef BRING
+#undef LEAVE
 }
 
-// Values of two keys, the numbers of both beside each other, as [dim / 16][... TILE_BYTES ...][16][2].
-// mask: of bits that are kept; then: what is read after the first.
+// Values of two keys beside each other as [dim / 16][... TILE_BYTES ...][16][2]; zeros for those of
+// keys that are not in `seen` and, where it is so wished, for those that are not finite. then: what
+// is read after the first.
 template <class C>
-BN_BF16 inline void pair_values(const uint16_t* row, const uint16_t* then, int dim, uint32_t mask,
-                                bool finite_only, uint8_t* to) {
-  const __m512i order = order_of_pairs(), kept = _mm512_set1_epi32((int32_t)mask);
+BN_BF16 inline void pair_values(const uint16_t* row, const uint16_t* then, int key, Range seen,
+                                int dim, bool finite_only, uint8_t* to) {
+  const __m512i order = order_of_pairs();
+  const bool sees_first = key >= seen.lo && key < seen.hi;
+  const bool sees_second = key + 1 >= seen.lo && key + 1 < seen.hi;
+  const __m512i kept =
+      _mm512_set1_epi32((sees_first ? 0xffff : 0) | (sees_second ? (int32_t)0xffff0000 : 0));
   for (int n = 0; n < dim / WIDTH; n++, row += WIDTH, then += WIDTH) {
     if (n % 2 == 0) {
       fetch(then);
@@ -199,65 +235,144 @@ inline __mmask16 not_finite(vf x) { return _mm512_fpclass_ps_mask((__m512)x, 0x9
 
 // --- a span --------------------------------------------------------------------------------------
 
-// One span of a tile at work. Up to AT_ONCE queries, which memory holds up, use a group of keys and a
+// One span of a tile at work. Up to ROWS queries, which memory holds up, use a group of keys and a
 // chunk of values while the next one is made; for more of them the whole span is made first.
 template <class C>
 class Span {
  public:
-  static int query_numbers(int dim) { return 2 * STEP * steps_of(dim); }
-  static size_t bytes(int count, int dim) {
-    return sizeof(uint16_t) * count * query_numbers(dim) + groups_kept(count) * group_bytes(dim) +
-           chunks_kept(count) * chunk_bytes(dim);
-  }
-  static uint16_t* query(const Tile& tile, int dim, int r) {
-    return (uint16_t*)tile.room + (int64_t)r * query_numbers(dim);
-  }
+  // What lies in the room of a tile.
+  struct Room {
+    float *q_units, *units;        // [count], [SPAN]
+    uint8_t* q;                    // [count][bytes_of_query], or integers [count][dim]
+    uint8_t *keys, *sums, *values;
+    Room(uint8_t* memory, int count, int dim) {
+      auto part = [&](int64_t bytes) {
+        uint8_t* at = memory;
+        memory += (bytes + 63) / 64 * 64;
+        return at;
+      };
+      q_units = (float*)part(sizeof(float) * count);
+      units = (float*)part(sizeof(float) * SPAN);
+      q = part((int64_t)count * bytes_of_query(dim));
+      keys = part(groups_kept(count) * group_bytes(dim));
+      sums = part(2 * PLACES * TILE_BYTES);
+      values = part(chunks_kept(count) * chunk_bytes(dim));
+      end = memory;
+    }
+    uint8_t* end;
+  };
+  static bool has_vectors(int count) { return count <= TOGETHER; }
 
   Span(const AttentionArgs& a, const Groups<C>& groups, int count, const Tile& tile)
-      : a_(a), of_(groups), tile_(tile), dim_(a.head_dim), count_(count) {
-    keys_ = (uint8_t*)query(tile, dim_, count);
-    values_ = keys_ + groups_kept(count) * group_bytes(dim_);
-    seen_ = all_of(tile.seen, count);
-  }
+      : a_(a),
+        of_(groups),
+        tile_(tile),
+        room_(tile.room, count, a.head_dim),
+        dim_(a.head_dim),
+        count_(count),
+        seen_(all_of(tile.seen, count)) {}
 
   void attend() {
-    if (count_ <= AT_ONCE) {
-      for (int g = of_.begin; g <= of_.end; g++) {
-        if (g < of_.end) fill_keys(g);
-        if (g > of_.begin) score_rows(0, {g - 1, g});
-      }
+    if (count_ <= ROWS) {
+      if (has_vectors(count_))
+        score_few();
+      else
+        for (int g = of_.begin; g <= of_.end; g++) {
+          if (g < of_.end) fill_keys(g);
+          if (g > of_.begin) score_rows(0, {g - 1, g});
+        }
       soften_rows(0);
       weigh_finite(0);
-    } else {
-      for (int g = of_.begin; g < of_.end; g++) fill_keys(g);
-      fill_span();
-      for (int r = 0; r < count_; r += AT_ONCE) {
-        score_rows(r, groups_of(all_of(tile_.seen + r, rows_from(r))));
-        soften_rows(r);
-        weigh_finite(r);
-      }
+      return;
+    }
+    for (int g = of_.begin; g < of_.end; g++) fill_keys(g);
+    fill_span();
+    for (int r = 0; r < count_; r += rows_from(r)) {
+      const Range own = own_of(r);
+      score_rows(r, {own.lo / GROUP, (own.hi + GROUP - 1) / GROUP});
+      soften_rows(r);
+      weigh_finite(r);
     }
   }
 
  private:
-  static int groups_kept(int count) { return count > AT_ONCE ? GROUPS : 2; }
-  static int chunks_kept(int count) { return count > AT_ONCE ? SPAN / CHUNK : 2; }
-  static int64_t group_bytes(int dim) { return (int64_t)steps_of(dim) * PARTS<C> * TILE_BYTES; }
+  static int groups_kept(int count) {
+    return has_vectors(count) ? 0 : count > ROWS ? GROUPS : 2;
+  }
+  static int chunks_kept(int count) { return count > ROWS ? SPAN / CHUNK : 2; }
+  static int64_t group_bytes(int dim) { return (int64_t)steps_of(dim) * 2 * TILE_BYTES; }
   static int64_t chunk_bytes(int dim) { return (int64_t)dim / WIDTH * TILE_BYTES; }
   uint8_t* keys(int group) const {
-    return keys_ + group % groups_kept(count_) * group_bytes(dim_);
+    return room_.keys + group % groups_kept(count_) * group_bytes(dim_);
   }
   uint8_t* values(int chunk) const {
-    return values_ + chunk % chunks_kept(count_) * chunk_bytes(dim_);
+    return room_.values + chunk % chunks_kept(count_) * chunk_bytes(dim_);
   }
+  // Two whole blocks, or one.
+  int rows_from(int r) const {
+    int left = count_ - r;
+    return left >= AT_ONCE ? AT_ONCE : left < ROWS ? left : ROWS;
+  }
+  float* sums(int r) const { return tile_.values + (int64_t)r * dim_; }
   float* logits(int r) const { return tile_.logits + (int64_t)(r % AT_ONCE) * SPAN; }
-  int rows_from(int r) const { return count_ - r < AT_ONCE ? count_ - r : AT_ONCE; }
+  Range own_of(int r) const { return all_of(tile_.seen + r, rows_from(r)); }
 
-  static Range groups_of(Range keys) { return {keys.lo / GROUP, (keys.hi + GROUP - 1) / GROUP}; }
-
+  void fill_keys(int group) {
+    split_keys<C>(of_.k[group], of_.k[group + AHEAD], of_.stride(group), dim_,
+                  room_.units + group * GROUP, keys(group));
+  }
+  void fill_values(int chunk) {
+    uint8_t* to = values(chunk);
+    const int begin = chunk * CHUNK;
+    for (int i = begin; i < begin + CHUNK; i += 2, to += 64) {
+      if (i + 1 < seen_.lo || i >= seen_.hi) {
+        for (int n = 0; n < dim_ / WIDTH; n++)
+          _mm512_store_si512(to + n * TILE_BYTES, _mm512_setzero_si512());
+        continue;
+      }
+      const uint16_t *group = of_.v[i / GROUP], *row = group + i % GROUP * dim_;
+      pair_values<C>(row, row + (of_.v[i / GROUP + AHEAD] - group), i, seen_, dim_, finite_only_,
+                     to);
+    }
+  }
   void fill_span() {
     const Range chunks = chunks_of(seen_);
     for (int c = chunks.lo; c < chunks.hi; c++) fill_values(c);
+  }
+
+  void score_few() {
+    for (int g = of_.begin, groups; g < of_.end; g += groups) {
+      groups = of_.run(g, GROUPS);
+      banyan::score_few<C>(count_, (const int16_t*)room_.q, dim_ / 2, of_.k + g, of_.stride(g),
+                           groups, tile_.logits + g * GROUP);
+    }
+  }
+  void score_rows(int r, Range groups) {
+    const int rows = rows_from(r), steps = steps_of(dim_);
+    const uint8_t* q = room_.q + (int64_t)r * bytes_of_query(dim_);
+    registers_.take(rows < ROWS ? rows : ROWS);
+    for (int g = groups.lo; g < groups.hi; g++) {
+      if (rows > ROWS)
+        multiply<2>(q, steps, keys(g), room_.sums);
+      else
+        multiply<1>(q, steps, keys(g), room_.sums);
+      put_together(room_.sums, rows, room_.units + g * GROUP, logits(r) + g * GROUP);
+    }
+  }
+
+  void soften_rows(int first) {
+    const int end = first + rows_from(first);
+    const Range chunks = chunks_of(own_of(first));
+    registers_.take(rows_from(first) < ROWS ? rows_from(first) : ROWS);
+    for (int r = first; r < end; r += SOFTENED) {
+      registers_.keep_awake();
+      soften_some(logits(r), end - r < SOFTENED ? end - r : SOFTENED, tile_.seen + r, chunks,
+                  room_.q_units + r, a_.soft_cap, tile_.shares + r);
+    }
+    for (int r = first; r < end && chunks.lo < chunks.hi; r++)
+      if (tile_.seen[r].lo >= tile_.seen[r].hi)
+        std::memset((uint16_t*)logits(r) + chunks.lo * CHUNK, 0,
+                    sizeof(uint16_t) * CHUNK * (chunks.hi - chunks.lo));
   }
 
   // Values that are not finite make results that are not: only then they are treated apart.
@@ -265,78 +380,33 @@ class Span {
     weigh_all(r);
     if (!finite_only_ && has_not_finite(r)) {
       finite_only_ = true;
-      if (count_ > AT_ONCE) fill_span();
+      if (count_ > ROWS) fill_span();
       weigh_all(r);
     }
     if (finite_only_) add_not_finite(r);
   }
   void weigh_all(int r) {
-    if (count_ > AT_ONCE) return weigh_rows(r, chunks_of(all_of(tile_.seen + r, rows_from(r))), true);
+    if (count_ > ROWS) return weigh_rows(r, chunks_of(own_of(r)), true);
     const Range chunks = chunks_of(seen_);
     for (int c = chunks.lo; c <= chunks.hi; c++) {
       if (c < chunks.hi) fill_values(c);
       if (c > chunks.lo) weigh_rows(r, {c - 1, c}, c - 1 == chunks.lo);
     }
   }
-
-  void fill_keys(int group) {
-    split_keys<C>(of_.k[group], of_.k[group + AHEAD], of_.stride(group), dim_, keys(group));
-  }
-  void fill_values(int chunk) {
-    uint8_t* to = values(chunk);
-    const int begin = chunk * CHUNK;
-    for (int i = begin; i < begin + CHUNK; i += 2, to += 64) {
-      uint32_t mask = (i >= seen_.lo && i < seen_.hi ? 0xffff : 0) |
-                      (i + 1 >= seen_.lo && i + 1 < seen_.hi ? 0xffff0000 : 0);
-      if (!mask) {
-        for (int n = 0; n < dim_ / WIDTH; n++)
-          _mm512_store_si512(to + n * TILE_BYTES, _mm512_setzero_si512());
-        continue;
-      }
-      int g = i / GROUP;
-      const uint16_t* row = of_.v[g] + i % GROUP * dim_;
-      pair_values<C>(row, row + (of_.v[g + AHEAD] - of_.v[g]), dim_, mask, finite_only_, to);
-    }
-  }
-
-  void score_rows(int r, Range groups) {
-    using Score = void (*)(const uint16_t*, int, const uint8_t*, float*);
-    constexpr Score SCORE[2][2] = {{score<C, 1, 1>, score<C, 1, 2>},
-                                   {score<C, 2, 1>, score<C, 2, 2>}};
-    registers_.take(rows_from(r));
-    for (int g = groups.lo; g < groups.hi; g += 2)
-      SCORE[rows_from(r) > ROWS][g + 1 < groups.hi](query(tile_, dim_, r), steps_of(dim_), keys(g),
-                                                    logits(r) + g * GROUP);
-  }
-  void soften_rows(int first) {
-    constexpr float UNITS[SOFTENED] = {1.0f, 1.0f, 1.0f, 1.0f};
-    const int end = first + rows_from(first);
-    const Range chunks = chunks_of(all_of(tile_.seen + first, rows_from(first)));
-    for (int r = first; r < end; r += SOFTENED) {
-      registers_.keep_awake();
-      soften_some(logits(r), end - r < SOFTENED ? end - r : SOFTENED, tile_.seen + r, chunks, UNITS,
-                  a_.soft_cap, tile_.shares + r);
-    }
-    for (int r = first; r < end && chunks.lo < chunks.hi; r++)
-      if (tile_.seen[r].lo >= tile_.seen[r].hi)
-        std::memset((uint16_t*)logits(r) + chunks.lo * CHUNK, 0,
-                    sizeof(uint16_t) * CHUNK * (chunks.hi - chunks.lo));
-  }
   void weigh_rows(int r, Range chunks, bool is_first) {
     using Weigh = void (*)(const float*, const uint8_t*, int, int64_t, bool, int, float*);
     constexpr Weigh WEIGH[2][2] = {{weigh<1, 1>, weigh<1, 2>}, {weigh<2, 1>, weigh<2, 2>}};
-    registers_.take(rows_from(r));
+    const int rows = rows_from(r);
+    registers_.take(rows < ROWS ? rows : ROWS);
     for (int d = 0; d < dim_; d += 2 * WIDTH)
-      WEIGH[rows_from(r) > ROWS][d + WIDTH < dim_](
+      WEIGH[rows > ROWS][d + WIDTH < dim_](
           logits(r) + chunks.lo * CHUNK / 2, values(chunks.lo) + d / WIDTH * TILE_BYTES,
-          chunks.hi - chunks.lo, chunk_bytes(dim_), is_first, dim_,
-          tile_.values + (int64_t)r * dim_ + d);
+          chunks.hi - chunks.lo, chunk_bytes(dim_), is_first, dim_, sums(r) + d);
   }
 
   bool has_not_finite(int r) const {
-    const float* values = tile_.values + (int64_t)r * dim_;
     __mmask16 odd = 0;
-    for (int i = 0; i < rows_from(r) * dim_; i += LANES) odd |= not_finite(load(values + i));
+    for (int i = 0; i < rows_from(r) * dim_; i += LANES) odd |= not_finite(load(sums(r) + i));
     return odd;
   }
   // What values that are not finite add to the sums of the queries that see them.
@@ -348,7 +418,7 @@ class Span {
         for (int r = first; r < first + rows_from(first) && odd; r++) {
           if (key < tile_.seen[r].lo || key >= tile_.seen[r].hi) continue;
           vf p = splat(from_bf16(((const uint16_t*)logits(r))[key]));
-          float* to = tile_.values + (int64_t)r * dim_ + d;
+          float* to = sums(r) + d;
           _mm512_mask_storeu_ps(to, odd, (__m512)(load(to) + p * v));
         }
       }
@@ -357,9 +427,9 @@ class Span {
   const AttentionArgs& a_;
   const Groups<C>& of_;
   const Tile& tile_;
-  int dim_, count_;
-  uint8_t *keys_, *values_;
-  Range seen_;  // by any query
+  const Room room_;
+  const int dim_, count_;
+  const Range seen_;  // by any query
   bool finite_only_ = false;
   Registers registers_;
 };
@@ -367,14 +437,24 @@ class Span {
 template <class Cached>
 struct Rounded {
   using C = Cached;
-  static size_t bytes(int count, int dim) { return Span<C>::bytes(count, dim); }
+  using Room = typename Span<C>::Room;
+  static size_t bytes(int count, int dim) { return Room(nullptr, count, dim).end - (uint8_t*)0; }
   static int rows_of_logits(int count) { return count < AT_ONCE ? count : AT_ONCE; }
-  static void take(const AttentionArgs& a, Tile& tile, int, int r, const float* q) {
-    split_query(q, a.head_dim, a.scale, Span<C>::query(tile, a.head_dim, r));
+  static void take(const AttentionArgs& a, Tile& tile, int count, int r, const float* q) {
+    const int dim = a.head_dim;
+    const Room room(tile.room, count, dim);
+    uint8_t* to = room.q + (int64_t)r * bytes_of_query(dim);
+    if (Span<C>::has_vectors(count)) {
+      room.q_units[r] = round_query(q, dim, a.scale, (int16_t*)room.q + (int64_t)r * dim);
+    } else {
+      int16_t* integers = (int16_t*)room.keys;  // they are not there yet
+      room.q_units[r] = round_query(q, dim, a.scale, integers);
+      split_query(integers, dim, to);
+    }
   }
   static void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int count,
                           Tile& tile, const uint16_t* next) {
-    Groups<C> of(a, pages, span, count, tile, next);
+    const Groups<C> of(a, pages, span, count, tile, next);
     Span<C>(a, of, count, tile).attend();
   }
 };
