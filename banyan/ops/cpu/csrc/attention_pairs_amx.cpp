@@ -1,16 +1,16 @@
 // Attention on rounded numbers with tile registers, for pages of 16-bit floats.
 //
 // q·k: the integers of attention_pairs.inl as two bytes each, whose products are added exactly and
-// put together: the sums that vectors find, which serve up to TOGETHER queries. p·v: exponentials
+// put together: the sums that vectors find. p·v: exponentials
 // and values are rounded to bf16 and added in fp32, in chunks of CHUNK keys at absolute positions,
 // ascending; the sum that divides them is that of the rounded exponentials. Within a chunk a key that
 // a query does not see counts as zero times its value, and one that no query of the tile sees has
 // zeros for its values: what lies there may be anything. Values that are not finite are found by what
-// they make of the results, and then treated apart.
+// they make of the results, and then treated apart. Up to TOGETHER queries go by vectors.
 //
-// A row of a register adds the same numbers in the same order whatever the other rows are, so one
-// code serves one query and many.
-#include "attention_pairs.inl"
+// A row of a register adds the same numbers in the same order whatever the other rows are, and vectors
+// can do what it does.
+#include "attention_pairs_few.inl"
 
 namespace banyan {
 namespace {
@@ -37,7 +37,9 @@ struct alignas(64) Shape {
 // The registers while they have a shape; the processor gets them back at the end.
 class Registers {
  public:
-  ~Registers() { _tile_release(); }
+  ~Registers() {
+    if (rows_) _tile_release();
+  }
   void take(int rows) {
     if (rows == rows_) return;
     const Shape shape(rows);
@@ -45,7 +47,9 @@ class Registers {
     rows_ = rows;
   }
   // They sleep when nothing was multiplied for a microsecond, and take a quarter of one to wake.
-  void keep_awake() const { _tile_dpbf16ps(0, 6, 7); }
+  void keep_awake() const {
+    if (rows_) _tile_dpbf16ps(0, 6, 7);
+  }
 
  private:
   int rows_ = 0;
@@ -212,22 +216,13 @@ template <class C>
 BN_BF16 inline void pair_values(const uint16_t* row, const uint16_t* then, int key, Range seen,
                                 int dim, bool finite_only, uint8_t* to) {
   const __m512i order = order_of_pairs();
-  const bool sees_first = key >= seen.lo && key < seen.hi;
-  const bool sees_second = key + 1 >= seen.lo && key + 1 < seen.hi;
-  const __m512i kept =
-      _mm512_set1_epi32((sees_first ? 0xffff : 0) | (sees_second ? (int32_t)0xffff0000 : 0));
+  const __m512i kept = _mm512_set1_epi32((int32_t)mask_of_pair(key, seen));
   for (int n = 0; n < dim / WIDTH; n++, row += WIDTH, then += WIDTH) {
     if (n % 2 == 0) {
       fetch(then);
       fetch(then + dim);
     }
-    __m512i pair = _mm512_and_si512((__m512i)make_value_pair<C>(row, dim, order), kept);
-    if (finite_only) {
-      const __m512i magnitude = _mm512_and_si512(pair, _mm512_set1_epi16(0x7fff));
-      pair = _mm512_maskz_mov_epi16(
-          _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(0x7f80)), pair);
-    }
-    _mm512_store_si512(to + n * TILE_BYTES, pair);
+    _mm512_store_si512(to + n * TILE_BYTES, value_pair<C>(row, dim, order, kept, finite_only));
   }
 }
 
@@ -245,6 +240,7 @@ class Span {
     float *q_units, *units;        // [count], [SPAN]
     uint8_t* q;                    // [count][bytes_of_query], or integers [count][dim]
     uint8_t *keys, *sums, *values;
+    float* p;                      // [count][SPAN] of vectors
     Room(uint8_t* memory, int count, int dim) {
       auto part = [&](int64_t bytes) {
         uint8_t* at = memory;
@@ -255,11 +251,12 @@ class Span {
       units = (float*)part(sizeof(float) * SPAN);
       q = part((int64_t)count * bytes_of_query(dim));
       keys = part(groups_kept(count) * group_bytes(dim));
-      sums = part(2 * PLACES * TILE_BYTES);
+      sums = part(has_vectors(count) ? 0 : 2 * PLACES * TILE_BYTES);
       values = part(chunks_kept(count) * chunk_bytes(dim));
+      p = (float*)part(has_vectors(count) ? sizeof(float) * count * SPAN : 0);
       end = memory;
     }
-    uint8_t* end;
+    const uint8_t* end;
   };
   static bool has_vectors(int count) { return count <= TOGETHER; }
 
@@ -282,6 +279,7 @@ class Span {
           if (g > of_.begin) score_rows(0, {g - 1, g});
         }
       soften_rows(0);
+      if (has_vectors(count_)) widen_exponentials();
       weigh_finite(0);
       return;
     }
@@ -299,7 +297,9 @@ class Span {
   static int groups_kept(int count) {
     return has_vectors(count) ? 0 : count > ROWS ? GROUPS : 2;
   }
-  static int chunks_kept(int count) { return count > ROWS ? SPAN / CHUNK : 2; }
+  static int chunks_kept(int count) {
+    return has_vectors(count) ? 0 : count > ROWS ? SPAN / CHUNK : 2;
+  }
   static int64_t group_bytes(int dim) { return (int64_t)steps_of(dim) * 2 * TILE_BYTES; }
   static int64_t chunk_bytes(int dim) { return (int64_t)dim / WIDTH * TILE_BYTES; }
   uint8_t* keys(int group) const {
@@ -363,7 +363,6 @@ class Span {
   void soften_rows(int first) {
     const int end = first + rows_from(first);
     const Range chunks = chunks_of(own_of(first));
-    registers_.take(rows_from(first) < ROWS ? rows_from(first) : ROWS);
     for (int r = first; r < end; r += SOFTENED) {
       registers_.keep_awake();
       soften_some(logits(r), end - r < SOFTENED ? end - r : SOFTENED, tile_.seen + r, chunks,
@@ -373,6 +372,13 @@ class Span {
       if (tile_.seen[r].lo >= tile_.seen[r].hi)
         std::memset((uint16_t*)logits(r) + chunks.lo * CHUNK, 0,
                     sizeof(uint16_t) * CHUNK * (chunks.hi - chunks.lo));
+  }
+
+  void widen_exponentials() {
+    const Range chunks = chunks_of(seen_);
+    for (int r = 0; r < count_; r++)
+      for (int i = chunks.lo * CHUNK; i < chunks.hi * CHUNK; i += LANES)
+        store(room_.p + r * SPAN + i, load_bf16((const uint16_t*)logits(r) + i));
   }
 
   // Values that are not finite make results that are not: only then they are treated apart.
@@ -387,6 +393,8 @@ class Span {
   }
   void weigh_all(int r) {
     if (count_ > ROWS) return weigh_rows(r, chunks_of(own_of(r)), true);
+    if (has_vectors(count_))
+      return weigh_few(count_, room_.p, of_, seen_, dim_, finite_only_, tile_.values);
     const Range chunks = chunks_of(seen_);
     for (int c = chunks.lo; c <= chunks.hi; c++) {
       if (c < chunks.hi) fill_values(c);
