@@ -1,4 +1,5 @@
-// What every attention on rounded numbers shares: exponentials and values in bf16, two keys at a time.
+// What every attention on rounded numbers shares: integers of queries and keys and their products by
+// vectors, exponentials and values in bf16, two keys at a time.
 // Included by attention_pairs_<set>.cpp.
 #include "attention_spans.inl"
 
@@ -7,13 +8,12 @@ namespace {
 
 #define BN_BF16 __attribute__((target("avx512bf16")))
 
-
 constexpr int CHUNK = 2 * LANES;  // exponentials that are rounded at once
 constexpr int SOFTENED = 4;       // queries whose exponentials are made at once
 
 inline Range chunks_of(Range keys) { return {keys.lo / CHUNK, (keys.hi + CHUNK - 1) / CHUNK}; }
 
-constexpr int K_BITS = 12;  // of the magnitude of a key's integers
+constexpr int K_BITS = 12;    // of the magnitude of a key's integers
 constexpr int K_MOST = 4094;  // what fp16 makes of them; bf16 makes less
 
 template <class C>

@@ -1,5 +1,5 @@
 // Values weighed for few queries by vectors, to the last bit as tile registers have it: what memory
-// holds up needs no registers. Included by attention_pairs_amx.cpp.
+// holds up needs no registers. Included by attention_pairs_tiles.inl.
 //
 // tdpbf16ps adds the products of even keys and those of odd ones, fused and ascending, then both sums,
 // then those to what was there; tiny numbers are zero. So does this.
