@@ -329,6 +329,59 @@ def test_rounding_keeps_more_of_queries_and_keys_than_bf16_would(attention, dtyp
     assert error < 1.5e-3  # 3e-3 and more with bf16
 
 
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 12, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounded_sums_do_not_depend_on_how_many_queries_are_at_work(attention, dtype, group):
+    """Few go by vectors; many by whole registers, and what is left of them by parts of one."""
+    shape = Shape(kv_heads=2, group=group, head_dim=80, window=290, dtype=dtype, rounds=True)
+    world = World(shape, [620])
+    whole = compiled(attention, world, [(0, 0, 620)])
+
+    for first, last in (
+        (0, 1),
+        (255, 256),
+        (256, 257),
+        (300, 302),
+        (511, 516),
+        (590, 597),
+        (7, 70),
+    ):
+        out = compiled(attention, world, [(0, first, last)])
+        assert torch.equal(bits(out), bits(whole[first:last])), (first, last)
+    torch.testing.assert_close(whole, expected(world, [(0, 0, 620)]), **shape.tolerance)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-38])
+def test_tiny_exponentials_and_values_are_the_same_bit_for_bit(attention, size):
+    """What lies below the normal numbers counts as zero for one query and for many."""
+    shape = Shape(kv_heads=1, group=2, dtype=torch.bfloat16, rounds=True)
+    world = World(shape, [90])
+    world.q[0] *= 30
+    world.v[0][:, :, ::2] *= size
+    whole = compiled(attention, world, [(0, 0, 90)])
+
+    for first in (3, 31, 32, 64, 89):
+        out = compiled(attention, world, [(0, first, first + 1)])
+        assert torch.equal(bits(out), bits(whole[first : first + 1])), first
+
+
+@pytest.mark.parametrize("group", [1, 9])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_value_that_is_not_finite_spoils_its_own_dimension_alone(attention, bad, group):
+    shape = Shape(kv_heads=1, group=group, dtype=torch.float16, rounds=True)
+    world, sound = World(shape, [300]), World(shape, [300])
+    world.v[0][270, 0, 5] = bad
+    sound.v[0][270, 0, 5] = 0.0
+    others = [d for d in range(64) if d != 5]
+
+    for chunk in ((0, 0, 300), (0, 271, 272)):
+        out, wanted = compiled(attention, world, [chunk]), compiled(attention, sound, [chunk])
+        assert torch.equal(bits(out[..., others]), bits(wanted[..., others]))
+        seen = torch.arange(chunk[1], chunk[2]) >= 270
+        assert not out[seen][..., 5].isfinite().any()
+        assert torch.equal(out[~seen], wanted[~seen])
+
+
 def test_pages_may_be_written_over_by_padding(attention):
     shape = Shape()
     world = World(shape, [20])

@@ -86,9 +86,10 @@ class PagedAttention:
         assert page_size in PAGE_SIZES, f"pages of {page_size} tokens, not one of {PAGE_SIZES}"
         assert head_dim % 8 == 0, f"heads of {head_dim} dimensions, not a multiple of 8"
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
-        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape, paths)
-        out = self.library.empty(q.shape)
         cache = CACHE_TYPES[k_pages.dtype]
+        rounds = self.rounds and rounds_here(self.library, cache, head_dim)
+        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape, paths, rounds)
+        out = self.library.empty(q.shape)
         self.library.call(
             "bn_paged_attention",
             tokens,
@@ -105,7 +106,7 @@ class PagedAttention:
             soft_cap,
             0 if sinks is None else _whole(sinks),
             unit,
-            int(self.rounds and rounds_here(self.library, cache, head_dim)),
+            int(rounds),
             rows=context_lengths.shape[0],
         )
         return out
@@ -118,11 +119,15 @@ class PagedAttention:
         context_lengths: Tensor,
         shape: tuple[int, int, int, int, int],
         paths: Tensor | None = None,
+        rounds: bool = False,
     ) -> np.ndarray:
-        """The memory of the plan for this geometry; a recording makes one for all its layers."""
+        """The memory of the plan for this geometry; a recording makes one for all its layers.
+
+        rounds: the layers compute on rounded numbers.
+        """
         places = given_paths(paths)
         lengths = (row_starts.data_ptr(), context_lengths.data_ptr())
-        key = (page_tables.data_ptr(), *lengths, *shape, *places)
+        key = (page_tables.data_ptr(), *lengths, *shape, rounds, *places)
         recording = self.library.recording
         plans = {} if recording is None else self._plans.setdefault(recording, {})
         if key not in plans:
@@ -143,6 +148,7 @@ class PagedAttention:
                 *shape,
                 tokens,
                 int(self.shares_prefixes),
+                int(rounds),
                 *places,
                 rows=context_lengths.shape[0],
             )

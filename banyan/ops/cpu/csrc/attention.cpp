@@ -23,9 +23,17 @@ const AttentionKernels& attention_table(int32_t level, int head_dim) {
   return attention_base;
 }
 
-const Kernel* rounding_attention(int32_t cache, int head_dim) {
 #ifdef BN_ATTENTION_PAIRS_VNNI
-  if (isa() < VNNI || !has_bf16_products() || head_dim % attention_avx512.lanes) return nullptr;
+#define BN_ROUNDS_FROM VNNI
+#endif
+#ifdef BN_ATTENTION_PAIRS_AMX
+#define BN_ROUNDS_FROM AMX
+#endif
+
+const Kernel* rounding_attention(int32_t cache, int head_dim) {
+#ifdef BN_ROUNDS_FROM
+  if (isa() < BN_ROUNDS_FROM || !has_bf16_products() || head_dim % attention_avx512.lanes)
+    return nullptr;
   if (cache == CACHE_F16) return &attend_float16_pairs;
   if (cache == CACHE_BF16) return &attend_bfloat16_pairs;
 #endif
@@ -49,7 +57,7 @@ struct Planner {
   int tile;  // tokens of a unit
 
   explicit Planner(const PlanArgs& a) : args(a), plan(*a.plan) {
-    tile = std::max(1, TILE / args.group);
+    tile = std::max(1, args.tile / args.group);
     plan.pairs = plan.keys = 0;
   }
 
@@ -249,13 +257,13 @@ BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, 
 }
 
 // Plan each run of this program for its attention layers of one geometry, in the given memory.
-// paths: [max_tokens, path_stride], or null.
+// rounds: 1 for layers that are told so. paths: [max_tokens, path_stride], or null.
 BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                                  const int32_t* page_tables, int64_t table_stride,
                                  const int32_t* row_starts, const int32_t* context_lengths,
                                  int32_t page_size, int32_t kv_heads, int32_t group,
                                  int32_t head_dim, int32_t window, int32_t max_tokens,
-                                 int32_t shares_prefixes, const int32_t* paths,
+                                 int32_t shares_prefixes, int32_t rounds, const int32_t* paths,
                                  int64_t path_stride) {
   size_t offsets[PLAN_PARTS];
   sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
@@ -273,6 +281,7 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                {paths, path_stride}};
   PlanArgs args{plan,      page_tables, row_starts, context_lengths, table_stride,
                 page_size, group,       kv_heads,   window,          shares_prefixes,
+                rounds && isa() >= AMX ? WIDE_TILE : TILE,
                 {paths, path_stride}};
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }

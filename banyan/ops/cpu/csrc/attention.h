@@ -17,6 +17,7 @@ namespace banyan {
 constexpr int SPAN = 256;         // keys that are weighed at once; spans start at its multiples
 constexpr int GROUP = 16;         // tokens that lie together in every page
 constexpr int TILE = 48;          // (token, head) pairs of a unit at most, if heads allow
+constexpr int WIDE_TILE = 192;    // the same where tile registers take them
 constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memory
 
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, CACHE_INT8 = 3,
@@ -80,7 +81,7 @@ struct PlanArgs {
   const int32_t *page_tables, *row_starts, *context_lengths;
   int64_t table_stride;
   int32_t page_size, group, kv_heads, window;
-  int32_t shares_prefixes;
+  int32_t shares_prefixes, tile;
   Paths paths;
 };
 
@@ -156,7 +157,7 @@ struct AttentionKernels {
 extern const AttentionKernels attention_base, attention_avx2, attention_avx512;
 const AttentionKernels& attention_table(int32_t level, int head_dim);
 
-// Attention on rounded numbers (attention_pairs_vnni.cpp), where the machine, the pages and the heads
+// Attention on rounded numbers (attention_pairs_<set>.cpp), where the machine, the pages and the heads
 // have it; or null.
 const Kernel* rounding_attention(int32_t cache, int head_dim);
 extern const Kernel attend_float16_pairs, attend_bfloat16_pairs;

@@ -268,6 +268,8 @@ struct Exact {
     return sizeof(float) * ((size_t)count * dim + (size_t)BLOCK * GROUP * dim + 2 * SPAN);
   }
 
+  static int rows_of_logits(int count) { return count; }
+
   static void take(const AttentionArgs& a, Tile& tile, int count, int r, const float* q) {
     float* to = Room(tile, count, a.head_dim).q + (size_t)r * a.head_dim;
     for (int d = 0; d < a.head_dim; d += LANES) store(to + d, load(q + d) * splat(a.scale));

@@ -16,13 +16,15 @@ void bn_attention_plan(Program* program, int32_t size, void* memory, const int32
                        int64_t table_stride, const int32_t* row_starts,
                        const int32_t* context_lengths, int32_t page_size, int32_t kv_heads,
                        int32_t group, int32_t head_dim, int32_t window, int32_t max_tokens,
-                       int32_t shares_prefixes, const int32_t* paths, int64_t path_stride);
+                       int32_t shares_prefixes, int32_t rounds, const int32_t* paths,
+                       int64_t path_stride);
 }
 
 namespace {
 
-// Nine tokens after three others, in one tile; and one token after SPAN others, which is split.
-constexpr int GROUP_HEADS = 2, DIM = 32, PAGE = 16, TABLE_PAGES = SPAN / PAGE + 1;
+// Nine tokens after three others, in one tile that tile registers take at once but for a rest; and one
+// token after SPAN others, which is split.
+constexpr int GROUP_HEADS = 4, DIM = 32, PAGE = 16, TABLE_PAGES = SPAN / PAGE + 1;
 constexpr int STARTS[] = {0, 9, 10}, CONTEXTS[] = {3, SPAN};
 constexpr int TOKENS_NOW = STARTS[2], TOKENS_EVER = 12 + SPAN + 1;
 // Values are at most 1 and rounded to 8 bits; one key of twelve too many or too few is more.
@@ -62,7 +64,7 @@ std::vector<float> outcome(const AttentionKernels& kernels, const Kernel& kernel
                   DIM,        DIM,        PAGE,             1,                DIM};
   append(fill, kernels.write[cache], &write, sizeof write, TOKENS);
   bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
-                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, nullptr, 0);
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0);
   AttentionArgs args{s.q.data(),   s.k_pages.data(),  s.v_pages.data(), s.out.data(),
                      (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                      PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 3.0f};
@@ -88,7 +90,7 @@ std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
                         s.locations.data(), DIM, DIM, DIM, DIM};
   append(fill, kernels.write_latent[cache], &write, sizeof write, TOKENS);
   bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
-                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, nullptr, 0);
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0);
   AttentionArgs of{s.q.data(),   s.v_pages.data(),  s.k_pages.data(), s.out.data(),
                    (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                    PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 0.0f};

@@ -11,28 +11,12 @@
 // blocks that are rounded once. Both see the same numbers in the same order.
 #include <type_traits>
 
-#include "attention_spans.inl"
+#include "attention_pairs.inl"
 
 namespace banyan {
 namespace {
 
-#define BN_BF16 __attribute__((target("avx512bf16")))
-
-constexpr int K_BITS = 12;           // of the magnitude of a key's integers
-constexpr int K_MOST = 4094;         // what fp16 makes of them; bf16 makes less
-constexpr int BLOCK_BYTES = 16384;   // of pairs that stay in the L1 cache while queries meet them
-constexpr int CHUNK = 2 * LANES;     // exponentials that are rounded at once
-
-template <class C>
-struct Bits;  // of a 16-bit float
-template <>
-struct Bits<Float16> {
-  static constexpr int MANTISSA = 10, BIAS = 15, ODD = 31, LEAST = 1;
-};
-template <>
-struct Bits<Bfloat16> {
-  static constexpr int MANTISSA = 7, BIAS = 127, ODD = 255, LEAST = 12;  // units stay normal
-};
+constexpr int BLOCK_BYTES = 16384;  // of pairs that stay in the L1 cache while queries meet them
 
 inline int groups_of_block(int dim) {
   int groups = BLOCK_BYTES / (GROUP * dim * (int)sizeof(uint16_t));
@@ -41,64 +25,7 @@ inline int groups_of_block(int dim) {
 
 // --- logits --------------------------------------------------------------------------------------
 
-// Per key of a group: by what its numbers become integers, and the unit of these. A key that is not
-// finite gets a unit that is no number.
-template <class C>
-void find_units(const uint16_t* k, int64_t stride, int dim, float* factors, float* units) {
-  __m256i largest;
-  if (stride == GROUP) {  // the whole group lies together
-    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-    __m512i most = _mm512_setzero_si512(), other = most;
-    for (int i = 0; i < GROUP * dim; i += 4 * GROUP) {
-      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(k + i), magnitude));
-      other = _mm512_max_epu16(
-          other, _mm512_and_si512(_mm512_loadu_si512(k + i + 2 * GROUP), magnitude));
-    }
-    most = _mm512_max_epu16(most, other);
-    largest = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
-  } else {
-    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
-    __m256i most = _mm256_setzero_si256(), other = most;
-    for (int d = 0; d < dim; d += 2, k += 2 * stride) {
-      __m256i even = _mm256_loadu_si256((const __m256i*)k);
-      __m256i odd = _mm256_loadu_si256((const __m256i*)(k + stride));
-      most = _mm256_max_epu16(most, _mm256_and_si256(even, magnitude));
-      other = _mm256_max_epu16(other, _mm256_and_si256(odd, magnitude));
-    }
-    largest = _mm256_max_epu16(most, other);
-  }
-  vi top = (vi)_mm512_cvtepu16_epi32(largest) >> Bits<C>::MANTISSA;
-  vi exponent = (vi)_mm512_max_epi32((__m512i)top, _mm512_set1_epi32(Bits<C>::LEAST));
-  constexpr int SHIFT = K_BITS - 1 + Bits<C>::BIAS;
-  store(factors, (vf)((splat_i(127 + SHIFT) - exponent) << 23));
-  vf unit = (vf)((exponent + splat_i(127 - SHIFT)) << 23);
-  store(units, choose(top == splat_i(Bits<C>::ODD), splat(NAN), unit));
-}
-
-// The numbers 2·pair and 2·pair + 1 of 16 keys as integers beside each other.
-template <class C>
-inline vi make_pair(const uint16_t* k, int64_t stride, vf factor) {
-  const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it leaves the integer in the low bits
-  vi low = (vi)fma(C::get(k), factor, magic), high = (vi)fma(C::get(k + stride), factor, magic);
-  return (vi)_mm512_mask_blend_epi16(0xaaaaaaaau, (__m512i)low, (__m512i)(high << 16));
-}
-
-// N groups of keys, by pairs of numbers: of pages, and of a block [group][dim / 2][GROUP].
-template <class Cached, int N>
-struct KeysAsTheyLie {
-  const uint16_t *k[N], *then[N];  // then: what is read after each
-  int64_t stride;
-  vf factors[N];
-  KeysAsTheyLie(const uint16_t* const* groups, int64_t apart, const float* of) : stride(apart) {
-    for (int n = 0; n < N; n++)
-      k[n] = groups[n], then[n] = groups[n + AHEAD], factors[n] = load(of + n * GROUP);
-  }
-  vi at(int pair, int n) const {
-    fetch(then[n] + 2 * pair * stride);
-    if (stride > 2 * GROUP) fetch(then[n] + (2 * pair + 1) * stride);
-    return make_pair<Cached>(k[n] + 2 * pair * stride, stride, factors[n]);
-  }
-};
+// N groups of keys of a block [group][dim / 2][GROUP].
 struct KeysInPairs {
   const int32_t* block;
   int pairs;
@@ -106,24 +33,6 @@ struct KeysInPairs {
     return (vi)_mm512_load_si512(block + ((size_t)n * pairs + pair) * GROUP);
   }
 };
-
-// logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys, but for the queries' units.
-template <int R, int N, class K>
-inline void score(const K& keys, const int32_t* q, int pairs, const float* units, float* logits) {
-  vi sums[R][N] = {};
-  for (int d = 0; d < pairs; d++) {
-    vi k[N];
-    UNROLL for (int n = 0; n < N; n++) k[n] = keys.at(d, n);
-    UNROLL for (int r = 0; r < R; r++) {
-      vi x = splat_i(q[r * pairs + d]);
-      UNROLL for (int n = 0; n < N; n++)
-        sums[r][n] = (vi)_mm512_dpwssd_epi32((__m512i)sums[r][n], (__m512i)x, (__m512i)k[n]);
-    }
-  }
-  UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int n = 0; n < N; n++)
-      store(logits + r * SPAN + n * GROUP, to_float(sums[r][n]) * load(units + n * GROUP));
-}
 
 template <int R>
 void score_block(const int32_t* q, int pairs, const int32_t* block, int groups, const float* units,
@@ -137,98 +46,7 @@ void score_block(const int32_t* q, int pairs, const int32_t* block, int groups, 
   for (; n < groups; n++) some(std::integral_constant<int, 1>(), n);
 }
 
-// N groups of pages, and their units.
-template <class C, int R, int N>
-void score_pages(const int32_t* q, int pairs, const uint16_t* const* k, int64_t stride,
-                 float* logits) {
-  alignas(64) float factors[N * GROUP], units[N * GROUP];
-  for (int n = 0; n < N; n++)
-    find_units<C>(k[n], stride, 2 * pairs, factors + n * GROUP, units + n * GROUP);
-  score<R, N>(KeysAsTheyLie<C, N>(k, stride, factors), q, pairs, units, logits);
-}
-template <class C, int R>
-void score_lying(const int32_t* q, int pairs, const uint16_t* const* k, int64_t stride, int groups,
-                 float* logits) {
-  constexpr int N = R <= 3 ? 4 : 2;
-  int n = 0;
-  for (; n + N <= groups; n += N)
-    score_pages<C, R, N>(q, pairs, k + n, stride, logits + n * GROUP);
-  for (; n < groups; n++) score_pages<C, R, 1>(q, pairs, k + n, stride, logits + n * GROUP);
-}
-
-// --- softmax -------------------------------------------------------------------------------------
-
-// 2^x for x <= 0.
-inline vf two_to_the(vf x) {
-  const vf magic = splat(12582912.0f);
-  x = max(splat(-126.0f), x);
-  vf whole = x + magic;
-  vf r = x - (whole - magic);
-  vf p = splat(9.570101908e-03f);
-  p = fma(p, r, splat(5.591786032e-02f));
-  p = fma(p, r, splat(2.402474483e-01f));
-  p = fma(p, r, splat(6.931218147e-01f));
-  p = fma(p, r, splat(9.999992614e-01f));
-  return (vf)((vi)p + ((vi)whole << 23));
-}
-
-inline uint32_t lanes_below(int n) { return n <= 0 ? 0 : n >= LANES ? 0xffff : (1u << n) - 1; }
-inline __mmask16 lanes_of(Range seen, int i) {
-  return (__mmask16)(lanes_below(seen.hi - i) & ~lanes_below(seen.lo - i));
-}
-
-// Logits in units of `unit` become exponentials in bf16, in the first half of their memory: those of
-// the keys seen, and zeros beside them in their chunks.
-BN_BF16 Share soften(float* logits, Range seen, float unit, float soft_cap) {
-  int begin = seen.lo / CHUNK * CHUNK, end = (seen.hi + CHUNK - 1) / CHUNK * CHUNK;
-  if (soft_cap != 0) {
-    for (int i = begin; i < end; i += LANES)
-      store(logits + i, splat(soft_cap) * tanh(load(logits + i) * splat(unit) / splat(soft_cap)));
-    unit = 1.0f;
-  }
-  __m512 most = _mm512_set1_ps(-INFINITY), most_of_odd = most;
-  for (int i = begin; i < end; i += CHUNK) {
-    __m512 even = _mm512_loadu_ps(logits + i), odd = _mm512_loadu_ps(logits + i + LANES);
-    if (i < seen.lo || i + CHUNK > seen.hi) {
-      most = _mm512_mask_max_ps(most, lanes_of(seen, i), even, most);
-      most_of_odd = _mm512_mask_max_ps(most_of_odd, lanes_of(seen, i + LANES), odd, most_of_odd);
-    } else {
-      most = _mm512_max_ps(even, most);
-      most_of_odd = _mm512_max_ps(odd, most_of_odd);
-    }
-  }
-  float top = _mm512_reduce_max_ps(_mm512_max_ps(most_of_odd, most));
-  const vf tops = splat(top), factor = splat(unit * 1.44269504088896341f);
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 all = _mm512_setzero_ps();
-  uint16_t* p = (uint16_t*)logits;
-  for (int i = begin; i < end; i += CHUNK) {
-    __m512 even = (__m512)two_to_the((load(logits + i) - tops) * factor);
-    __m512 odd = (__m512)two_to_the((load(logits + i + LANES) - tops) * factor);
-    if (i < seen.lo || i + CHUNK > seen.hi) {
-      even = _mm512_maskz_mov_ps(lanes_of(seen, i), even);
-      odd = _mm512_maskz_mov_ps(lanes_of(seen, i + LANES), odd);
-    }
-    __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
-    all = _mm512_dpbf16_ps(all, both, ones);
-    std::memcpy(p + i, &both, sizeof both);
-  }
-  return {top * unit, sum((vf)all)};
-}
-
 // --- values --------------------------------------------------------------------------------------
-
-// Numbers of two keys beside each other, in bf16.
-template <class C>
-BN_BF16 inline vi make_value_pair(const uint16_t* row, int dim, __m512i order) {
-  __m512bh both = _mm512_cvtne2ps_pbh((__m512)C::get(row + dim), (__m512)C::get(row));
-  return (vi)_mm512_permutexvar_epi16(order, (__m512i)both);
-}
-inline __m512i order_of_pairs() {
-  uint16_t order[2 * LANES];
-  for (int i = 0; i < 2 * LANES; i++) order[i] = (uint16_t)(i / 2 + i % 2 * LANES);
-  return _mm512_loadu_si512(order);
-}
 
 // Values of a span by pairs of keys: of pages, and of a block [pair][dim].
 template <class Cached>
@@ -386,29 +204,11 @@ struct Rounded {
     return block_bytes(dim) + sizeof(float) * (SPAN + count) + sizeof(int16_t) * count * dim;
   }
 
-  // As many bits as no sum of products needs more than 31 for.
+  static int rows_of_logits(int count) { return count; }
+
   static void take(const AttentionArgs& a, Tile& tile, int count, int r, const float* q) {
     Room room(tile, count, a.head_dim);
-    int limit = INT32_MAX / (K_MOST * a.head_dim);
-    float largest_of_all = (float)(limit < INT16_MAX ? limit : INT16_MAX);
-    vi magnitudes{};  // the order of magnitudes is that of their bits, with NaN the largest
-    for (int d = 0; d < a.head_dim; d += LANES) {
-      vi bits = (vi)(load(q + d) * splat(a.scale)) & splat_i(0x7fffffff);
-      magnitudes = (vi)_mm512_max_epi32((__m512i)magnitudes, (__m512i)bits);
-    }
-    int32_t top = _mm512_reduce_max_epi32((__m512i)magnitudes);
-    float most, factor = 0.0f, unit = 0.0f;
-    std::memcpy(&most, &top, sizeof most);
-    if (top >= 0x7f800000)
-      unit = NAN;
-    else if (top >= 27 << 23)  // below 2^-100 it counts as zero: the factor must stay finite
-      unit = most / largest_of_all, factor = largest_of_all / most;
-    room.q_units[r] = unit;
-    int16_t* to = room.q + (size_t)r * a.head_dim;
-    for (int d = 0; d < a.head_dim; d += LANES) {
-      vi rounded = round_to_int(load(q + d) * splat(a.scale) * splat(factor));
-      _mm256_storeu_si256((__m256i*)(to + d), _mm512_cvtepi32_epi16((__m512i)rounded));
-    }
+    room.q_units[r] = round_query(q, a.head_dim, a.scale, room.q + (size_t)r * a.head_dim);
   }
 
   static void score_some(const Room& room, const Groups<C>& of, int first, int groups, int count,
@@ -416,16 +216,11 @@ struct Rounded {
     using ScoreBlock = void (*)(const int32_t*, int, const int32_t*, int, const float*, float*);
     constexpr ScoreBlock SCORE[] = {score_block<1>, score_block<2>, score_block<3>,
                                     score_block<4>, score_block<5>, score_block<6>};
-    using ScoreLying =
-        void (*)(const int32_t*, int, const uint16_t* const*, int64_t, int, float*);
-    constexpr ScoreLying SCORE_LYING[] = {score_lying<C, 1>, score_lying<C, 2>, score_lying<C, 3>,
-                                          score_lying<C, 4>, score_lying<C, 5>, score_lying<C, 6>};
     int pairs = dim / 2;
     int64_t stride = of.stride(first);
     logits += first * GROUP;
     if (count <= TOGETHER)
-      return SCORE_LYING[count - 1]((const int32_t*)room.q, pairs, of.k + first, stride, groups,
-                                    logits);
+      return score_few<C>(count, room.q, pairs, of.k + first, stride, groups, logits);
     float* units = room.units;
     for (int g = 0; g < groups; g++) {
       alignas(64) float factors[GROUP];
@@ -442,13 +237,8 @@ struct Rounded {
     int most = share_of(count);
     for (int r = 0; r < count; r += most) {
       int now = count - r < most ? count - r : most;
-      int lo = SPAN, hi = 0;
-      for (int i = r; i < r + now; i++) {
-        if (seen[i].lo >= seen[i].hi) continue;
-        lo = seen[i].lo < lo ? seen[i].lo : lo;
-        hi = seen[i].hi > hi ? seen[i].hi : hi;
-      }
-      int begin = lo / GROUP - first, end = (hi + GROUP - 1) / GROUP - first;
+      const Range all = all_of(seen + r, now);
+      int begin = all.lo / GROUP - first, end = (all.hi + GROUP - 1) / GROUP - first;
       begin = begin < 0 ? 0 : begin, end = end > groups ? groups : end;
       if (begin >= end) continue;
       SCORE[now - 1]((const int32_t*)(room.q + (size_t)r * dim), pairs,
@@ -481,10 +271,12 @@ struct Rounded {
       groups = of.run(g, most);
       score_some(room, of, g, groups, count, dim, tile.seen, tile.logits);
     }
-    for (int r = 0; r < count; r++)
-      if (tile.seen[r].lo < tile.seen[r].hi)
-        tile.shares[r] =
-            soften(tile.logits + (size_t)r * SPAN, tile.seen[r], room.q_units[r], a.soft_cap);
+    for (int r = 0; r < count; r += SOFTENED) {
+      int now = count - r < SOFTENED ? count - r : SOFTENED;
+      soften_some(tile.logits + (size_t)r * SPAN, now, tile.seen + r,
+                  chunks_of(all_of(tile.seen + r, now)), room.q_units + r, a.soft_cap,
+                  tile.shares + r);
+    }
     std::memset(tile.values, 0, sizeof(float) * count * dim);
     const int32_t* p = (const int32_t*)tile.logits;
     if (count <= TOGETHER)

@@ -2,7 +2,7 @@
 // folding, the pages of a unit, and the walk of a unit over its spans. It writes no pages.
 //
 // An arithmetic is a class with the number type of the cache, C; `bytes`, what it needs beside the
-// tile; `take`, which brings in the query of a pair; and `attend_span`, which leaves shares and
+// tile; `rows_of_logits`, of how many pairs it keeps logits; `take`, which brings in the query of a pair; and `attend_span`, which leaves shares and
 // weighted values of every pair of the tile in one span.
 #include <atomic>
 #include <cmath>
@@ -29,6 +29,16 @@ struct Range {
 };
 inline Range meet(Range a, Range b) {
   return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi};
+}
+// From the first to the last key that any of `count` queries sees.
+inline Range all_of(const Range* seen, int count) {
+  Range all = {SPAN, 0};
+  for (int r = 0; r < count; r++) {
+    if (seen[r].lo >= seen[r].hi) continue;
+    all.lo = seen[r].lo < all.lo ? seen[r].lo : all.lo;
+    all.hi = seen[r].hi > all.hi ? seen[r].hi : all.hi;
+  }
+  return all;
 }
 
 struct Share {
@@ -91,7 +101,7 @@ void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float
   }
 }
 
-// Working memory of a tile of `count` (token, head) pairs.
+// Working memory of a tile of `count` (token, head) pairs, with logits for `rows` of them.
 struct Tile {
   float *logits, *values, *totals;
   Share *shares, *sums;
@@ -99,13 +109,13 @@ struct Tile {
   uint8_t* room;  // of the arithmetic
   uint8_t* own;   // groups of a token that has a path
 
-  Tile(Worker& worker, int count, int dim, size_t room_bytes, size_t own_bytes) {
-    size_t floats = sizeof(float) * count * (2 * dim + SPAN);
+  Tile(Worker& worker, int count, int rows, int dim, size_t room_bytes, size_t own_bytes) {
+    size_t floats = sizeof(float) * (2 * (size_t)count * dim + (size_t)rows * SPAN);
     size_t beside = count * (2 * sizeof(Share) + sizeof(Range));
     auto whole = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
     uint8_t* memory = worker.scratch(whole(floats) + whole(beside) + whole(room_bytes) + own_bytes);
     logits = (float*)memory;
-    values = logits + (size_t)count * SPAN;
+    values = logits + (size_t)rows * SPAN;
     totals = values + (size_t)count * dim;
     shares = (Share*)(memory + whole(floats));
     sums = shares + count;
@@ -195,13 +205,9 @@ struct Groups {
   Groups(const AttentionArgs& a, const Pages<C>& pages, int span, int count, const Tile& tile,
          const T* next)
       : page_size(a.page_size) {
-    int dim = a.head_dim, lo = SPAN, hi = 0;
-    for (int r = 0; r < count; r++) {
-      if (tile.seen[r].lo >= tile.seen[r].hi) continue;
-      lo = tile.seen[r].lo < lo ? tile.seen[r].lo : lo;
-      hi = tile.seen[r].hi > hi ? tile.seen[r].hi : hi;
-    }
-    begin = lo / GROUP, end = (hi + GROUP - 1) / GROUP;
+    int dim = a.head_dim;
+    const Range all = all_of(tile.seen, count);
+    begin = all.lo / GROUP, end = (all.hi + GROUP - 1) / GROUP;
     // K of the span, V of the span, and what comes then: the order in which memory is read.
     k = order_, v = order_ + (end - begin);
     int64_t first = (int64_t)span * SPAN;
@@ -237,7 +243,8 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   int group = a.group, dim = a.head_dim, count = unit.num_queries * group;
   int64_t heads = (int64_t)a.kv_heads * group;
   Pages<typename A::C> pages(a, unit, kv_head);
-  Tile tile(worker, count, dim, A::bytes(count, dim), own_bytes(pages, dim));
+  Tile tile(worker, count, A::rows_of_logits(count), dim, A::bytes(count, dim),
+            own_bytes(pages, dim));
   for (int r = 0; r < count; r++) {
     const float* q = a.q + queries[r / group].token * a.q_stride +
                      ((int64_t)kv_head * group + r % group) * dim;
