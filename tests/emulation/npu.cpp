@@ -147,10 +147,14 @@ int64_t launched_so_far() {
 }
 
 void deliver(int64_t up_to) {
+  // Let go of behind the lock: the last owner of a tensor waits for the interpreter, which a thread may
+  // have that waits for the lock.
+  std::deque<LateCopy> arrived;
   std::lock_guard<std::mutex> hold(late_lock);
-  for (; !late.empty() && late.front().number <= up_to; late.pop_front())
-    std::memcpy(late.front().to.mutable_data_ptr(), late.front().bytes.data_ptr(),
-                late.front().to.nbytes());
+  for (; !late.empty() && late.front().number <= up_to; late.pop_front()) {
+    LateCopy& copy = arrived.emplace_back(std::move(late.front()));
+    std::memcpy(copy.to.mutable_data_ptr(), copy.bytes.data_ptr(), copy.to.nbytes());
+  }
 }
 
 void wait_for_all(const char* what) {
