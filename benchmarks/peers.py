@@ -25,8 +25,8 @@ _TRANSFORMERS = ("transformers==5.23.0", "gguf==0.19.0", "accelerate", "aiohttp"
 _TORCH = "torch==2.13.0"
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
-CPU_ISAS = {"avx2": "AVX2", "avx512": "AVX512_CORE", "vnni": "AVX512_CORE_BF16"}
-"""Instruction sets that engines can be held to -> what oneDNN calls them (ONEDNN_MAX_CPU_ISA)."""
+CPU_ISAS = ("avx2", "avx512", "vnni")
+"""Instruction sets that engines can be held to, below what the machine has."""
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN25 = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
@@ -267,8 +267,11 @@ def _openvino(place: Place, model: Model, port: int) -> Command:
     return Command(words, port, {}, str(place.folder))
 
 
-def _held_onednn(command: Command, cpu_isa: str) -> Command:
-    named = {"ONEDNN_MAX_CPU_ISA": CPU_ISAS[cpu_isa]}
+def _held_openvino(command: Command, cpu_isa: str) -> Command:
+    """Its library of products is held alone: below VNNI the rest of it plans what that has not."""
+    if cpu_isa != "vnni":
+        raise PeerError(f"held to {cpu_isa}, it answers nothing where the machine has more")
+    named = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     return replace(command, variables={**command.variables, **named})
 
 
@@ -293,7 +296,7 @@ PEERS: dict[str, Peer] = {
     "banyan": Peer(_setup_nothing, _banyan, held=_held_banyan),
     "llamacpp": Peer(_setup_llama, _llama),
     "ik_llama": Peer(_setup_ik_llama, _ik_llama),
-    "openvino": Peer(_setup_openvino, _openvino, held=_held_onednn),
+    "openvino": Peer(_setup_openvino, _openvino, held=_held_openvino),
     "vllm": Peer(_setup_vllm, _vllm, {"return_tokens_as_token_ids": True}),
     "transformers": Peer(_setup_transformers, _transformers),
 }

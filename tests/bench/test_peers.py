@@ -78,13 +78,15 @@ def test_engines_are_held_to_an_instruction_set_or_left_out(tmp_path: Path) -> N
     (tmp_path / "models" / "ov-a" / "openvino_model.xml").touch()
     free, held = (
         {name: PEERS[name].command_for(place, model, 1, isa) for name in ("banyan", "openvino")}
-        for isa in ("", "avx2")
+        for isa in ("", "vnni")
     )
-    assert held["banyan"].words == [*free["banyan"].words, "--cpu-isa", "avx2"]
-    assert held["openvino"].variables == {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert held["banyan"].words == [*free["banyan"].words, "--cpu-isa", "vnni"]
+    assert held["openvino"].variables == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     assert not free["openvino"].variables
     with pytest.raises(PeerError, match="nothing holds it to avx2"):
         PEERS["llamacpp"].command_for(place, model, 1, "avx2")
+    with pytest.raises(PeerError, match="held to avx2, it answers nothing"):
+        PEERS["openvino"].command_for(place, model, 1, "avx2")
     report = tables.as_json([contest()], 3, 1.0, "avx2")
     assert "Every engine with avx2 at most." in tables.as_markdown(report)
 

@@ -39,7 +39,7 @@ def test_two_ranks_give_the_tokens_of_one(tiny_model):
     two, more = answers(tiny_model, tp_size=2)
     assert more == processes + 1
     assert [a["output_ids"] for a in two] == [a["output_ids"] for a in one]
-    # Two ranks add in another order. Last bits decide some roundings to 8 and 16 bits: 4e-4 is seen.
+    # Two ranks add in another order, and last bits decide some roundings: 4e-4 is seen.
     for a, b in zip(one, two, strict=True):
         ours, theirs = (x["meta_info"]["output_token_logprobs"] for x in (a, b))
         assert all(abs(p[0] - q[0]) <= 2e-3 for p, q in zip(ours, theirs, strict=True))
