@@ -22,7 +22,7 @@ from banyan.bench.probe import Machine, probe
 from banyan.bench.serving import run_serving
 from benchmarks import fidelity, history, tables
 from benchmarks.machine import PeerError, ServerProcess, busy_core
-from benchmarks.peers import CPU_ISAS, MODELS, PEERS, ROOT, Model, Place
+from benchmarks.peers import MODELS, PEERS, ROOT, Model, Place
 from benchmarks.workloads import WORKLOADS, Workload, shortened
 
 FIRST_PORT = 8100
@@ -57,7 +57,7 @@ def main() -> int:
     for name in options.model:
         _say(f"model {name}")
         contests.append(_contest(name, MODELS[name], place, options))
-        report = tables.as_json(contests, options.rounds, options.share, options.cpu_isa)
+        report = tables.as_json(contests, options.rounds, options.share)
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
         text = tables.as_markdown(report)
         if options.docs:
@@ -104,8 +104,7 @@ def _start_all(
         server = None
         try:
             PEERS[peer].setup(place)
-            port = FIRST_PORT + number
-            command = PEERS[peer].command_for(place, model, port, options.cpu_isa)
+            command = PEERS[peer].command(place, model, FIRST_PORT + number)
             server = ServerProcess(command, place.folder / "log" / f"{peer}.log")
             stack.callback(server.stop)
             body = {"model": "m", "prompt": [1] * 8, "max_tokens": 1, "temperature": 0}
@@ -212,7 +211,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--max-run-s", type=float, default=180, help="what took longer is not repeated"
     )
-    parser.add_argument("--cpu-isa", choices=CPU_ISAS, default="", help="the highest of engines")
     parser.add_argument("--dir", default=str(ROOT / ".peers"), help="where the peers live")
     parser.add_argument("--out", default="peers.json")
     parser.add_argument("--history", default="", help="file that gets a line of JSON per run")

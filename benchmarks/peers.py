@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -24,9 +24,6 @@ _OPENVINO = ("openvino-genai==2026.4.1.0", "aiohttp", "numpy")
 _TRANSFORMERS = ("transformers==5.23.0", "gguf==0.19.0", "accelerate", "aiohttp", "numpy")
 _TORCH = "torch==2.13.0"
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-
-CPU_ISAS = ("avx2", "avx512", "vnni")
-"""Instruction sets that engines can be held to, below what the machine has."""
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QWEN25 = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
@@ -76,27 +73,11 @@ class Peer:
         setup: installs what is missing.
         command: raises PeerError where it cannot serve the model.
         score_fields: asked for beside log-probabilities, so that tokens are named by id.
-        held: its command with an instruction set of CPU_ISAS as the highest; None where that has no
-            effect on it.
     """
 
     setup: Callable[[Place], None]
     command: Callable[[Place, Model, int], Command]
     score_fields: dict[str, object] = field(default_factory=dict)
-    held: Callable[[Command, str], Command] | None = None
-
-    def command_for(self, place: Place, model: Model, port: int, cpu_isa: str = "") -> Command:
-        """How it serves a model, with no higher instructions than `cpu_isa` where that is named.
-
-        Raises:
-            PeerError: it cannot serve the model, or nothing holds it to an instruction set.
-        """
-        command = self.command(place, model, port)
-        if not cpu_isa:
-            return command
-        if self.held is None:
-            raise PeerError(f"nothing holds it to {cpu_isa}")
-        return self.held(command, cpu_isa)
 
 
 def pip(place: Place, peer: str, *packages: str, index: str = "") -> None:
@@ -139,10 +120,6 @@ def _banyan(place: Place, model: Model, port: int) -> Command:
     words = [sys.executable, "-m", "banyan.launch_server", "--model-path", str(source)]
     words += ["--served-model-name", "m", "--port", str(port), "--log-level", "warning"]
     return Command(words, port, {}, str(ROOT))
-
-
-def _held_banyan(command: Command, cpu_isa: str) -> Command:
-    return replace(command, words=[*command.words, "--cpu-isa", cpu_isa])
 
 
 def _setup_llama(place: Place) -> None:
@@ -267,14 +244,6 @@ def _openvino(place: Place, model: Model, port: int) -> Command:
     return Command(words, port, {}, str(place.folder))
 
 
-def _held_openvino(command: Command, cpu_isa: str) -> Command:
-    """Its library of products is held alone: below VNNI the rest of it plans what that has not."""
-    if cpu_isa != "vnni":
-        raise PeerError(f"held to {cpu_isa}, it answers nothing where the machine has more")
-    named = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    return replace(command, variables={**command.variables, **named})
-
-
 def _setup_transformers(place: Place) -> None:
     def install() -> None:
         try:
@@ -293,10 +262,10 @@ def _transformers(place: Place, model: Model, port: int) -> Command:
 
 
 PEERS: dict[str, Peer] = {
-    "banyan": Peer(_setup_nothing, _banyan, held=_held_banyan),
+    "banyan": Peer(_setup_nothing, _banyan),
     "llamacpp": Peer(_setup_llama, _llama),
     "ik_llama": Peer(_setup_ik_llama, _ik_llama),
-    "openvino": Peer(_setup_openvino, _openvino, held=_held_openvino),
+    "openvino": Peer(_setup_openvino, _openvino),
     "vllm": Peer(_setup_vllm, _vllm, {"return_tokens_as_token_ids": True}),
     "transformers": Peer(_setup_transformers, _transformers),
 }

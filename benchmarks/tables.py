@@ -22,7 +22,7 @@ _NAMES = {
 }
 
 
-def as_json(contests: Sequence[object], rounds: int, share: float, cpu_isa: str = "") -> dict:
+def as_json(contests: Sequence[object], rounds: int, share: float) -> dict:
     """Everything that was measured, with the medians beside it.
 
     Args:
@@ -36,8 +36,7 @@ def as_json(contests: Sequence[object], rounds: int, share: float, cpu_isa: str 
             for figure in workload.figures
             if (line := _line(model["runs"], workload.name, figure))
         ]
-    machine = _machine() | ({"cpu_isa": cpu_isa} if cpu_isa else {})
-    return {"machine": machine, "rounds": rounds, "share": share, "models": models}
+    return {"machine": _machine(), "rounds": rounds, "share": share, "models": models}
 
 
 def _line(runs: Sequence[dict], workload: str, figure: Figure) -> dict:
@@ -84,8 +83,6 @@ def as_markdown(report: Mapping) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}. Medians [least–most] of "
         f"{report['rounds']} rounds."
     ]
-    if "cpu_isa" in machine:
-        parts[0] += f" Every engine with {machine['cpu_isa']} at most."
     if report["share"] < 1:
         parts.append(f"**Shortened to {report['share']:g} of each workload: not a result.**")
     parts += [_model_table(model, report["share"]) for model in report["models"]]

@@ -9,7 +9,7 @@ from benchmarks import batched, tables
 from benchmarks.compare_peers import Contest
 from benchmarks.fidelity import divergence, read_scores
 from benchmarks.machine import PeerError
-from benchmarks.peers import PEERS, Model, Place
+from benchmarks.peers import PEERS, Place
 from benchmarks.workloads import WORKLOADS, shortened
 
 
@@ -70,25 +70,6 @@ def test_the_page_shows_figures_skipped_peers_and_what_a_busy_core_costs(tmp_pat
     assert "kept with one core taken | share of quiet | 0.6 | 0.25 |" in text
     assert "- vLLM CPU: it ended with code 1" in text
     assert "KL to fp32 | nats | 0.001 | – |" in text
-
-
-def test_engines_are_held_to_an_instruction_set_or_left_out(tmp_path: Path) -> None:
-    place, model = Place(tmp_path), Model("a.gguf", "", lambda place: None, 100)
-    (tmp_path / "models" / "ov-a").mkdir(parents=True)
-    (tmp_path / "models" / "ov-a" / "openvino_model.xml").touch()
-    free, held = (
-        {name: PEERS[name].command_for(place, model, 1, isa) for name in ("banyan", "openvino")}
-        for isa in ("", "vnni")
-    )
-    assert held["banyan"].words == [*free["banyan"].words, "--cpu-isa", "vnni"]
-    assert held["openvino"].variables == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    assert not free["openvino"].variables
-    with pytest.raises(PeerError, match="nothing holds it to avx2"):
-        PEERS["llamacpp"].command_for(place, model, 1, "avx2")
-    with pytest.raises(PeerError, match="held to avx2, it answers nothing"):
-        PEERS["openvino"].command_for(place, model, 1, "avx2")
-    report = tables.as_json([contest()], 3, 1.0, "avx2")
-    assert "Every engine with avx2 at most." in tables.as_markdown(report)
 
 
 def test_a_page_without_the_marks_is_left_alone(tmp_path: Path) -> None:
