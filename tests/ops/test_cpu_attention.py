@@ -351,6 +351,17 @@ def test_rounded_sums_do_not_depend_on_how_many_queries_are_at_work(attention, d
     torch.testing.assert_close(whole, expected(world, [(0, 0, 620)]), **shape.tolerance)
 
 
+@pytest.mark.parametrize("group", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_query_of_zeros_weighs_all_keys_alike(attention, dtype, group):
+    shape = Shape(kv_heads=1, group=group, dtype=dtype, rounds=True)
+    world = World(shape, [37])
+    world.q[0][:] = 0
+    for chunk in ((0, 0, 37), (0, 20, 21)):
+        out = compiled(attention, world, [chunk])
+        torch.testing.assert_close(out, expected(world, [chunk]), **shape.tolerance)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-38])
 def test_tiny_exponentials_and_values_are_the_same_bit_for_bit(attention, size):
     """What lies below the normal numbers counts as zero for one query and for many."""

@@ -172,20 +172,22 @@ inline vf two_to_the(vf x) {
 
 inline uint32_t lanes_below(int n) { return n <= 0 ? 0 : n >= LANES ? 0xffff : (1u << n) - 1; }
 
-// Logits of a chunk; -infinity where its keys are not seen.
+// Numbers of a chunk of logits.
 struct Chunk {
   vf even, odd;
-  Chunk(const float* logits, int at, Range seen)
-      : even(load(logits + at)), odd(load(logits + at + LANES)) {
+  explicit Chunk(const float* logits) : even(load(logits)), odd(load(logits + LANES)) {}
+
+  // -infinity where the keys from `at` on are not seen, whatever lies there.
+  void cut(int at, Range seen) {
     if (at >= seen.lo && at + CHUNK <= seen.hi) return;
-    even = cut(even, at, seen);
-    odd = cut(odd, at + LANES, seen);
+    even = cut_vector(even, at, seen);
+    odd = cut_vector(odd, at + LANES, seen);
   }
 
  private:
-  static vf cut(vf logits, int at, Range seen) {
+  static vf cut_vector(vf x, int at, Range seen) {
     uint32_t lanes = lanes_below(seen.hi - at) & ~lanes_below(seen.lo - at);
-    return (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), (__mmask16)lanes, (__m512)logits);
+    return (vf)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), (__mmask16)lanes, (__m512)x);
   }
 };
 
@@ -208,7 +210,8 @@ BN_BF16 void soften(float* logits, const Range* seen, Range chunks, const float*
   UNROLL for (int r = 0; r < R; r++) most[r] = most_of_odd[r] = _mm512_set1_ps(-INFINITY);
   for (int i = begin; i < end; i += CHUNK)
     UNROLL for (int r = 0; r < R; r++) {
-      const Chunk of(logits + r * SPAN, i, seen[r]);
+      Chunk of(logits + r * SPAN + i);
+      of.cut(i, seen[r]);
       most[r] = _mm512_max_ps((__m512)of.even, most[r]);
       most_of_odd[r] = _mm512_max_ps((__m512)of.odd, most_of_odd[r]);
     }
@@ -221,10 +224,12 @@ BN_BF16 void soften(float* logits, const Range* seen, Range chunks, const float*
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
   for (int i = begin; i < end; i += CHUNK)
     UNROLL for (int r = 0; r < R; r++) {
-      const Chunk of(logits + r * SPAN, i, seen[r]);
-      __m512 even = (__m512)two_to_the(fma(of.even, factor[r], from[r]));
-      __m512 odd = (__m512)two_to_the(fma(of.odd, factor[r], from[r]));
-      __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
+      Chunk of(logits + r * SPAN + i);
+      of.even = fma(of.even, factor[r], from[r]);
+      of.odd = fma(of.odd, factor[r], from[r]);
+      of.cut(i, seen[r]);  // behind the factor, which is 0 for a query of zeros
+      __m512bh both =
+          _mm512_cvtne2ps_pbh((__m512)two_to_the(of.odd), (__m512)two_to_the(of.even));
       all[r] = _mm512_dpbf16_ps(all[r], both, ones);
       std::memcpy((uint16_t*)(logits + r * SPAN) + i, &both, sizeof both);
     }
