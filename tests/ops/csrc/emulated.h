@@ -264,19 +264,6 @@ inline void tile_stored(int t, void* p, int64_t stride) {
   for (int r = 0; r < tiles.rows[t]; r++)
     std::memcpy((char*)p + r * stride, tiles.data[t][r], tiles.bytes[t]);
 }
-inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
-  if (tiles.rows[c] != tiles.rows[a] || tiles.bytes[c] != tiles.bytes[b] ||
-      tiles.bytes[a] != 4 * tiles.rows[b])
-    std::abort();
-  for (int m = 0; m < tiles.rows[a]; m++)
-    for (int k = 0; k < tiles.bytes[a]; k++)
-      for (int n = 0; n < tiles.bytes[b] / 4; n++) {
-        int32_t sum;
-        std::memcpy(&sum, &tiles.data[c][m][4 * n], 4);
-        sum += (int8_t)tiles.data[a][m][k] * (int)tiles.data[b][k / 4][4 * n + k % 4];
-        std::memcpy(&tiles.data[c][m][4 * n], &sum, 4);
-      }
-}
 // bf16: even products in one sum from zero, odd ones in another, each fused; what is below the smallest
 // normal number is zero, read or made.
 inline float flushed(float x) {
@@ -315,7 +302,6 @@ inline void tile_dpbf16ps(int c, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
-#undef _tile_dpbsud
 #undef _tile_dpbf16ps
 
 #define _mm512_set1_ps emulated::set1_ps
@@ -384,5 +370,4 @@ inline void tile_dpbf16ps(int c, int a, int b) {
 #define _tile_zero emulated::tile_zero
 #define _tile_loadd emulated::tile_loadd
 #define _tile_stored emulated::tile_stored
-#define _tile_dpbsud emulated::tile_dpbsud
 #define _tile_dpbf16ps emulated::tile_dpbf16ps

@@ -23,11 +23,10 @@ const AttentionKernels& attention_table(int32_t level, int head_dim) {
   return attention_base;
 }
 
-#ifdef BN_ATTENTION_PAIRS_VNNI
-#define BN_ROUNDS_FROM VNNI
-#endif
-#ifdef BN_ATTENTION_PAIRS_AMX
+#if defined(BN_ATTENTION_PAIRS_AMX)
 #define BN_ROUNDS_FROM AMX
+#elif defined(BN_ATTENTION_PAIRS_VNNI)
+#define BN_ROUNDS_FROM VNNI
 #endif
 
 const Kernel* rounding_attention(int32_t cache, int head_dim) {

@@ -2,8 +2,9 @@
 // folding, the pages of a unit, and the walk of a unit over its spans. It writes no pages.
 //
 // An arithmetic is a class with the number type of the cache, C; `bytes`, what it needs beside the
-// tile; `rows_of_logits`, of how many pairs it keeps logits; `take`, which brings in the query of a pair; and `attend_span`, which leaves shares and
-// weighted values of every pair of the tile in one span.
+// tile; `rows_of_logits`, of how many pairs it keeps logits; `take`, which brings in the query of a
+// pair; and `attend_span`, which leaves shares and weighted values of every pair of the tile in one
+// span.
 #include <atomic>
 #include <cmath>
 #include <cstring>

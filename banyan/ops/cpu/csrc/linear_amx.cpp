@@ -12,6 +12,7 @@
 #include "linear_bf16_tiles.inl"
 
 namespace banyan {
+static_assert(SEVERAL == WIDE_GROUPS && SEVERAL == PAIR_GROUPS, "one number of groups for all formats");
 const LinearKernels linear_amx = BN_LINEAR_KERNELS(
     round_pairs, tiles_unit<1>, SEVERAL, BN_OF_ROUNDED(several_unit, tiles_unit<PAIR_GROUPS>),
     BN_OF_WIDE(wide_unit));

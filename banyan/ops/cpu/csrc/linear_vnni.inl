@@ -162,7 +162,7 @@ inline __m512 add_part(const Source& w, int part, __m512i sum, const uint8_t* x,
 
 template <class Source, int R>
 inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
-                          float* acc) {
+                     float* acc) {
   constexpr int PARTS = FORMATS[Source::format].parts(), VECTORS_OF_PART = 8 / PARTS;
   __m512 total[R];
   const uint8_t* x[R];

@@ -21,22 +21,20 @@ double tile_products(int64_t rounds, int64_t inputs, Four four) {
   return 2.0 * 16 * 16 * (double)inputs * (double)((rounds + 3) / 4 * 4);
 }
 
-double small_tile_products(int64_t rounds) {
-  return tile_products(rounds, 64, [] {
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(1, 4, 7);
-    _tile_dpbsud(2, 5, 6);
-    _tile_dpbsud(3, 5, 7);
-  });
-}
+// Of an instruction, whose registers are part of it.
+#define FOUR_BY(multiply) \
+  [] {                    \
+    multiply(0, 4, 6);    \
+    multiply(1, 4, 7);    \
+    multiply(2, 5, 6);    \
+    multiply(3, 5, 7);    \
+  }
 
+double small_tile_products(int64_t rounds) {
+  return tile_products(rounds, 64, FOUR_BY(_tile_dpbsud));
+}
 double pair_tile_products(int64_t rounds) {
-  return tile_products(rounds, 32, [] {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  });
+  return tile_products(rounds, 32, FOUR_BY(_tile_dpbf16ps));
 }
 
 }  // namespace
