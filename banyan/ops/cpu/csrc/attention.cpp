@@ -23,10 +23,11 @@ const AttentionKernels& attention_table(int32_t level, int head_dim) {
   return attention_base;
 }
 
-#if defined(BN_ATTENTION_PAIRS_AMX)
-#define BN_ROUNDS_FROM AMX
-#elif defined(BN_ATTENTION_PAIRS_VNNI)
+#ifdef BN_ATTENTION_PAIRS_VNNI
 #define BN_ROUNDS_FROM VNNI
+#endif
+#ifdef BN_ATTENTION_PAIRS_AMX
+#define BN_ROUNDS_FROM AMX
 #endif
 
 const Kernel* rounding_attention(int32_t cache, int head_dim) {
