@@ -20,16 +20,9 @@ from pathlib import Path
 import torch
 
 import banyan
+from benchmarks.cuda_pages import check_pages
+from benchmarks.cuda_tokens import TINY, generate, greedy, prompts_of, sampling, tiny_llama
 
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 LARGE = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -39,6 +32,8 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
+KERNELS = ("kernels", "experts", "latent", "products")
+PARTS = ("kernels", "tokens", "pages", "speed")
 INPUT, OUTPUT = 128, 128
 BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5}
 """Of a weight with its share of a block's scale."""
@@ -48,18 +43,22 @@ READ_BYTES_PER_S = 4.3e12
 
 def main() -> int:
     options = _options()
-    failed = 0
-    if options.device == "cuda" and not options.only_speed:
-        kernels = [f"tests/ops/test_cuda_{name}.py" for name in ("kernels", "experts", "products")]
+    parts, failed = options.parts, 0
+    if "kernels" in parts and options.device == "cuda":
+        kernels = [f"tests/ops/test_cuda_{name}.py" for name in KERNELS]
         failed += subprocess.run([sys.executable, "-m", "pytest", "-q", *kernels]).returncode
-    if not options.only_speed:
+    if "tokens" in parts:
         failed += _same_tokens(options.device)
-    shape = {**LARGE, "num_hidden_layers": options.layers}
-    if options.small:
-        shape = {**TINY, "num_hidden_layers": options.layers}
-    _speed(shape, options)
+    if "pages" in parts:
+        failed += check_pages(options.device)
+    if "speed" in parts:
+        _speed(_shape(options), options)
     print(f"verdict: {'FAILED' if failed else 'all checks passed'}")
     return failed
+
+
+def _shape(options: argparse.Namespace) -> dict[str, int]:
+    return {**(TINY if options.small else LARGE), "num_hidden_layers": options.layers}
 
 
 def _options() -> argparse.Namespace:
@@ -71,25 +70,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=READ_BYTES_PER_S)
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--quantization", default="", help="of the model that is timed")
-    parser.add_argument("--only-speed", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     return parser.parse_args()
 
 
 def _same_tokens(device: str) -> int:
     """Greedy tokens of a tiny float32 model, in every way to run it; how many ways differ."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(**TINY, initializer_range=0.2, eos_token_id=None, bos_token_id=None)
-    model = LlamaForCausalLM(config).eval()
-    prompts = [[(7 * i + j * j) % 512 for j in range(5 + 11 * i)] for i in range(9)]
-    wanted = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False
-        )
-        wanted.append(out[0, len(prompt) :].tolist())
+    model = tiny_llama()
+    prompts = prompts_of([5 + 11 * i for i in range(9)])
+    wanted = [greedy(model, prompt, 32) for prompt in prompts]
     failed = 0
     ways = {
         "captured, depth 2": {},
@@ -117,39 +106,11 @@ def _same_tokens(device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for name, flags in ways.items():
-            got, told = generate(folder, prompts, 32, device, "float32", **flags)
+            got, told = generate(folder, prompts, 32, device, **flags)
             same = sum(a == b for a, b in zip(got, 2 * wanted, strict=True))
             failed += same < len(got)
             print(f"tokens equal transformers: {same}/{len(got)}  {name} ({told})")
     return failed
-
-
-def generate(
-    folder: str, prompts: list[list[int]], count: int, device: str, dtype: str, **flags: object
-) -> tuple[list[list[int]], str]:
-    """The answers to all prompts, asked twice, and how they came about."""
-    sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-    with banyan.Engine(
-        folder,
-        engine_mode="inprocess",
-        device=device,
-        dtype=dtype,
-        kv_cache_dtype="fp32" if dtype == "float32" else "auto",
-        cpu_activations="fp32",
-        skip_tokenizer_init=True,
-        **{"max_total_tokens": 32768, **flags},
-    ) as engine:
-        answers = [
-            answer
-            for _ in range(2)  # the second time from the cache
-            for answer in engine.generate(input_ids=prompts, sampling_params=sampling)
-        ]
-        steps = engine.get_server_info()["facts"]["steps"]
-    metas = [answer["meta_info"] for answer in answers]
-    cached = sum(meta["cached_tokens"] for meta in metas)
-    checks = sum(meta.get("spec_verify_ct", 0) for meta in metas)
-    told = f"{steps}, {cached} tokens cached, {checks} verifications"
-    return [answer["output_ids"] for answer in answers], told
 
 
 def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
@@ -199,9 +160,8 @@ def step_seconds(engine: banyan.Engine, rows: int, vocab: int) -> float:
     """Seconds of one decode step: the difference of a long and a short answer."""
     took = []
     for count in (8, 8, OUTPUT):
-        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         began = time.perf_counter()
-        engine.generate(input_ids=_prompts(rows, vocab), sampling_params=sampling)
+        engine.generate(input_ids=_prompts(rows, vocab), sampling_params=sampling(count))
         took.append(time.perf_counter() - began)
     return (took[2] - took[1]) / (OUTPUT - 8)
 

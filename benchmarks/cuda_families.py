@@ -13,7 +13,8 @@ import tempfile
 import torch
 
 import banyan
-from benchmarks.cuda_check import generate, random_engine, step_seconds
+from benchmarks.cuda_check import random_engine, step_seconds
+from benchmarks.cuda_tokens import generate, greedy, prompts_of
 
 _BASE = {
     "vocab_size": 512,
@@ -82,17 +83,13 @@ def _same_tokens(name: str, options: argparse.Namespace) -> int:
     make = getattr(transformers, f"{name}Config")
     config = make(**MODELS[name], initializer_range=0.2, eos_token_id=None, bos_token_id=None)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    prompts = [[(7 * i + j * j) % 512 for j in range(5 + 11 * i)] for i in range(5)]
-    wanted = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        more = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-        wanted.append(model.generate(ids, max_new_tokens=24, **more)[0, len(prompt) :].tolist())
+    prompts = prompts_of([5 + 11 * i for i in range(5)])
+    wanted = [greedy(model, prompt, 24) for prompt in prompts]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for way, flags in {"captured": {}, "eager": {"disable_cuda_graph": True}}.items():
-            got, told = generate(folder, prompts, 24, options.device, "float32", **flags)
+            got, told = generate(folder, prompts, 24, options.device, **flags)
             same = sum(a == b for a, b in zip(got, wanted * 2, strict=True))
             failed += same < len(got)
             print(f"{name}: {same}/{len(got)} as transformers, {way} ({told})")
