@@ -52,14 +52,19 @@ class AdapterStack:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self.outputs = tuple(outputs)
+        self.shape = len(outputs), capacity, rank
+        self.down = zeros(*self.shape, inputs)
+        """[parts, capacity, rank, in]."""
+        self.up = zeros(capacity * rank * sum(outputs))
+        """Of all parts, one after another: [capacity, rank, outputs] of each."""
         self._firsts = [sum(outputs[:at]) for at in range(len(outputs))]
-        self._shape = len(outputs), capacity, rank
-        self._down = zeros(*self._shape, inputs)
-        self._ups = [zeros(capacity, rank, size) for size in outputs]
+        ups = self.up.split([capacity * rank * size for size in outputs])
+        self._ups = [up.view(capacity, rank, -1) for up in ups]
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self._down, *self._ups))
+        return self.down.nbytes + self.up.nbytes
 
     def place(self, parts: Sequence[Matrices]) -> list[Tensor]:
         """The tensors of one adapter, on the host: [parts, rank, in], and of each part
@@ -68,9 +73,9 @@ class AdapterStack:
         Raises:
             ConfigError: a number is too large for the type.
         """
-        dtype = self._down.dtype
+        dtype = self.down.dtype
         assert len({part.first for part in parts}) == len(parts)
-        down = torch.zeros(self._down[:, 0].shape, dtype=dtype)
+        down = torch.zeros(self.down[:, 0].shape, dtype=dtype)
         ups = [torch.zeros(up[0].shape, dtype=dtype) for up in self._ups]
         for part in parts:
             at, rank = self._firsts.index(part.first), len(part.down)
@@ -87,7 +92,7 @@ class AdapterStack:
     def enter(self, number: int, placed: Sequence[Tensor]) -> None:
         """Take what `place` has made in the place of what had the number, from 1 on; () lets go of
         it. In the order of the stream at hand."""
-        mine = [self._down[:, number - 1], *(up[number - 1] for up in self._ups)]
+        mine = [self.down[:, number - 1], *(up[number - 1] for up in self._ups)]
         if not placed:
             for tensor in mine:
                 tensor.zero_()
@@ -100,9 +105,9 @@ class AdapterStack:
         out: [tokens, out]; x: [tokens, in]; others: [any, capacity] bool, of the step's tokens the
             adapters that are not theirs.
         """
-        tokens, parts, ranks = len(x), self._shape[0], self._shape[1] * self._shape[2]
-        made = x.to(self._down.dtype) @ self._down.flatten(0, 2).t()
-        made = made.view(tokens, *self._shape)
+        tokens, parts, ranks = len(x), self.shape[0], self.shape[1] * self.shape[2]
+        made = x.to(self.down.dtype) @ self.down.flatten(0, 2).t()
+        made = made.view(tokens, *self.shape)
         made = made.masked_fill(others[:tokens, None, :, None], 0).view(tokens, parts, ranks)
         for at, (first, up) in enumerate(zip(self._firsts, self._ups, strict=True)):
             out[:, first : first + up.shape[2]].addmm_(made[:, at], up.view(ranks, -1))

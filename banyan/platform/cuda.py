@@ -47,6 +47,7 @@ class CudaPlatform(Accelerator):
             programs=BY_SHAPE,
             verified=16,
             moves_pages=True,
+            stacks_adapters=True,
         )
         super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
 
@@ -61,6 +62,7 @@ class CudaPlatform(Accelerator):
             chunk_tokens=next((n for below, n in _CHUNKS if size < below), _LARGEST_CHUNK),
             running_cap=max(most, 256),
             free_share=0.85,  # the rest is for activations and graphs
+            loaded_adapters=0,
             shapes=tuple(rows for rows in shapes if rows <= most),
         )
 

@@ -61,7 +61,7 @@ def open_seats(
         return AdapterSeats(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
     if not traits.stacks_adapters:
         raise ConfigError(
-            f"--enable-lora on {traits.name}: adapters are computed on CPUs and Ascend NPUs only",
+            f"--enable-lora on {traits.name}: adapters are not computed there",
             hint="merge the adapter into the weights, or use --device cpu",
         )
     if others := [kind for kind in lora.kinds if kind not in _STACKED]:

@@ -10,9 +10,9 @@ from tests.ops.triton_device import IS_INTERPRETED
 triton = pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET is set", allow_module_level=True)
-kernels, attention_kernels, latent_kernels, sampling_kernels = (
-    import_module(f"banyan.ops.cuda.{name}")
-    for name in ("kernels", "attention_kernels", "latent_kernels", "sampling_kernels")
+kernels, adapter_kernels, attention_kernels, latent_kernels, sampling_kernels = (
+    import_module(f"banyan.ops.cuda.{name}kernels")
+    for name in ("", "adapter_", "attention_", "latent_", "sampling_")
 )
 H100 = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 MOST_SHARED = 232_448
@@ -91,3 +91,16 @@ def test_drawing():
     sizes |= {"WORDS": 11, "GREEDY": 80, "TILE": 4096}
     made = compiled(sampling_kernels.draw, tensors, sizes, num_warps=16, enable_fp_fusion=False)
     assert "fma.rn.f32" not in made.asm["ptx"], "each rounding is one of the definition"
+
+
+@pytest.mark.parametrize("type", [HALF, FLOAT])
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_adapters(type, ranks):
+    tensors = dict.fromkeys(("x", "down", "up", "out"), type) | {"inner": FLOAT, "others": "*i1"}
+    ones = dict.fromkeys(("tokens", "capacity", "rank", "parts"), 1)  # constants of a launch
+    for capacity, known in ((8, {}), (1, ones)):
+        sizes = {"CAPACITY": capacity, "ROWS": 16, "RANKS": ranks} | known
+        down = sizes | {"CUT": 512, "STEP": 128}
+        compiled(adapter_kernels.go_down, tensors, down, num_warps=4)
+        up = sizes | {"COLUMNS": 128} | ({"cuts": 1, "first_size": 1} if known else {})
+        compiled(adapter_kernels.go_up, tensors, up, num_warps=4)
