@@ -1,9 +1,9 @@
 """Checks a CUDA device end to end, and times it: python -m benchmarks.cuda_check
 
 Kernels against the reference; greedy tokens of a tiny model against transformers, captured against
-eager steps, depth 1 against depth 2; then tokens per second of a model of the shape of Llama 3 8B
-with random weights, beside plain transformers. Needs no network. With --device cpu --small it tries
-the script itself.
+eager steps, depth 1 against depth 2, with pages that come back and with adapters; then tokens per
+second of a model of the shape of Llama 3 8B with random weights, beside plain transformers. Needs
+no network. With --device cpu --small it tries the script itself.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import banyan
+from benchmarks.cuda_adapters import blank_adapters, check_adapters
 from benchmarks.cuda_pages import check_pages
 from benchmarks.cuda_tokens import TINY, generate, greedy, prompts_of, sampling, tiny_llama
 
@@ -32,8 +33,8 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
-KERNELS = ("kernels", "experts", "latent", "products")
-PARTS = ("kernels", "tokens", "pages", "speed")
+KERNELS = ("kernels", "adapters", "experts", "latent", "products")
+PARTS = ("kernels", "tokens", "pages", "adapters", "speed")
 INPUT, OUTPUT = 128, 128
 BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5}
 """Of a weight with its share of a block's scale."""
@@ -51,6 +52,8 @@ def main() -> int:
         failed += _same_tokens(options.device)
     if "pages" in parts:
         failed += check_pages(options.device)
+    if "adapters" in parts:
+        failed += check_adapters(options.device)
     if "speed" in parts:
         _speed(_shape(options), options)
     print(f"verdict: {'FAILED' if failed else 'all checks passed'}")
@@ -70,6 +73,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=READ_BYTES_PER_S)
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--quantization", default="", help="of the model that is timed")
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="beside the model that is timed, of rank 16"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     return parser.parse_args()
 
@@ -118,12 +124,19 @@ def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
     facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype}
     facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
     flags = {"quantization": options.quantization} if options.quantization else {}
-    with random_engine({**facts, **shape}, options.device, options.rows, **flags) as engine:
+    with (
+        blank_adapters(shape, options.adapters) as named,
+        random_engine({**facts, **shape}, options.device, options.rows, **flags, **named) as engine,
+    ):
         info = engine.get_server_info()["facts"]
         print(info["kernels"])
         for rows in options.rows:
             took = step_seconds(engine, rows, shape["vocab_size"])
             _report("banyan", rows, took, shape, options.quantization, options)
+            if options.adapters:
+                asked = [f"a{row % options.adapters}" for row in range(rows)]
+                took = step_seconds(engine, rows, shape["vocab_size"], asked)
+                _report("with adapters", rows, took, shape, options.quantization, options)
     if options.without_transformers:
         return
     gc.collect()
@@ -156,12 +169,19 @@ def random_engine(
             yield engine
 
 
-def step_seconds(engine: banyan.Engine, rows: int, vocab: int) -> float:
-    """Seconds of one decode step: the difference of a long and a short answer."""
+def step_seconds(
+    engine: banyan.Engine, rows: int, vocab: int, adapters: list[str] | None = None
+) -> float:
+    """Seconds of one decode step: the difference of a long and a short answer.
+
+    Args:
+        adapters: of each row; None = they have none.
+    """
     took = []
     for count in (8, 8, OUTPUT):
         began = time.perf_counter()
-        engine.generate(input_ids=_prompts(rows, vocab), sampling_params=sampling(count))
+        asked = {"input_ids": _prompts(rows, vocab), "lora_path": adapters}
+        engine.generate(sampling_params=sampling(count), **asked)
         took.append(time.perf_counter() - began)
     return (took[2] - took[1]) / (OUTPUT - 8)
 
@@ -208,7 +228,7 @@ def _report(
     read = weights + rows * (INPUT + OUTPUT // 2) * 4 * layers * kv
     bound = read / options.bandwidth / step_s
     print(
-        f"{who:<12} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
+        f"{who:<13} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
         f"{bound:6.1%} of the bandwidth bound"
     )
 

@@ -1,5 +1,5 @@
-"""Low-rank adapters in Triton against plain products in float64; `triton_device.py` tells where they
-run."""
+"""Low-rank adapters in Triton against plain products in float64; `triton_device.py` tells where
+they run."""
 
 import pytest
 import torch

@@ -44,6 +44,13 @@ def test_a_rounding_that_is_asked_for_takes_the_float_weights(monkeypatch):
         assert {found[f"linear[{type}]"] for type in ("F32", "F16", "BF16")} == {"products:linear"}
 
 
+def test_adapters_are_computed_by_triton_where_it_is(monkeypatch):
+    for has_it, kernel in ((True, "triton_adapters:adapt"), (False, bind.REFERENCE)):
+        monkeypatch.setattr(needs, "has_triton", lambda has_it=has_it: has_it)
+        found = served(kernels_of({}))
+        assert found["adapt"] == kernel and found["adapt_rows"] == bind.REFERENCE
+
+
 @pytest.mark.parametrize(
     "wishes", [{"quantization": "q5_0"}, {"cpu-isa": "avx2"}], ids=lambda w: next(iter(w))
 )

@@ -49,7 +49,7 @@ FLAGS = (
         "max-loaded-loras",
         "lora.max_loaded",
         "adapters in memory; one more takes the place of one that nobody uses; default: 256, on "
-        "NPUs, which have room for each from the start on, as many as run at once",
+        "NPUs and CUDA devices, which have room for each from the start on, as many as run at once",
         kind=INT,
         low=1,
         high=4096,
@@ -60,7 +60,8 @@ FLAGS = (
         "lora-memory-gib",
         "lora.memory_gib",
         "memory of all adapters on each rank, in GiB; one more takes the place of those that "
-        "nobody uses, and on NPUs ends the start; default: half of what the cache leaves free",
+        "nobody uses, and on NPUs and CUDA devices ends the start; default: half of what the cache "
+        "leaves free",
         kind=FLOAT,
         low=0.001,
         high=1 << 20,
