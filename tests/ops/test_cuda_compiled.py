@@ -97,10 +97,9 @@ def test_drawing():
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_adapters(type, ranks):
     tensors = dict.fromkeys(("x", "down", "up", "out"), type) | {"inner": FLOAT, "others": "*i1"}
-    ones = dict.fromkeys(("tokens", "capacity", "rank", "parts"), 1)  # constants of a launch
-    for capacity, known in ((8, {}), (1, ones)):
-        sizes = {"CAPACITY": capacity, "ROWS": 16, "RANKS": ranks} | known
-        down = sizes | {"CUT": 512, "STEP": 128}
-        compiled(adapter_kernels.go_down, tensors, down, num_warps=4)
-        up = sizes | {"COLUMNS": 128} | ({"cuts": 1, "first_size": 1} if known else {})
+    sizes = {"CAPACITY": 8, "ROWS": 16, "RANKS": ranks}
+    down = sizes | {"CUT": 512, "STEP": 128}
+    compiled(adapter_kernels.go_down, tensors, down, num_warps=4)
+    for known in ({}, {"first_size": 1}):  # a constant of a launch
+        up = sizes | {"COLUMNS": 128, "AT_ONCE": 8} | known
         compiled(adapter_kernels.go_up, tensors, up, num_warps=4)

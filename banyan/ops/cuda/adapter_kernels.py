@@ -36,7 +36,7 @@ def _part_of(tile, first_size, second_size, third_size, fourth_size, COLUMNS: tl
     return part, first, outputs, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "capacity", "rank", "parts"])
 def go_down(
     x, down, others, inner, tokens, inputs, x_row, capacity, rank, parts,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, CUT: tl.constexpr,
@@ -71,15 +71,16 @@ def go_down(
             tl.store(place + which[None, :], total, mask=is_mine[:, None] & is_rank[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "capacity", "rank", "parts", "cuts"])
 def go_up(
     inner, up, others, out, tokens, out_row, capacity, rank, parts, cuts,
     first_size, second_size, third_size, fourth_size,
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one part. inner: as `go_down` leaves it; up: of each part [capacity, rank,
-    outputs], one after another; the sizes: outputs of each part; out: [tokens, outputs], which is
-    added to."""
+    """Some outputs of one part. inner: as `go_down` leaves it, of which AT_ONCE cuts are waited for
+    together; up: of each part [capacity, rank, outputs], one after another; the sizes: outputs of
+    each part; out: [tokens, outputs], which is added to."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part, first, outputs, tile = _part_of(
         tl.program_id(1), first_size, second_size, third_size, fourth_size, COLUMNS
@@ -101,12 +102,14 @@ def go_up(
                 is_rank = which < rank
                 is_made = is_mine[:, None] & is_rank[None, :]
                 made = tl.zeros([ROWS, RANKS], tl.float32)
-                for cut in range(0, cuts):
-                    at = made_at + cut * ahead + which[None, :]
-                    made += tl.load(at, mask=is_made, other=0.0)
+                at = made_at + which[None, :]
+                for cut in range(0, cuts, AT_ONCE):
+                    for more in tl.static_range(AT_ONCE):
+                        is_there = is_made & (cut + more < cuts)
+                        made += tl.load(at + (cut + more) * ahead, mask=is_there, other=0.0)
                 lines = own + (wide * number * rank + which)[:, None] * outputs + column[None, :]
-                is_there = is_rank[:, None] & is_column[None, :]
-                factors = tl.load(lines, mask=is_there, other=0.0)
+                is_factor = is_rank[:, None] & is_column[None, :]
+                factors = tl.load(lines, mask=is_factor, other=0.0)
                 made = made.to(up.dtype.element_ty)
                 total = tl.dot(made, factors, total, input_precision="ieee")
     place = out + row.to(tl.int64)[:, None] * out_row + (first + column)[None, :]

@@ -47,6 +47,7 @@ def _adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -
         *(*stack.outputs, *[0] * (MAX_PARTS - parts)),
         **sizes,
         COLUMNS=_COLUMNS,
+        AT_ONCE=8,
         num_warps=4,
     )
 
