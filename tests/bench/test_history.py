@@ -49,6 +49,7 @@ def test_runs_of_other_machines_or_shares_and_torn_lines_are_passed_over(tmp_pat
     history.keep(path, history.entry(report(), "mine"))
     history.keep(path, history.entry(report(), "other") | {"machine": {"cpu": "other"}})
     history.keep(path, history.entry(report(), "short") | {"share": 0.25})
+    history.keep(path, history.entry(report(), "held") | {"cpu_isa": "avx2"})
     with path.open("a") as file:
         file.write('{"commit": "torn\n')
     assert history.last_like(path, now)["commit"] == "mine"

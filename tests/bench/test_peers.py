@@ -9,7 +9,14 @@ from benchmarks import batched, tables
 from benchmarks.compare_peers import Contest
 from benchmarks.fidelity import divergence, read_scores
 from benchmarks.machine import PeerError
-from benchmarks.peers import PEERS, Place
+from benchmarks.peers import (
+    MODELS,
+    PEERS,
+    Place,
+    llama_instructions,
+    peer_held_to,
+    write_tile_shapes_whole,
+)
 from benchmarks.workloads import WORKLOADS, shortened
 
 
@@ -119,6 +126,52 @@ def test_a_source_that_no_registry_has_is_asked_for_by_its_place(tmp_path: Path)
         PEERS["ik_llama"].setup(Place(tmp_path))
 
 
+TILES = """inline void ggml_tile_config_init(void) {
+    tc.rows[0] = 8;   tc.colsb[0] = 64;
+    _tile_loadconfig(&tc);
+    done = true;
+}
+"""
+
+
+def test_the_shape_of_tiles_is_written_before_it_is_loaded_and_once(tmp_path: Path) -> None:
+    source = tmp_path / "mmq.cpp"
+    source.write_text(TILES)
+    for _ in range(2):
+        write_tile_shapes_whole(source)
+        before, load, _ = source.read_text().partition("    _tile_loadconfig(&tc);")
+        assert load and before.endswith('64;\n    __asm__ volatile("" : : "r"(&tc) : "memory");\n')
+        assert before.count("__asm__") == 1
+
+
+def test_a_source_without_the_line_that_loads_tiles_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "mmq.cpp"
+    source.write_text(TILES.replace("&tc", "&shape"))
+    with pytest.raises(PeerError, match="mmq.cpp does not have one line '_tile_loadconfig"):
+        write_tile_shapes_whole(source)
+
+
+def test_llama_is_built_for_this_cpu_or_for_what_our_avx2_kernels_use() -> None:
+    assert llama_instructions("") == ["-DGGML_NATIVE=ON"]
+    off, *on = llama_instructions("avx2")
+    assert off == "-DGGML_NATIVE=OFF"
+    named = {each.removeprefix("-DGGML_").removesuffix("=ON").lower() for each in on}
+    assert named == {"sse42", "avx", "avx2", "fma", "f16c", "bmi2"}
+
+
+def test_engines_held_to_avx2_are_other_programs_and_who_cannot_be_held_is_told() -> None:
+    place, model = Place(Path("peers")), MODELS["smollm2"]
+    ours, theirs = (
+        peer_held_to("avx2", name).command(place, model, 1).words for name in ("banyan", "llamacpp")
+    )
+    assert ours[-2:] == ["--cpu-isa", "avx2"]
+    assert theirs[0] == "peers/llamacpp/build-avx2/bin/llama-server"
+    free = peer_held_to("", "llamacpp").command(place, model, 1).words
+    assert free[0] == "peers/llamacpp/build/bin/llama-server" and free[1:] == theirs[1:]
+    with pytest.raises(PeerError, match="nothing holds it to avx2"):
+        peer_held_to("avx2", "openvino")
+
+
 BENCH = """
 main: n_kv_max = 192, n_batch = 2048, n_threads = 2
 
@@ -145,6 +198,12 @@ def test_ratios_of_batches_are_taken_round_by_round_against_the_best_of_each_lin
     text = batched.table(found, [1])
     assert "| 950 [900–1,000] | 275 [250–300] | 475 [450–500] | 2.01 [1.80–2.22] (b) |" in text
     assert "| 210 [200–220] | 105 [100–110] | 45 [40–50] | 2.00 [2.00–2.00] (a) |" in text
+
+
+def test_a_run_of_engines_that_are_held_says_so() -> None:
+    held = tables.as_markdown(tables.as_json([contest()], 3, 1.0, "avx2"))
+    assert "All engines held to avx2." in held
+    assert "held" not in tables.as_markdown(tables.as_json([contest()], 3, 1.0))
 
 
 def test_a_shortened_run_says_that_it_is_no_result() -> None:
