@@ -106,6 +106,21 @@ def test_the_api_process_maps_no_torch_library(shared_server):
     assert "torch" in Path(f"/proc/{shared_server.engine_pid()}/maps").read_text()
 
 
+def test_libraries_that_are_seldom_needed_are_not_loaded_at_the_start(tiny_model, tmp_path):
+    """ZeroMQ is in a server for engines far away, the tokenizer in an engine for constraints."""
+    server = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        wait_ready(server)
+        front, engine = (
+            Path(f"/proc/{pid}/maps").read_text() for pid in (server.pid, server.engine_pid())
+        )
+        assert "/tokenizers" in front and "/numpy" in engine
+        assert "/zmq" not in front and "/numpy" not in front
+        assert "/tokenizers" not in engine
+    finally:
+        server.kill()
+
+
 @pytest.mark.parametrize("module", ["banyan.scheduler.scheduler", "banyan.memory.cache"])
 def test_deciding_rooms_import_without_torch(module):
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
