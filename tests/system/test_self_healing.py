@@ -236,6 +236,6 @@ def test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for(tiny_model
         assert found[-1]["reason"] == "engine_unavailable" and len(found) == 2
         wait_until(lambda: status_of(running, "/readyz") == 200, BACK_S, "the engine to be back")
         report = check(str(journal))
-        assert report.ok and report.plans > 8, report
+        assert report.ok and report.plans > 2, report  # two prompts, and one step at the least
     finally:
         running.kill()
