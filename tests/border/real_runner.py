@@ -30,6 +30,7 @@ from banyan.messages.orders import (
     TakeWeights,
 )
 from banyan.messages.plan import (
+    DEVICE,
     POOL,
     SAMPLE,
     STORE,
@@ -431,8 +432,14 @@ class RealRunner:
                 tensor[pages] = self._poison
 
     def _spoil_fresh(self, launched: Launched) -> None:
-        """Pages that no row has computed hold nothing, whatever lay there before."""
+        """Pages that no row has computed hold nothing, whatever lay there before; those that the
+        step carries away first still hold it."""
         starts = {row.slot: row.start for row in self._rows}
+        leaving = {
+            (copy.group, copy.src.page)
+            for copy in launched.plan.copies
+            if copy.src.tier == DEVICE and copy.when == "before"
+        }
         for grant in launched.plan.grants:
             require(grant.slot in starts, f"step {launched.plan.step}: a grant without a row")
             size = self._device.groups[grant.group].page_tokens
@@ -441,7 +448,9 @@ class RealRunner:
                 for index, page in enumerate(grant.pages, grant.first)
                 if index * size >= starts[grant.slot] and page != PADDING_PAGE
             ]
-            self._spoil(grant.group, fresh)
+            kept = [page for page in fresh if (grant.group, page) in leaving]
+            self._spoil(grant.group, [page for page in fresh if page not in kept])
+            self.seen["fresh pages that are carried away first"] += len(kept)
             self.seen["fresh pages"] += len(fresh)
 
     def _note_uses(self, launched: Launched) -> None:

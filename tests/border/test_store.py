@@ -93,6 +93,7 @@ REAL_MUST_HAPPEN = (
     "DetachStore",
     "failed loads",
     "failed steps",
+    "fresh pages that are carried away first",
     "loaded pages",
     "prefixes found in the store",
     "retractions",
