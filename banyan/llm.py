@@ -21,35 +21,35 @@ import msgspec
 import banyan
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, tell
-from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
-from banyan.config.adapters import AdapterPlace, checked_name
-from banyan.config.card import ModelCard
+from banyan.base.thread_pool import use_threads
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.defaults import with_settings
 from banyan.config.described import described
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
-from banyan.config.joined import of_replica
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.frontend.answers.native_answer import NativeService
-from banyan.frontend.link.agreed import agreed
-from banyan.frontend.link.client import EngineClient, Engines
-from banyan.frontend.link.fleet import Fleet
-from banyan.frontend.link.text_generator import open_generator
-from banyan.frontend.requests.adapters import AdapterNames
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.requests.sessions import Sessions
-from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
-from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
-from banyan.frontend.threads import use_threads
-from banyan.frontend.words.load import open_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.dp_attention.rules import of_replica
+from banyan.engine_client.all_or_none import agreed
+from banyan.engine_client.client import EngineClient, Engines
+from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.text_generator import open_generator
+from banyan.lora.adapter_files import AdapterPlace, checked_name
+from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Ready, Reply, Stats, accept_length
-from banyan.messages.link import FrontLink, PrivateFolder, SocketFrontLink, local_pair
-from banyan.messages.orders import MEMORY_TAGS
-from banyan.prepare import prepare
+from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
+from banyan.model_config.model_config import ModelCard
+from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.requests.embeddings import Origin, VectorService, prompts_of
+from banyan.requests.generate_response import NativeService
+from banyan.requests.lora_names import AdapterNames
+from banyan.requests.sampling_params import Limits
+from banyan.requests.sessions import Sessions
 from banyan.scheduler.routing import ROUTES
+from banyan.server.processes import EngineHandle, start_engine_process, start_engine_thread
+from banyan.tokenizer.load import open_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 log = logger(__name__)
 

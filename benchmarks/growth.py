@@ -21,10 +21,10 @@ import torch
 
 from banyan.bench.batch import run_batch
 from banyan.bench.probe import probe
-from banyan.config.card import STATE, ModelCard
-from banyan.config.card_hub import read_hub_folder
 from banyan.layers.build import Build
-from banyan.layers.cache import PageGroup, group_caches
+from banyan.layers.cache_spec import PageGroup, group_caches
+from banyan.model_config.from_hf import read_hub_folder
+from banyan.model_config.model_config import STATE, ModelCard
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from benchmarks.lora_cost import engine, quick

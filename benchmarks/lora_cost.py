@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError
 from banyan.bench.batch import run_batch, wait_ready
 from banyan.bench.probe import probe
-from banyan.compose import start_engine_thread
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.messages.link import FrontLink, local_pair
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.messages.transport import FrontLink, local_pair
+from banyan.model_config.model_config import ModelCard
+from banyan.server.processes import start_engine_thread
 
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of the adapters' matrices."""

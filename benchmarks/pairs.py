@@ -22,13 +22,13 @@ import orjson
 from banyan.bench.http import Server
 from banyan.bench.metrics import percentile
 from banyan.bench.probe import probe
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelCard
 from banyan.platform import open_platform
-from banyan.prepare import prepare
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout
 from banyan.sim.study import Question, study

@@ -19,17 +19,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import banyan
 from banyan.base.log import start_logging
 from banyan.bench.evals import own_questions
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepInputs
+from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepInputs
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.state_api import StateRows
-from banyan.prepare import prepare
 
 BLOCK = 32
 Round = Callable[[Tensor], Tensor]

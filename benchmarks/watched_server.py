@@ -17,15 +17,15 @@ from pathlib import Path
 import uvloop
 
 from banyan.base.log import start_logging
-from banyan.compose import EngineHandle
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.engine.processes import spawn
-from banyan.prepare import prepare
+from banyan.engine.child_processes import spawn
+from banyan.model_config.model_config import ModelCard
 from banyan.server.http.listen import bind
-from banyan.server.life.serve import Server
+from banyan.server.lifecycle.serve import Server
+from banyan.server.processes import EngineHandle
 
 TICK_S = 0.002
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from functools import wraps
 from typing import ParamSpec
 
-from banyan.frontend.requests.chunks import Chunks
-from banyan.frontend.requests.generation import TextChunk
+from banyan.requests.chunks import Chunks
+from banyan.requests.generation import TextChunk
 
 P = ParamSpec("P")
 

@@ -78,8 +78,16 @@ DOOR_IMPORTS = (
     ),
 )
 COMPOSITION_ROOTS = (
-    *("cli", "prepare.py", "opening.py", "replica.py", "movers.py", "compose.py", "llm.py"),
-    "grammars.py",
+    *(
+        "cli",
+        "config/prepare.py",
+        "engine/model_loader.py",
+        "engine/core_process.py",
+        "engine/kv_transfer_setup.py",
+        "server/processes.py",
+        "llm.py",
+    ),
+    "engine/grammar_setup.py",
     *("__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),
     *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.bench.probe import Machine
-from banyan.config.card import STATE, ModelCard
 from banyan.formats.mapped import TensorInfo
+from banyan.model_config.model_config import STATE, ModelCard
 
 FP32, INT8, BF16 = "fp32", "int8", "bf16"
 

@@ -12,21 +12,21 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, start_logging, tell
-from banyan.compose import start_engine_process
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.joined import of_replica
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.frontend.link.client import EngineClient
-from banyan.frontend.link.fleet import Fleet
-from banyan.messages.link import PrivateFolder, SocketFrontLink
-from banyan.prepare import prepare
+from banyan.dp_attention.rules import of_replica
+from banyan.engine_client.client import EngineClient
+from banyan.engine_client.data_parallel import Fleet
+from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
 from banyan.server.http.state import ServerState
-from banyan.server.life.startup import open_service
-from banyan.server.store.answers import AnswerLog
+from banyan.server.lifecycle.startup import open_service
+from banyan.server.processes import start_engine_process
+from banyan.server.store.batch_output import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)

@@ -15,9 +15,9 @@ from banyan.bench.options import ServingOptions, read_options
 from banyan.bench.serving import Report, run_serving
 from banyan.config.env import read_environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
-from banyan.frontend.words.load import load_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.hub.sources import fetch
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 KINDS: Table[Callable[[Sequence[str]], int]] = Table(
     "benchmark",

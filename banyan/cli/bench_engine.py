@@ -19,15 +19,15 @@ from banyan.bench.serving import lexicon_of
 from banyan.bench.throughput import run_throughput
 from banyan.cli.bench import find_tokenizer, keep, progress_bar, say
 from banyan.cli.bench_roofline import Rooflines, measure
-from banyan.compose import start_engine_thread
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.env import read_environment
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.messages.events import Ready
-from banyan.messages.link import FrontLink, local_pair
-from banyan.prepare import prepare
+from banyan.messages.transport import FrontLink, local_pair
+from banyan.model_config.model_config import ModelCard
+from banyan.server.processes import start_engine_thread
 
 if TYPE_CHECKING:
     from banyan.llm import Engine

@@ -13,16 +13,16 @@ from banyan.bench import roofline
 from banyan.bench.options import BatchOptions
 from banyan.bench.probe import Machine, probe
 from banyan.bench.roofline import FP32, INT8, OpCost
-from banyan.config.card import ModelCard
 from banyan.config.defaults import settle
 from banyan.config.schema import Config
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
+from banyan.model_config.model_config import ModelCard
 
 if TYPE_CHECKING:
     from banyan.ops.api import Peaks
-    from banyan.runner.meter import OpMeter
+    from banyan.runner.op_timer import OpMeter
 
 _CACHE_BYTES = 4
 
@@ -112,8 +112,8 @@ def measure(
     Args:
         progress: told how many phases are timed, of how many.
     """
+    from banyan.engine.core_process import open_meter
     from banyan.platform import open_platform
-    from banyan.replica import open_meter
 
     config, _ = settle(config, open_platform(config.device.name).defaults(card))
     chunk = config.schedule.chunk_tokens

@@ -7,17 +7,17 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from banyan.ascend.launch.machine import find_soc
+from banyan.ascend.launch.support import device_outcomes
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
 from banyan.config.defaults import settle
 from banyan.config.described import shown
 from banyan.config.env import Environment, read_environment
 from banyan.config.flags.table import GROUPS
+from banyan.config.prepare import prepare_with_origins
 from banyan.config.reference import count_line, reference
-from banyan.launch.machine import find_soc
-from banyan.launch.support import device_outcomes
 from banyan.platform import open_platform
-from banyan.prepare import prepare_with_origins
 from banyan.server.http.listen import check_exposure
 
 USAGE = """banyan config [MODEL] [flags of banyan serve]

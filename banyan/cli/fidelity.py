@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from banyan.bench.divergence import TEXT, Divergence, Likeliest, Scores, divergence
-from banyan.config.card import ModelCard
 from banyan.llm import Engine
+from banyan.model_config.model_config import ModelCard
 
 _PIECE = 256
 """Tokens of one prompt."""

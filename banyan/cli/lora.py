@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
-from banyan.config.adapter_card import AdapterCard
-from banyan.config.adapters import read_adapter
-from banyan.config.catalogue import megabytes
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.hub.catalogue import megabytes
+from banyan.lora.adapter_config import AdapterCard
+from banyan.lora.adapter_files import read_adapter
 
 NOT_SERVED = 1
 
@@ -101,7 +101,7 @@ def _lines(card: AdapterCard) -> Iterator[str]:
 
 
 def _check_numbers(card: AdapterCard) -> None:
-    from banyan.models.weights.adapters import check_numbers
+    from banyan.lora.load import check_numbers
 
     check_numbers(card)
 
@@ -116,7 +116,7 @@ def _fit(card: AdapterCard, source: str) -> str:
         return f"CAN BE SERVED beside a model that it fits; ask with --model-path. {beside}"
     import torch
 
-    from banyan.models.weights.adapters import base_on_paper, check_fit
+    from banyan.lora.load import base_on_paper, check_fit
     from banyan.ops.bind import bind
 
     environment = read_environment()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable, start_logging
-from banyan.config.catalogue import TALK_TOKENS, Entry, entries, megabytes
 from banyan.config.cli import read
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import DEMO, ModelConfig
-from banyan.config.sources import fetch, kind_of
+from banyan.hub.catalogue import TALK_TOKENS, Entry, entries, megabytes
+from banyan.hub.sources import fetch, kind_of
 
 _MODELS = """banyan models [--markdown]
 
@@ -115,7 +115,7 @@ def pull(argv: Sequence[str]) -> int:
 
 def held_here(argv: Sequence[str]) -> int:
     """Print the models on this machine; returns the exit code."""
-    from banyan.config.held import held_models
+    from banyan.hub.local_models import held_models
 
     if "-h" in argv or "--help" in argv:
         print(_LIST)
@@ -137,7 +137,7 @@ def held_here(argv: Sequence[str]) -> int:
 
 def remove_one(argv: Sequence[str]) -> int:
     """Delete a model from the cache; returns the exit code."""
-    from banyan.config.held import remove
+    from banyan.hub.local_models import remove
 
     if "-h" in argv or "--help" in argv:
         print(_RM)
@@ -181,13 +181,13 @@ def _read(
 
 
 def _cache(model: ModelConfig, environment: Environment) -> Path:
-    from banyan.config.hub import cache_folder
+    from banyan.hub.huggingface import cache_folder
 
     return cache_folder(model, environment)
 
 
 def _names_here(cache: Path) -> set[str]:
-    from banyan.config.held import held_models
+    from banyan.hub.local_models import held_models
 
     return {held.name for held in held_models(cache) if not held.is_part}
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.bench.options import option, split_options
-from banyan.config.adapters import named_adapters, read_adapter
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.config.sources import fetch, kind_of
-from banyan.engine.spec import memory_of_adapters
+from banyan.engine.core_spec import memory_of_adapters
 from banyan.formats.kept import kept_size
 from banyan.formats.shards import size_of_weights
-from banyan.memory.sizing import MIB
+from banyan.hub.sources import fetch, kind_of
+from banyan.kv_cache.sizing import MIB
+from banyan.lora.adapter_files import named_adapters, read_adapter
+from banyan.model_config.model_config import ModelCard
 from banyan.platform import open_platform
-from banyan.prepare import prepare
 from banyan.sim.fitting import Fit, Room, fit
 from banyan.sim.layout import Weights
 from banyan.sim.study import weight_bytes_of

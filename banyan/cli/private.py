@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.cli.client import Client
-from banyan.engine.processes import Child, spawn, take_duty, watch_parent
+from banyan.engine.child_processes import Child, spawn, take_duty, watch_parent
 
 _POLL_S = 0.05
 

@@ -15,12 +15,12 @@ from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
 from banyan.cli.bench import progress_bar
-from banyan.config.card import ModelCard
-from banyan.config.catalogue import megabytes
-from banyan.config.checkpoint import read_card
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.catalogue import megabytes
+from banyan.hub.sources import fetch
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ModelCard
 
 if TYPE_CHECKING:
     from banyan.models.quantize.folder import Beside
@@ -200,11 +200,11 @@ def _beside(card: ModelCard, source: "Source", layout: "Layout") -> "Beside":
     Raises:
         ModelError: config.json cannot say what the model is.
     """
-    from banyan.config.gguf_keys import differences
-    from banyan.config.hub_keys import hub_keys
-    from banyan.frontend.words.folder_words import folder_words
+    from banyan.model_config.to_gguf import differences
+    from banyan.model_config.to_hf import hub_keys
     from banyan.models.quantize.folder import Beside, beside_weights_of
     from banyan.models.quantize.plan import float_type
+    from banyan.tokenizer.write_folder import folder_words
 
     if card.format != "gguf":
         return beside_weights_of(Path(card.path))
@@ -238,9 +238,9 @@ def _without_facts(
 
 def _words(card: ModelCard) -> "Words":
     """What a GGUF file says that is made from this folder."""
-    from banyan.config.gguf_keys import gguf_keys, rope_divisors
-    from banyan.frontend.words.gguf_words import gguf_words
+    from banyan.model_config.to_gguf import gguf_keys, rope_divisors
     from banyan.models.quantize.plan import Words
+    from banyan.tokenizer.write_gguf import gguf_words
 
     keys = gguf_keys(card)
     words = gguf_words(card.path, card.vocab_size, keys)
@@ -260,7 +260,7 @@ def _check_the_header(card: ModelCard, plan: "Plan", words: "Words", target: Pat
     Raises:
         ModelError: the form cannot say what the model is.
     """
-    from banyan.config.gguf_keys import differences
+    from banyan.model_config.to_gguf import differences
 
     first, size = plan.files[0].pieces[0], plan.files[0].size_bytes
     tried = target.with_name(f"{target.stem}.header.gguf")

@@ -11,9 +11,9 @@ from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.serving import ServerConfig
-from banyan.engine.processes import Child, spawn
+from banyan.engine.child_processes import Child, spawn
+from banyan.router.args import help_text, read_flags
 from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
-from banyan.router.read import help_text, read_flags
 
 log = logger(__name__)
 
@@ -64,7 +64,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
     config = read_flags(argv, environment.flags, check_servers, defaults)
     start_logging("router", config.observe.log_level)
     tell(log, config.observe.notes)
-    from banyan.router.life import run_router
+    from banyan.router.lifecycle import run_router
 
     with _servers(config) as (specs, children):
 

@@ -13,8 +13,8 @@ from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.prepare import prepare
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, read_layout
 from banyan.sim.study import Question, Study, study

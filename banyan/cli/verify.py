@@ -14,10 +14,10 @@ from banyan.bench.agreement import PROMPTS, Agreement, Reckoned, Scored, agrees,
 from banyan.bench.options import option, split_options
 from banyan.cli.client import Client
 from banyan.cli.private import private_server
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.model_config.model_config import ModelCard
 
 APART = 1
 MOST_TOKENS = 500

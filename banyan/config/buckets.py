@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelCard
 
 _LENGTHS = tuple(float(1 << power) for power in range(4, 21))
 _MAX_BOUNDS = 256

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list
 from banyan.base.log import logger
-from banyan.config.dispatch import within_the_exchange
-from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import UNSAID, Config
+from banyan.lora.rules import MOST_LOADED
+from banyan.moe.dispatch_rules import within_the_exchange
 
 log = logger(__name__)
 

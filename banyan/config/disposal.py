@@ -11,9 +11,9 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.formats.shards import weight_files
+from banyan.model_config.model_config import ModelCard
 
 log = logger(__name__)
 

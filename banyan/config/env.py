@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.config.npu_variables import notes_on_npu, refusals_on_npu
+from banyan.ascend.variables import notes_on_npu, refusals_on_npu
 from banyan.config.variables import OF_LAUNCHES, SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"

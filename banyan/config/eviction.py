@@ -2,9 +2,9 @@
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelCard
 
 _FLAG = "--radix-eviction-policy-config"
 _MOST = 1 << 31

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.card import WINDOW, ModelCard
 from banyan.config.env import Environment
 from banyan.config.hooks import see_the_layers
-from banyan.config.kv_scales import check_kv_scales
 from banyan.config.schema import Config
+from banyan.model_config.kv_scales import check_kv_scales
+from banyan.model_config.model_config import WINDOW, ModelCard
 
 log = logger(__name__)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list, is_object, unique_json
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelCard
 
 log = logger(__name__)
 

@@ -13,30 +13,30 @@ from types import MappingProxyType
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.buckets import check_the_bounds
-from banyan.config.bursts import check_the_bursts
-from banyan.config.card import ModelCard
-from banyan.config.catalogue import recognise
-from banyan.config.checkpoint import read_card
-from banyan.config.context import check_the_context
-from banyan.config.dispatch import share_the_experts
 from banyan.config.disposal import Moment, check_disposal
-from banyan.config.drafts import find_the_draft, fits
-from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.eviction import check_the_eviction
 from banyan.config.execution import EXECUTION_RULES
-from banyan.config.experts import check_the_expert_flags
-from banyan.config.handoff import check_the_handoff
-from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
-from banyan.config.lora import plan_the_adapters
-from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
+from banyan.config.hicache import check_the_store
+from banyan.config.multi_step import check_the_bursts
 from banyan.config.schema import DEMO, Config
-from banyan.config.sources import fetch
 from banyan.config.speculation import plan_the_drafts
-from banyan.config.states import check_the_states
-from banyan.config.stored import check_the_store
+from banyan.config.state_rules import check_the_states
 from banyan.config.torchao import check_the_torchao
+from banyan.context_parallel.rules import check_the_context
+from banyan.disaggregation.rules import check_the_handoff
+from banyan.dp_attention.rules import check_the_dense_blocks, check_the_joined_replicas
 from banyan.formats.shards import check_weight_files
+from banyan.hub.catalogue import recognise
+from banyan.hub.sources import fetch
+from banyan.lora.rules import plan_the_adapters
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.draft_model import find_the_draft, fits
+from banyan.model_config.encoders import read_pooling
+from banyan.model_config.model_config import ModelCard
+from banyan.model_config.quantization import FLOAT_FORMS, SPELLINGS, spellings
+from banyan.moe.dispatch_rules import share_the_experts
+from banyan.moe.rules import check_the_expert_flags
 
 log = logger(__name__)
 

@@ -121,12 +121,12 @@ class CacheConfig:
     store: str = ""
     """Where pages outlive the process, a name of `transfer.base.STORES`; "" = nowhere."""
     store_options: dict[str, object] = field(default_factory=dict[str, object])
-    """Read by `config/stored.py`."""
+    """Read by `config/hicache.py`."""
     store_path: str = ""
     """Folder of the file store where the options name none; "" = one of the user's own."""
     host_tier: bool = False
     """Pages of the device lie in memory of the host too; the store, if it is another one, is behind
-    that. Set by `config/stored.py`."""
+    that. Set by `config/hicache.py`."""
     host_gb: int = 0
     """Of that memory, in 10^9 bytes; 0 = by `host_ratio`."""
     host_ratio: float = 2.0
@@ -419,13 +419,13 @@ class HandoffConfig:
 class LoraConfig:
     is_enabled: bool = False
     paths: tuple[str, ...] = ()
-    """Adapters of the start, as `config/adapters.py` reads them."""
+    """Adapters of the start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0
     """Highest rank; 0 = that of `paths`."""
     targets: tuple[str, ...] = ()
     """Last parts of the projections' names; () = all."""
     kinds: tuple[str, ...] = ()
-    """What else adapters may change, of `adapter_card.KINDS`; `config/lora.py` says."""
+    """What else adapters may change, of `adapter_card.KINDS`; `lora/rules.py` says."""
     max_running: int = 8
     """Adapters among the requests that run at once."""
     max_loaded: int = 0

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, SpeculativeConfig
+from banyan.model_config.model_config import ModelCard
 
 log = logger(__name__)
 

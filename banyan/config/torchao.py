@@ -1,9 +1,9 @@
 """What --torchao-config may be called; `models/weights/torchao.py` knows what it means."""
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelCard
 
 TORCHAO_NAMES = (
     *("int8wo", "int8dq", "fp8wo", "fp8dq-per_row", "fp8dq-per_tensor"),

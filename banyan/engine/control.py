@@ -11,8 +11,7 @@ import msgspec
 
 from banyan.base.ids import RequestId
 from banyan.engine.core import EngineCore
-from banyan.messages.events import BUSY, PinFact, Reply
-from banyan.messages.orders import (
+from banyan.messages.control_ops import (
     MEMORY_TAGS,
     AttachStore,
     DetachStore,
@@ -26,6 +25,7 @@ from banyan.messages.orders import (
     StopProfile,
     TakeWeights,
 )
+from banyan.messages.events import BUSY, PinFact, Reply
 from banyan.messages.requests import (
     Abort,
     Control,

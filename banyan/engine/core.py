@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
-from banyan.engine.adapters import change_adapters, end_adapters, wanted_adapters
-from banyan.engine.lockstep import Lockstep
-from banyan.memory.cache import name_of_weights
-from banyan.memory.news import Removed, Stored
-from banyan.messages.events import Event, Reply, Stats
-from banyan.messages.orders import (
+from banyan.dp_attention.step_clock import Lockstep
+from banyan.kv_cache.cache import name_of_weights
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.lora.engine import change_adapters, end_adapters, wanted_adapters
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
     AttachStore,
@@ -28,6 +27,8 @@ from banyan.messages.orders import (
     TakeAdapter,
     TakeWeights,
 )
+from banyan.messages.disaggregation import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
+from banyan.messages.events import Event, Reply, Stats
 from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
@@ -40,10 +41,9 @@ from banyan.messages.requests import (
     UnloadAdapter,
     Unpin,
 )
-from banyan.messages.rooms import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.step_plan_builder import PlanSheet
 
 _Asked = Generate | Abort | StopAt | RetractAll | Unpin | GiveOrders | LoadAdapter | UnloadAdapter
 _Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
@@ -81,7 +81,7 @@ class EngineCore:
         self.depth = scheduler.limits.depth
         self.is_paused = False
         self.released: list[str] = []
-        """Memory that is not there (messages/orders.py); no rows are planned without all of it."""
+        """Memory that is not there (messages/control_ops.py); no rows are planned without all of it."""
         self._lockstep = lockstep
         self.recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()

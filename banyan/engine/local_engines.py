@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import zmq
 
-from banyan.engine.duty import Duty
-from banyan.engine.processes import Child, spawn
+from banyan.engine.child_processes import Child, spawn
+from banyan.engine.worker_spec import Duty
 from banyan.messages.frames import FrameSocket
-from banyan.messages.link import PrivateFolder
+from banyan.messages.transport import PrivateFolder
 
 
 class LocalEngines:
@@ -29,7 +29,9 @@ class LocalEngines:
             number = duty.config.parallel.replica
             told = replace(duty, address=self._folder.address(f"front{number}"))
             self.speaking[number] = FrameSocket.bound(told.address)
-            self._children[number] = spawn("banyan.compose", f"engine{number}", told.encode())
+            self._children[number] = spawn(
+                "banyan.server.processes", f"engine{number}", told.encode()
+            )
 
     @property
     def numbers(self) -> list[int]:

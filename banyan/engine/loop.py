@@ -17,18 +17,19 @@ from banyan.base.errors import DeviceError
 from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
+from banyan.dp_attention.step_clock import StepClock
 from banyan.engine.control import answer
 from banyan.engine.core import CoreInput, EngineCore
-from banyan.engine.desk import GrammarDesk
-from banyan.engine.forecast import StepForecast
+from banyan.engine.grammar_queue import GrammarDesk
 from banyan.engine.launcher import Handle, Launcher
-from banyan.engine.lockstep import StepClock
 from banyan.engine.outbox import ENDS, Outbox
+from banyan.engine.step_forecast import StepForecast
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
-from banyan.memory.news import Removed, Stored
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.messages.control_ops import Order
+from banyan.messages.disaggregation import RoomNews, RoomOrder
 from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
-from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
@@ -39,8 +40,7 @@ from banyan.messages.requests import (
     Message,
     StopAt,
 )
-from banyan.messages.rooms import RoomNews, RoomOrder
-from banyan.scheduler.burst import so_far
+from banyan.scheduler.multi_step import so_far
 
 log = logger(__name__)
 
@@ -66,7 +66,7 @@ class Publisher(Protocol):
 
 
 class StoreMover(Protocol):
-    """Carries pages to and from a store or another server (transfer/mover.py, transfer/rooms); it
+    """Carries pages to and from a store or another server (kv_transfer/page_mover.py, kv_transfer/rooms); it
     rings the loop's wake."""
 
     def look(self, lookups: list[Lookup]) -> None: ...
@@ -76,7 +76,7 @@ class StoreMover(Protocol):
 
 
 class Balancer(Protocol):
-    """Says what moves between steps; it rings the loop's wake (runner/expert_balancer.py)."""
+    """Says what moves between steps; it rings the loop's wake (moe/balancer.py)."""
 
     def due(self) -> list[Order]: ...
 
@@ -128,7 +128,7 @@ class EngineLoop:
         crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
         balancer: gives orders of its own; None where nobody does.
         go_on: told, where plans follow each other through several stages, that there is none to
-            follow those in flight, and how many these are (engine/stages.py).
+            follow those in flight, and how many these are (pipeline/launcher.py).
         at_rest: called once the first work is done, the warm-up as a rule, and in every pause of
             REST_S.
     """

@@ -2,7 +2,7 @@
 node does that somebody has started there.
 
 Ray says where they run and when one has died. Who may come, what ranks are told and how they talk
-is as in `engine/nodes.py`, and the secret never goes through Ray. Needs the package ray; opened
+is as in `engine/multi_node.py`, and the secret never goes through Ray. Needs the package ray; opened
 with --use-ray alone.
 """
 
@@ -22,8 +22,8 @@ from banyan.base.log import logger, printable, start_logging
 from banyan.config.env import read_environment
 from banyan.config.resolve import find_the_model
 from banyan.config.schema import ParallelConfig
-from banyan.engine.duty import Duty
-from banyan.engine.nodes import check_secret, own_hello, serve_node
+from banyan.engine.multi_node import check_secret, own_hello, serve_node
+from banyan.engine.worker_spec import Duty
 
 log = logger(__name__)
 

@@ -17,41 +17,35 @@ from typing import Any, cast
 import msgspec
 
 from banyan.base.errors import ModelError, RequestError
+from banyan.disaggregation import peer_pages as peers
+from banyan.disaggregation import scheduling as handoff
 from banyan.engine import core as core_module
 from banyan.engine.core import EngineCore
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.memory import (
-    cache,
-    groups,
-    loads,
-    news,
-    partial,
-    peers,
-    pins,
-    pool,
-    radix,
-    stamps,
-    states,
-    tiers,
-)
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages import events, orders, plan, requests, rooms, sampling
-from banyan.scheduler import (
-    adapters,
-    answers,
-    budget,
-    fetch,
-    handoff,
-    roster,
-    rows,
-    scheduler,
-    sheet,
-    speculation,
-    stages,
-    stats,
-    turns,
-)
+from banyan.kv_cache import cache, groups, loads, pins
+from banyan.kv_cache import cache_events as news
+from banyan.kv_cache import epochs as stamps
+from banyan.kv_cache import hierarchical_cache as tiers
+from banyan.kv_cache import page_pool as pool
+from banyan.kv_cache import partial_blocks as partial
+from banyan.kv_cache import radix_tree as radix
+from banyan.kv_cache import state_checkpoints as states
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.lora import scheduling as adapters
+from banyan.messages import control_ops as orders
+from banyan.messages import disaggregation as rooms
+from banyan.messages import events, plan, requests
+from banyan.messages import sampling_params as sampling
+from banyan.pipeline import micro_batches as stages
+from banyan.scheduler import budget, scheduler, speculation
+from banyan.scheduler import counters as stats
+from banyan.scheduler import fair_queue as turns
+from banyan.scheduler import hicache_fetch as fetch
+from banyan.scheduler import outputs as answers
 from banyan.scheduler import request as one_request
+from banyan.scheduler import request_table as roster
+from banyan.scheduler import row_planner as rows
+from banyan.scheduler import step_plan_builder as sheet
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (

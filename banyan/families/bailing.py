@@ -7,8 +7,6 @@ Source: the published configurations of inclusionAI/Ling-lite-1.5 and inclusionA
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import (
     MAX_EXPERTS,
@@ -25,6 +23,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelCard
 
 _NAMES = (
     HUB_NAMES

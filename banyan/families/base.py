@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from banyan.base.json_types import is_list
-from banyan.config.card import FULL, STATE, WINDOW, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelCard
 
 MAX_WIDTH = 1 << 20
 MAX_LENGTH = 1 << 26
@@ -193,7 +193,7 @@ class GgufForm:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A layer for drafting that checkpoints of a family bring (`models/ahead.py`).
+    """A layer for drafting that checkpoints of a family bring (`models/mtp.py`).
 
     Attributes:
         names: checkpoint format -> beginning of its tensors' names, where {} stands for the number

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, HubForm
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard, RopeFacts
 
 _BODY = {
     "embeddings.word_embeddings": "embedding",

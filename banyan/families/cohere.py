@@ -7,10 +7,10 @@ Source: the published configuration of CohereForAI/c4ai-command-r7b; GGUF archit
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm, full_at_every
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard, RopeFacts
 
 
 def _positions_in_windows(facts: Facts, card: ModelCard, default_scale: float) -> ModelCard:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_LENGTH, Family, GgufForm, HubForm, Kinds, window_where
 from banyan.families.experts import corrected, gguf_corrected
 from banyan.families.names import (
@@ -15,6 +13,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:

@@ -6,8 +6,6 @@ Source: the published configurations of baidu/ERNIE-4.5-0.3B-PT and ERNIE-4.5-21
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import MAX_EXPERTS, gguf_softmax
 from banyan.families.names import (
@@ -18,6 +16,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelCard
 
 
 def _biases(facts: Facts) -> Biases:

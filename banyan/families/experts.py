@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, LatentFacts, ModelCard
-from banyan.config.facts import Facts, shortest
+from banyan.model_config.facts import Facts, shortest
+from banyan.model_config.model_config import ExpertFacts, LatentFacts, ModelCard
 
 MAX_EXPERTS = 1 << 16
 _MAX_WIDTH = 1 << 20

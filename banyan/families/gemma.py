@@ -6,8 +6,6 @@ Norms before and after each block. Hugging Face's form stores norm weights minus
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import GELU_TANH, Family, GgufForm, HubForm, full_at_every
 from banyan.families.names import (
     GGUF_NAMES,
@@ -16,6 +14,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard, RopeFacts
 
 _HUB = HUB_NAMES | {
     "model.layers.{}.post_attention_layernorm": "layers.{}.attention_post_norm",

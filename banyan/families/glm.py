@@ -7,8 +7,6 @@ Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5;
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Ahead, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import (
     corrected,
@@ -28,6 +26,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard
 
 
 def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:

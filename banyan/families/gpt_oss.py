@@ -6,8 +6,6 @@ Source: the published configuration of openai/gpt-oss-20b; GGUF architecture "gp
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, window_where
 from banyan.families.experts import gguf_experts, mixtral_experts
 from banyan.families.names import (
@@ -17,6 +15,8 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelCard
 
 _ALPHA, _LIMIT = 1.702, 7.0
 

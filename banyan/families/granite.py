@@ -6,8 +6,6 @@ Source: the published configuration of ibm-granite/granite-3.x; GGUF architectur
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm
 from banyan.families.experts import gguf_softmax, mixtral
 from banyan.families.names import (
@@ -18,6 +16,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard
 
 
 def of_hub(facts: Facts, card: ModelCard) -> ModelCard:

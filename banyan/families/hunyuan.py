@@ -7,8 +7,6 @@ Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-
 from dataclasses import replace
 
 from banyan.base.json_types import is_list
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import MAX_EXPERTS, gguf_softmax
 from banyan.families.names import (
@@ -19,6 +17,8 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelCard
 
 _ATTENTION = {
     "model.layers.{}.self_attn.query_layernorm": "layers.{}.attention.q_norm",

@@ -7,13 +7,20 @@ Source: the documented fields and defaults of the families' configuration classe
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, kinds_by_heads
 from banyan.families.experts import MAX_EXPERTS, gguf_experts
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import FEED_FORWARD, biases_of_tensors
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    FULL,
+    STATE,
+    ExpertFacts,
+    ModelCard,
+    RopeFacts,
+    StateFacts,
+)
 
 _MAX_PERIOD = 1 << 16
 _PARTS = {

@@ -6,8 +6,6 @@ Source: the published configuration of moonshotai/Kimi-Linear-48B-A3B.
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_LENGTH,
     MAX_WIDTH,
@@ -21,6 +19,15 @@ from banyan.families.base import (
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected, gguf_latent_of, latent_of
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    FULL,
+    STATE,
+    ExpertFacts,
+    ModelCard,
+    RopeFacts,
+    StateFacts,
+)
 
 _MAX_HEADS = 4096
 _LATENT_EPS = 1e-6

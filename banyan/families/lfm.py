@@ -4,8 +4,6 @@ with experts."""
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_WIDTH,
     Family,
@@ -17,6 +15,8 @@ from banyan.families.base import (
 )
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, GGUF_QK_NORM, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ExpertFacts, ModelCard, StateFacts
 
 MAX_TAPS = 16
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_WIDTH,
     Family,
@@ -32,6 +30,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
 
 MAX_HEADS = 4096
 _MAX_STEP = 1e9

@@ -8,8 +8,6 @@ of transformers, and of MiniMaxAI/MiniMax-M2.
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, NormedStream, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_corrected, mixtral_experts
 from banyan.families.names import (
@@ -21,6 +19,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ModelCard, NormedStream, StateFacts
 
 _NORM_EPS = 1e-6
 """Of the norm behind lightning attention, which no configuration names."""

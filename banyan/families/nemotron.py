@@ -8,8 +8,6 @@ state are bounded by `time_step_limit` alone, in prompts as in answers.
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds
 from banyan.families.experts import corrected, gguf_corrected, without_drafting_layers
 from banyan.families.mamba import (
@@ -21,6 +19,8 @@ from banyan.families.mamba import (
     state_of_gguf,
 )
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, NONE, STATE, ModelCard, RopeFacts
 
 _EXPERTS = "moe"
 _NAMES = {

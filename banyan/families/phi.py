@@ -6,11 +6,11 @@ Source of the latter: the published configuration of microsoft/Phi-3.5-MoE-instr
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm
 from banyan.families.experts import mixtral_experts
 from banyan.families.names import GGUF_NAMES, HUB_MIXTRAL_EXPERTS, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelCard
 
 
 def _moe(facts: Facts, card: ModelCard) -> ModelCard:

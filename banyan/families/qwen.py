@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_LENGTH,
     Ahead,
@@ -25,6 +24,7 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:

@@ -9,8 +9,6 @@ Qwen3.5 have value heads in turns.
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Ahead, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
 from banyan.families.lfm import MAX_TAPS
@@ -24,6 +22,8 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.families.qwen import HUB_SHARED
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ModelCard, StateFacts
 
 _MAX_HEADS = 4096
 _AHEAD = "mtp."

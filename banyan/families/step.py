@@ -11,8 +11,6 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from banyan.base.json_types import is_list, is_object
-from banyan.config.card import WINDOW, ExpertFacts, ModelCard, RopeFacts
-from banyan.config.facts import Facts, shortest
 from banyan.families.base import (
     MAX_WIDTH,
     Biases,
@@ -32,6 +30,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts, shortest
+from banyan.model_config.model_config import WINDOW, ExpertFacts, ModelCard, RopeFacts
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096

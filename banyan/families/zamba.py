@@ -8,12 +8,19 @@ at least `time_step_min`, in prompts as in answers.
 import math
 from dataclasses import replace
 
-from banyan.config.card import BOTH, STATE, ModelCard, RopeFacts, SharedFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm, Kinds, state_where
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import MAX_HEADS, MIXER_PARTS
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    BOTH,
+    STATE,
+    ModelCard,
+    RopeFacts,
+    SharedFacts,
+    StateFacts,
+)
 
 _NORM_EPS = 1e-5
 """Of the norm behind a state, which no configuration names."""

@@ -13,9 +13,9 @@ from queue import SimpleQueue
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Grammar, Program
+from banyan.grammar.compile_thread import Job, Lane
 from banyan.grammar.constrained import Constrained
-from banyan.grammar.lane import Job, Lane
-from banyan.grammar.workshop import LIMIT, NEVER, GrammarLimits, Read, Words, Workshop
+from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, Read, Words, Workshop
 from banyan.messages.constraint import Constraint
 
 _ENTRY_BYTES = 4096

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.expert_watch import ExpertWatch
-from banyan.layers.lane import Lane
-from banyan.layers.seats import AdapterSeats
+from banyan.layers.side_stream import Lane
+from banyan.lora.targets import AdapterSeats
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
 

@@ -9,15 +9,15 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelCard
 from banyan.parallel.groups import Group
 
 

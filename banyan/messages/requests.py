@@ -3,8 +3,8 @@
 import msgspec
 
 from banyan.base.ids import RequestId
-from banyan.messages.orders import Order
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.control_ops import Order
+from banyan.messages.sampling_params import SamplingParams
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
@@ -51,7 +51,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
     room: bytes = b""
-    """Where one server hands it over to another (messages/rooms.py); b"" = nowhere."""
+    """Where one server hands it over to another (messages/disaggregation.py); b"" = nowhere."""
     peer: str = ""
     """host:port of the server that hands it over."""
     replica: int = -1

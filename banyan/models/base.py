@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.config.card import ModelCard
-from banyan.layers.cache import LayerCache
-from banyan.layers.step import StepInputs
+from banyan.layers.cache_spec import LayerCache
+from banyan.layers.step_inputs import StepInputs
+from banyan.model_config.model_config import ModelCard
 
 
 class Model(Protocol):

@@ -7,16 +7,16 @@ With classes, the first token's state goes through one dense layer with tanh and
 import torch
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.layers.embedding import Embedding
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import PlainMLP
 from banyan.layers.norm import LayerNorm
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelCard
 from banyan.parallel.groups import Group
 
 

@@ -9,27 +9,27 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import BOTH, NONE, STATE, WINDOW, ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache, caches_of
-from banyan.layers.delta import GatedDeltaNet
-from banyan.layers.delta_by_key import DeltaByKey
+from banyan.layers.cache_spec import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
-from banyan.layers.experts import ExpertBlock
-from banyan.layers.latent import LatentAttention, LatentShape
-from banyan.layers.lightning import LightningAttention
+from banyan.layers.gated_delta_net import GatedDeltaNet
+from banyan.layers.kimi_delta_attention import DeltaByKey
+from banyan.layers.latent_attention import LatentAttention, LatentShape
+from banyan.layers.lightning_attention import LightningAttention
 from banyan.layers.linear import ColumnLinear
+from banyan.layers.mamba import SelectiveState
+from banyan.layers.mamba2 import StateSpace
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
-from banyan.layers.selective import SelectiveState
 from banyan.layers.shared_block import SharedBlock, Taking
 from banyan.layers.short_conv import GatedConv
-from banyan.layers.slot import ShardRule
-from banyan.layers.state_space import StateSpace
-from banyan.layers.step import Chosen, StepInputs
+from banyan.layers.step_inputs import Chosen, StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelCard
+from banyan.moe.layer import ExpertBlock
 from banyan.parallel.groups import Group
 
 Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState | LightningAttention

@@ -12,16 +12,16 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard, Pooling
 from banyan.families.base import Family
 from banyan.layers.attention import Attention
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.norm import RMSNorm
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelCard, Pooling
 from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 

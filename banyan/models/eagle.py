@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention
 from banyan.layers.build import Build
@@ -21,10 +20,11 @@ from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.norm import RMSNorm, Sum
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
-from banyan.models.ahead import FollowingLM
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelCard
 from banyan.models.decoder import DecoderLayer, DecoderLM, attention_shape
+from banyan.models.mtp import FollowingLM
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.ops.adapter_rows import AdapterRowOps
-from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
 from banyan.ops.index_api import IndexOps
 from banyan.ops.logits_api import LogitOps
+from banyan.ops.lora import AdapterOps
+from banyan.ops.lora_rows import AdapterRowOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.prologue_api import PrologueOps
 from banyan.ops.sampling import SampleRows

@@ -181,7 +181,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     {
         "cpu": "banyan.ops.cpu:KERNELS",
         "cuda": "banyan.ops.cuda:KERNELS",
-        "npu": "banyan.ops.npu:KERNELS",
+        "npu": "banyan.ascend.ops:KERNELS",
         "null": "banyan.ops.null:KERNELS",
     },
     plugins="banyan.kernels",
@@ -194,7 +194,7 @@ TOOLKITS: Table[OpenToolkit] = Table(
     {
         "cpu": "banyan.ops.cpu:open_toolkit",
         "cuda": "banyan.ops.cuda:open_toolkit",
-        "npu": "banyan.ops.npu:open_toolkit",
+        "npu": "banyan.ascend.ops:open_toolkit",
     },
     plugins="banyan.toolkits",
 )

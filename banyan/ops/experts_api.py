@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.ops.adapters import AdapterTable, AdapterTokens
-from banyan.ops.expert_adapters import ExpertSides
+from banyan.ops.lora import AdapterTable, AdapterTokens
+from banyan.ops.lora_experts import ExpertSides
 from banyan.ops.stored import StoredWeight
 
 

@@ -167,7 +167,7 @@ COLLECTIVES: Table[Transport] = Table(
     {
         "shared": "banyan.parallel.shared:SHARED",
         "gloo": "banyan.parallel.gloo:GLOO",
-        "hccl": "banyan.parallel.hccl:HCCL",
+        "hccl": "banyan.ascend.hccl:HCCL",
     },
     "banyan.collectives",
 )

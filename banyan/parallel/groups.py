@@ -14,6 +14,7 @@ from typing import cast
 
 from torch import Tensor
 
+from banyan.dp_attention.joint_batch import DividedBatch, JointBatch, JointRows
 from banyan.ops.api import Recorder
 from banyan.ops.experts_api import Ranks
 from banyan.parallel.collectives import (
@@ -22,7 +23,6 @@ from banyan.parallel.collectives import (
     NamedCollectives,
     open_collectives,
 )
-from banyan.parallel.joint import DividedBatch, JointBatch, JointRows
 
 DEFAULT_TIMEOUT_S = 300.0
 

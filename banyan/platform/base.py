@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelCard
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How work of a device can be done again without Python: a program for steps of any size, which its

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelCard
 from banyan.platform.base import ANY_SIZE, Memory, Traits
 from banyan.platform.host import Host
 

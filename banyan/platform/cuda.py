@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelCard
 from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Traits
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelCard
 from banyan.platform.base import Memory, Traits
 from banyan.platform.host import Host
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.router.body import prompt_of
-from banyan.router.crew import Crew, Outgoing
-from banyan.router.frames import Frames, is_stream
 from banyan.router.pairs import PATHS
 from banyan.router.policies import ROUTING_KEY, Asked
+from banyan.router.prompt_tokens import tokens_of
+from banyan.router.proxy import Crew, Outgoing
 from banyan.router.state import RouterState
+from banyan.router.stream_frames import Frames, is_stream
 from banyan.router.upstream import Answer, Lost, NotReached
-from banyan.router.wording import tokens_of
 from banyan.router.worker import Try, Worker
 from banyan.server.errors import unavailable
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 
 log = logger(__name__)
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 import orjson
 
 from banyan.base.json_types import is_list
-from banyan.frontend.threads import off_loop
-from banyan.router.crew import Outgoing
+from banyan.base.thread_pool import off_loop
+from banyan.router.proxy import Outgoing
 from banyan.router.upstream import Answer, Lost, NotReached
 from banyan.router.worker import Try, Worker
 from banyan.server.http.limits import json_object

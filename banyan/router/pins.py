@@ -8,13 +8,13 @@ from uuid import uuid4
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object
-from banyan.router.crew import Outgoing
+from banyan.router.admin import Said, ask
 from banyan.router.forward import outgoing
-from banyan.router.manage import Said, ask
+from banyan.router.proxy import Outgoing
 from banyan.router.state import RouterState
 from banyan.router.worker import Worker
 from banyan.server.errors import Json, unavailable
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 
 _ADDED = "workers that are added or started again later have no pin: send it again"
 

@@ -3,14 +3,15 @@ because one worker alone could tell.
 """
 
 from banyan.base.errors import RequestError
-from banyan.router import manage, pins
+from banyan.router import admin as manage
+from banyan.router import pins
 from banyan.router.forward import forward, respond, seek, tell
 from banyan.router.state import RouterState
 from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.dialect import OPENAI, Dialect
-from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.http.request_context import SEND_TIMEOUT_S, Exchange
 from banyan.server.http.route import Route
 from banyan.server.ollama.dialect import OLLAMA
 from banyan.server.responses.dialect import RESPONSES

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.base.ids import PADDING_SLOT
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.branches import Branches
+from banyan.runner.draft_trees import Branches
 from banyan.runner.slots import SlotTable
 
 

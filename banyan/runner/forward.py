@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.layers.step import Taps
+from banyan.dp_attention.joint_batch import JointBatch
+from banyan.layers.step_inputs import Taps
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.host import sent
 from banyan.ops.sampling import SampleRows
 from banyan.parallel.groups import Group
-from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.batch import Batch
-from banyan.runner.burst import Burst, Bursts
 from banyan.runner.inputs import StepTensors, has_embedded
+from banyan.runner.multi_step import Burst, Bursts
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
 

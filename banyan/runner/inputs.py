@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step import Chosen, Embedded, StepInputs, Taps
+from banyan.layers.step_inputs import Chosen, Embedded, StepInputs, Taps
 from banyan.messages.plan import SAMPLE
-from banyan.ops.adapters import AdapterTokens
 from banyan.ops.host import sent
+from banyan.ops.lora import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.batch import Batch, Everywhere

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
-from banyan.config.card import STATE
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.messages.plan import PageCopy
+from banyan.model_config.model_config import STATE
 from banyan.runner.host_zeros import private_zeros, viewed
 
 Positions = TypeVar("Positions", int, np.ndarray, Tensor)

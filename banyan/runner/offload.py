@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.config.schema import DeviceConfig
 from banyan.layers.build import Build
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.platform.base import Lane, Platform

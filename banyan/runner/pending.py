@@ -9,7 +9,7 @@ import numpy as np
 from banyan.base.log import logger
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
 from banyan.runner.batch import Batch
-from banyan.runner.burst import Burst
+from banyan.runner.multi_step import Burst
 
 log = logger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.base.trace import Marks, Trace
-from banyan.messages.orders import Order, StartProfile
-from banyan.runner.orders import Finish, Said
+from banyan.messages.control_ops import Order, StartProfile
+from banyan.runner.control_ops import Finish, Said
 
 log = logger(__name__)
 

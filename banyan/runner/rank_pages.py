@@ -23,13 +23,13 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
+from banyan.kv_transfer.page_mover import PageMover
+from banyan.messages.disaggregation import RoomNews, RoomOrder
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
-from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
-from banyan.runner.rank_doors import Door, Pages, own_pages
-from banyan.runner.shelves import Shelf
-from banyan.transfer.mover import PageMover
+from banyan.runner.page_layout import Shelf
+from banyan.runner.rank_page_access import Door, Pages, own_pages
 
 
 @dataclass(frozen=True)

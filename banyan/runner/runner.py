@@ -20,9 +20,12 @@ from torch import Tensor
 from banyan.base.ids import PADDING_SLOT, StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
-from banyan.config.card import FULL, STATE, WINDOW
+from banyan.dp_attention.step_peers import Peers
+from banyan.kv_transfer.page_mover import PageMover
 from banyan.layers.build import Build
-from banyan.layers.cache import numbered_through
+from banyan.layers.cache_spec import numbered_through
+from banyan.lora.pool import AdapterRack
+from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
@@ -39,24 +42,22 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
+from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
+from banyan.moe.returned_experts import told_experts
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
-from banyan.runner.adapter_slots import AdapterSlots
-from banyan.runner.adapters import AdapterRack
 from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
-from banyan.runner.branches import Compaction, branches_of
-from banyan.runner.burst import Burst
-from banyan.runner.expert_told import told_experts
+from banyan.runner.choose_forward import RunnerSizes, open_forward
+from banyan.runner.device_thread import Home
+from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.forward import Forward
-from banyan.runner.home import Home
 from banyan.runner.kvstore import KVStore
-from banyan.runner.open_forward import RunnerSizes, open_forward
-from banyan.runner.peers import Peers
+from banyan.runner.multi_step import Burst
 from banyan.runner.pending import Begun, PendingStep, after, failed
 from banyan.runner.pooling import Pooler
 from banyan.runner.rank_pages import copy_after
@@ -65,10 +66,9 @@ from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
 from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.beside import DraftModel, open_beside
+from banyan.runner.speculative.draft_model import DraftModel, open_beside
 from banyan.runner.speculative.drafting import Drafting, Verified
 from banyan.runner.speculative.target import TargetStep
-from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
 

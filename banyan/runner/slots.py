@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from banyan.base.ids import SlotId
+from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host import sent
 from banyan.ops.sampling import PARAMS, params_tensor
-from banyan.runner.adapter_slots import AdapterSlots
 from banyan.runner.host_zeros import zeros
 from banyan.runner.kvstore import GroupLayout
 
@@ -69,7 +69,7 @@ class SlotTable:
         self.drafts: dict[int, list[int]] = {}
         """Slot -> what a drafter makes of its tokens: what may come after the last known one."""
         self.parents: dict[int, list[int]] = {}
-        """Slot -> the parent of each of them, where they branch (base/branches.py)."""
+        """Slot -> the parent of each of them, where they branch (base/draft_tree.py)."""
         self._is_drafting = is_drafting
         self._brought = [0] * slots
         """Tokens that joins and `given` brought; rows of others start where the slot ends."""

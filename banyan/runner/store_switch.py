@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 
 from banyan.base.errors import ConfigError
-from banyan.messages.orders import AttachStore, DetachStore, Order
-from banyan.runner.orders import Finish, Said
-from banyan.transfer.base import Store
-from banyan.transfer.mover import Mover
+from banyan.kv_transfer.page_mover import Mover
+from banyan.kv_transfer.store import Store
+from banyan.messages.control_ops import AttachStore, DetachStore, Order
+from banyan.runner.control_ops import Finish, Said
 
 OpenStore = Callable[[str, dict[str, object]], Store]
 """Opens a store by its name and its own options; ConfigError when that cannot be."""

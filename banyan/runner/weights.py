@@ -13,11 +13,10 @@ import torch
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.config.schema import ModelConfig
 from banyan.layers.build import Build
-from banyan.messages.orders import (
+from banyan.lora.load import open_projections
+from banyan.messages.control_ops import (
     KV_CACHE,
     MEMORY_TAGS,
     WEIGHTS,
@@ -27,22 +26,23 @@ from banyan.messages.orders import (
     ResumeMemory,
     TakeWeights,
 )
-from banyan.models.ahead import AheadLM
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.dflash import BlockLM
 from banyan.models.eagle import Eagle3LM, EagleLM
-from banyan.models.foreign import load_foreign
-from banyan.models.weights.adapters import open_projections
-from banyan.models.weights.ahead import load_ahead
+from banyan.models.mtp import AheadLM
+from banyan.models.transformers_model import load_foreign
 from banyan.models.weights.custom import Transform, load_transforms
 from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
+from banyan.models.weights.mtp import load_ahead
 from banyan.models.weights.reader import stamp_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
+from banyan.runner.control_ops import Finish, Said
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
-from banyan.runner.orders import Finish, Said
 from banyan.runner.runner import ModelRunner
 
 log = logger(__name__)
@@ -153,7 +153,7 @@ def _settle_memory() -> None:
 
 
 class Holdings:
-    """Takes, releases and resumes, each in two phases (runner/orders.py).
+    """Takes, releases and resumes, each in two phases (runner/control_ops.py).
 
     Args:
         config: how weights are read.

@@ -8,8 +8,11 @@ from array import array
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
+from banyan.disaggregation.scheduling import open_rooms
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.memory.cache import KVCache, Match
+from banyan.kv_cache.cache import KVCache, Match
+from banyan.lora.scheduling import Adapters, has_place
+from banyan.messages.disaggregation import HandOff, RoomLost, RoomNews
 from banyan.messages.plan import (
     CopyResult,
     Join,
@@ -18,23 +21,20 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.messages.requests import Generate
-from banyan.messages.rooms import HandOff, RoomLost, RoomNews
-from banyan.scheduler.adapters import Adapters, has_place
-from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims, why_no_more
-from banyan.scheduler.answers import Answers
+from banyan.pipeline.micro_batches import StageShare
+from banyan.scheduler.admission import may_enter, prefix_of, reserve, victims, why_no_more
 from banyan.scheduler.budget import Limits, NewTokenRatio
-from banyan.scheduler.burst import steps_of_a_burst
-from banyan.scheduler.door import check_request
-from banyan.scheduler.fetch import Fetcher
-from banyan.scheduler.handoff import open_rooms
-from banyan.scheduler.order import QueueOrder
+from banyan.scheduler.fair_queue import Turns, end_overdue
+from banyan.scheduler.hicache_fetch import Fetcher
+from banyan.scheduler.multi_step import steps_of_a_burst
+from banyan.scheduler.outputs import Answers
+from banyan.scheduler.queue_limits import check_request
+from banyan.scheduler.queue_order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
-from banyan.scheduler.roster import Roster
-from banyan.scheduler.rows import Planned, RowPlanner
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.request_table import Roster
+from banyan.scheduler.row_planner import Planned, RowPlanner
 from banyan.scheduler.speculation import Speculation
-from banyan.scheduler.stages import StageShare
-from banyan.scheduler.turns import Turns, end_overdue
+from banyan.scheduler.step_plan_builder import PlanSheet
 
 
 class Scheduler:
@@ -45,7 +45,7 @@ class Scheduler:
         limits: what may not be exceeded.
         order: in which order waiting requests are tried.
         grammars: compiles `Generate.grammar`; None when there is no backend.
-        role: GIVES or TAKES of scheduler/handoff.py; "" = prompts are computed and continued here.
+        role: GIVES or TAKES of disaggregation/scheduling.py; "" = prompts are computed and continued here.
         adapters: which there are; None where requests may name none.
     """
 

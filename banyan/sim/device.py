@@ -50,7 +50,7 @@ class _Passing:
 
 
 class StagesInLine:
-    """Stages that take turns together, each with another step (engine/stages.py): a turn is as long
+    """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is as long
     as its longest stage, and at its end all of them make the logits of the step that is through."""
 
     def __init__(self, world: World, step_time: StagedTime, stages: int) -> None:
@@ -98,7 +98,7 @@ class JointTime(Protocol):
 
 class JoinedDevices:
     """Devices of replicas that work on every step together. They agree on it as theirs do
-    (engine/lockstep.py), but in no time.
+    (dp_attention/step_clock.py), but in no time.
 
     Attributes:
         wake: what lets each replica launch what it may, by number; filled by whoever makes them.

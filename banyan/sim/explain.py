@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from banyan.base.errors import ModelError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Began, Full, Launched
-from banyan.memory import misses
-from banyan.memory.cache import unit_keys
-from banyan.memory.radix import Node
+from banyan.kv_cache import misses
+from banyan.kv_cache.cache import unit_keys
+from banyan.kv_cache.radix_tree import Node
 from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import StepPlan
 from banyan.scheduler.request import RUNNING, Request
@@ -59,7 +59,7 @@ class Explanation:
     cached_tokens: int = 0
     stored_tokens: int = 0
     miss: str = ""
-    """Why there were no more cached tokens: of memory/misses.py."""
+    """Why there were no more cached tokens: of kv_cache/misses.py."""
     evicted_s: float = -1.0
     """When what comes there was evicted; -1 = before the recording begins, or it was not."""
     elsewhere_tokens: int = 0

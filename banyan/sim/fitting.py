@@ -1,13 +1,13 @@
 """Fitting: what a model takes of a machine, before anything is loaded. Only numbers: the cache is
-counted from the card, and `memory/sizing.py` divides what the weights leave, as the engine will.
+counted from the card, and `kv_cache/sizing.py` divides what the weights leave, as the engine will.
 """
 
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.memory.sizing import MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import MemoryPlan, plan_memory
+from banyan.model_config.model_config import ModelCard
 from banyan.sim.layout import Layout, cache_groups, weights_per_device
 
 LIBRARY_BYTES = 256 << 20

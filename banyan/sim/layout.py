@@ -4,9 +4,9 @@ the cache."""
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import WINDOW, ModelCard
 from banyan.config.schema import Config
-from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.model_config.model_config import WINDOW, ModelCard
 from banyan.sim.hardware import Hardware
 
 

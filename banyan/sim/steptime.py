@@ -8,8 +8,8 @@ floating operations per weight and token; the slower of the two decides (William
 from collections.abc import Sequence
 from typing import Protocol
 
-from banyan.config.card import WINDOW, ModelCard
 from banyan.messages.plan import StepPlan
+from banyan.model_config.model_config import WINDOW, ModelCard
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout, Weights, kept_share
 

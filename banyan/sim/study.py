@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId, StepId
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ScheduleConfig
-from banyan.engine.spec import core_spec
-from banyan.memory.sizing import MemoryPlan
+from banyan.engine.core_spec import core_spec
+from banyan.kv_cache.sizing import MemoryPlan
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import ModelCard
 from banyan.scheduler.routing import ROUTES
 from banyan.sim.device import Device, JoinedDevices, OneDevice, OneOfJoined, StagesInLine
-from banyan.sim.fleet import Fleet, Pairs
-from banyan.sim.handover import Handover
+from banyan.sim.disaggregation import Handover
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout, cache_groups, room_for_cache
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet, Pairs
 from banyan.sim.report import Report
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival

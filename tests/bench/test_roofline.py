@@ -14,8 +14,8 @@ from banyan.bench.roofline import (
     table,
     whole_step,
 )
-from banyan.config.card import ModelCard
 from banyan.formats.mapped import TensorInfo
+from banyan.model_config.model_config import ModelCard
 
 MACHINE = Machine(cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9, bf16_ops_s=200e9)
 CARD = ModelCard(

@@ -7,17 +7,22 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from banyan.disaggregation.scheduling import TAKES
+from banyan.dp_attention.step_clock import Lockstep
 from banyan.engine.core import EngineCore, Recorder
-from banyan.engine.lockstep import Lockstep
-from banyan.engine.spec import CoreSpec
+from banyan.engine.core_spec import CoreSpec
 from banyan.grammar.base import Grammar
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.hierarchical_cache import (
+    WRITE_BACK,
+    WRITE_SELECTIVE,
+    WRITE_THROUGH,
+    StoreRules,
+)
 from banyan.messages.plan import Load
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
-from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
-from banyan.scheduler.handoff import TAKES
+from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.faults import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar

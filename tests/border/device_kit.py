@@ -10,10 +10,10 @@ from random import Random
 import msgspec
 import torch
 
-from banyan.config.card import ModelCard
+from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
 from banyan.layers.build import Build
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
+from banyan.model_config.model_config import ModelCard
 from banyan.ops.bind import bind, open_toolkit
 from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout

@@ -13,10 +13,9 @@ from random import Random
 
 from banyan.engine.control import attach_store, detach_store
 from banyan.engine.core import Recorder
-from banyan.engine.spec import CoreSpec
-from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
-from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
-from banyan.messages.orders import (
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.hierarchical_cache import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
+from banyan.messages.control_ops import (
     MEMORY_TAGS,
     AttachStore,
     DetachStore,
@@ -26,9 +25,10 @@ from banyan.messages.orders import (
     StopProfile,
     TakeWeights,
 )
+from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
 from banyan.messages.requests import Abort, Control, Generate, GiveOrders, RetractAll, StopAt
-from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
+from banyan.messages.sampling_params import SamplingParams
+from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.build import Peers, RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
 from tests.border.laws import BorderError, require

@@ -14,8 +14,8 @@ from random import Random
 
 import msgspec
 
-from banyan.memory.groups import FULL, STATE, WINDOW, unit_tokens
-from banyan.messages.orders import (
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, unit_tokens
+from banyan.messages.control_ops import (
     KV_CACHE,
     AttachStore,
     DetachStore,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.config.card import FULL, WINDOW, ModelCard
-from banyan.layers.cache import CacheTensor, LayerCache
-from banyan.layers.step import AttentionSpec, StepInputs
+from banyan.layers.cache_spec import CacheTensor, LayerCache
+from banyan.layers.step_inputs import AttentionSpec, StepInputs
+from banyan.model_config.model_config import FULL, WINDOW, ModelCard
 from tests.border.far_numbers import (
     BLOCK,
     FACTORS,

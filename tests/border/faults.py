@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
 from banyan.ops.api import BurstInputs, Ops, Recorder, Recording
 from tests.border.page_model import PageModel
 

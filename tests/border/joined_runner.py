@@ -13,8 +13,8 @@ from random import Random
 
 import torch
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages.orders import Order
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.control_ops import Order
 from banyan.messages.plan import (
     CopyResult,
     Held,

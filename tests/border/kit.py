@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from banyan.messages.orders import Order
+from banyan.messages.control_ops import Order
 from banyan.messages.plan import (
     ROOM_BYTES,
     CopyResult,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.memory.groups import STATE, WINDOW, CacheGroup
-from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
+from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
+from banyan.messages.control_ops import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import (
     DEVICE,
     PEER,

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.config.card import FULL, STATE, WINDOW, ModelCard
-from banyan.layers.cache import CacheTensor, LayerCache
-from banyan.layers.step import AttentionSpec, Chosen, StepInputs
+from banyan.layers.cache_spec import CacheTensor, LayerCache
+from banyan.layers.step_inputs import AttentionSpec, Chosen, StepInputs
+from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelCard
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedEmbedding, PackedLinear

@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 
-from banyan.config.card import LAST, STATE, ModelCard, Pooling
+from banyan.kv_cache.groups import CacheGroup
 from banyan.layers.build import Build
-from banyan.memory.groups import CacheGroup
+from banyan.model_config.model_config import LAST, STATE, ModelCard, Pooling
 from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.growth import Grower
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
+from banyan.runner.speculative.tree_growth import Grower
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
 from tests.border.page_numbers import LAYERS, STATEFUL, UNITS, VOCAB
 

@@ -5,10 +5,8 @@ from array import array
 from collections import Counter
 from random import Random
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages.plan import RowScores, place_of
-from banyan.messages.requests import Generate
-from banyan.messages.rooms import (
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
     RoomFound,
@@ -18,6 +16,8 @@ from banyan.messages.rooms import (
     SeekRoom,
     TakeRoom,
 )
+from banyan.messages.plan import RowScores, place_of
+from banyan.messages.requests import Generate
 from tests.border.oracle import BARRED, Answer, HashStory, mix, start_of
 
 LOST = 0.03

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.messages.orders import (
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
     Order,
@@ -18,7 +18,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.models.base import Model
-from banyan.runner.orders import Finish, OrderTaker, Said
+from banyan.runner.control_ops import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner
 from tests.border.laws import Device
 from tests.border.page_numbers import LAYERS

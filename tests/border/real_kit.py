@@ -9,13 +9,13 @@ from random import Random
 
 import msgspec
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_transfer.identity import identity
 from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
 from banyan.runner.abilities import Abilities
 from banyan.runner.runner import ModelRunner
-from banyan.transfer.identity import identity
 from tests.border.build import World, random_world, with_store
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Answers, Hurry, Runner

@@ -17,8 +17,8 @@ import numpy as np
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
-from banyan.memory.groups import STATE
-from banyan.messages.orders import (
+from banyan.kv_cache.groups import STATE
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
     AttachStore,
@@ -45,10 +45,10 @@ from banyan.messages.plan import (
     StepResult,
     device_page,
 )
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.models.base import Model
 from banyan.platform.base import Platform
-from banyan.runner.orders import Finish, OrderTaker, Said
+from banyan.runner.control_ops import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Hurry

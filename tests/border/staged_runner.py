@@ -14,7 +14,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from banyan.messages.orders import Order
+from banyan.messages.control_ops import Order
 from banyan.messages.plan import (
     CopyResult,
     Held,
@@ -27,7 +27,7 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.parallel.groups import Group
-from banyan.runner.line import Line
+from banyan.pipeline.runner_stage import Line
 from banyan.runner.runner import ModelRunner
 from tests.border.kit import Hurry
 from tests.border.laws import Device, Launched, Laws, Tenancy, require

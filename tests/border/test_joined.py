@@ -11,14 +11,14 @@ from random import Random
 
 import pytest
 
-from banyan.engine.lockstep import LocalPeer, StepClock
-from banyan.memory.groups import FULL, WINDOW
+from banyan.dp_attention.joint_batch import JointBatch, JointRows
+from banyan.dp_attention.step_clock import LocalPeer, StepClock
+from banyan.dp_attention.step_peers import Peers
+from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.plan import Load, Row
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups
-from banyan.parallel.joint import JointBatch, JointRows
 from banyan.runner.batch import Batch
-from banyan.runner.peers import Peers
 from banyan.runner.runner import ModelRunner
 from tests.border.build import World, random_world
 from tests.border.driver import Play, random_actions

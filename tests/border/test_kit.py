@@ -8,18 +8,18 @@ import pytest
 
 from banyan.engine import core
 from banyan.engine.core import EngineCore
-from banyan.memory import partial
-from banyan.memory.cache import TOKEN_BYTES, KVCache
-from banyan.memory.groups import CacheGroup
-from banyan.memory.partial import PartialUnits
-from banyan.memory.stamps import NEVER_USED, Horizon
-from banyan.memory.states import StateCopies
-from banyan.messages.orders import OrderReply
+from banyan.kv_cache import partial_blocks as partial
+from banyan.kv_cache.cache import TOKEN_BYTES, KVCache
+from banyan.kv_cache.epochs import NEVER_USED, Horizon
+from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.partial_blocks import PartialUnits
+from banyan.kv_cache.state_checkpoints import StateCopies
+from banyan.messages.control_ops import OrderReply
 from banyan.messages.plan import StepResult, device_page
 from banyan.messages.requests import GiveOrders
-from banyan.scheduler.answers import Answers
-from banyan.scheduler.roster import Roster
-from banyan.scheduler.rows import RowPlanner
+from banyan.scheduler.outputs import Answers
+from banyan.scheduler.request_table import Roster
+from banyan.scheduler.row_planner import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
 from tests.border.driver import play, random_actions
 

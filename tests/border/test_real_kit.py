@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.messages.orders import OrderReply, StopProfile
+from banyan.messages.control_ops import OrderReply, StopProfile
 from banyan.runner import runner
-from banyan.runner.attention import reference
+from banyan.runner.attention import paged as reference
 from banyan.runner.batch import Batch
+from banyan.runner.control_ops import OrderTaker
 from banyan.runner.forward import RecordedForward
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.orders import OrderTaker
 from banyan.runner.pooling import Pooler
 from banyan.runner.runner import ModelRunner
 from banyan.runner.sampling.logprobs import Scores

@@ -8,9 +8,9 @@ import pytest
 
 from banyan.engine import snapshot
 from banyan.engine.core import EngineCore
-from banyan.engine.recorder import FlightRecorder
-from banyan.engine.recording import RecordingMemory
-from banyan.engine.spec import CoreSpec
+from banyan.engine.core_spec import CoreSpec
+from banyan.engine.flight_recorder import FlightRecorder
+from banyan.engine.flight_recorder_memory import RecordingMemory
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
 from tests.border.driver import Play, random_actions

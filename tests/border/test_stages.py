@@ -11,11 +11,11 @@ from random import Random
 import msgspec
 import pytest
 
-from banyan.memory.groups import FULL, WINDOW
+from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import ALONE
 from banyan.runner.runner import ModelRunner
-from banyan.scheduler.roster import Roster
+from banyan.scheduler.request_table import Roster
 from tests.border.build import World, random_world
 from tests.border.driver import Play, play, random_actions, smallest
 from tests.border.faults import Faults

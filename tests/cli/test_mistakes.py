@@ -47,7 +47,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """No engine starts, no variable of the caller counts, and logging is left as it was."""
     stand_in = Engines()
     monkeypatch.setattr(
-        "banyan.compose.waiting_engines",
+        "banyan.server.processes.waiting_engines",
         lambda count, secret="": contextlib.nullcontext(stand_in.start),
     )
     root = logging.getLogger("banyan")

@@ -16,11 +16,11 @@ import pytest
 
 from banyan.cli.main import main
 from banyan.cli.models import as_markdown
-from banyan.config.catalogue import Entry, entries, find
 from banyan.config.env import Environment
-from banyan.config.held import held_models
 from banyan.config.schema import DEMO_LINE, ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.catalogue import Entry, entries, find
+from banyan.hub.local_models import held_models
+from banyan.hub.sources import fetch
 from tests.hub import FakeHub, Fault, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]

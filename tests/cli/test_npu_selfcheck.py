@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from banyan.ascend.ops.cases import Case, cases, try_out
+from banyan.ascend.ops.operators import Operators
 from banyan.cli.main import main
-from banyan.ops.npu.cases import Case, cases, try_out
-from banyan.ops.npu.operators import Operators
 
 TAKEN = next(cases())
 

@@ -11,9 +11,9 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.cli.main import VERBS, main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
+from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan_the_memory
 from banyan.formats.shards import size_of_weights
-from banyan.opening import Phases, agree_on_memory, open_model, plan_the_memory
-from banyan.prepare import prepare
 from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
 from banyan.sim.layout import Layout, Weights, cache_groups
 from tests.adapters import write_adapter

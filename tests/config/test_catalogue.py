@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ModelError
-from banyan.config.card import ModelCard
-from banyan.config.catalogue import entries, find, near, recognise
 from banyan.config.env import Environment
 from banyan.config.resolve import sample_as_the_makers_advise, serve_what_is_meant
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch, kind_of
-from banyan.frontend.requests.settings import check_preferred
+from banyan.hub.catalogue import entries, find, near, recognise
+from banyan.hub.sources import fetch, kind_of
+from banyan.model_config.model_config import ModelCard
+from banyan.requests.defaults import check_preferred
 from tests.flags import config_of
 from tests.hub import COMMIT
 

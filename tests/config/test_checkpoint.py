@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
-from banyan.config.card import FULL, WINDOW, ModelCard
-from banyan.config.card_gguf import llama3_divisors
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.from_gguf import llama3_divisors
+from banyan.model_config.model_config import FULL, WINDOW, ModelCard
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,8 +4,8 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.env import Environment
+from banyan.config.flag_rules import without_a_server
 
 
 def notes(line: str) -> list[str]:

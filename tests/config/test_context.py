@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard, Pooling
-from banyan.config.companions import check_companions
+from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
+from banyan.model_config.model_config import ModelCard, Pooling
 from tests.config.test_joined import EXPERTS
 from tests.config.test_resolve import CARD, NOTHING
 from tests.flags import config_of

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.config.checkpoint import read_card
-from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.draft_model import card_of_the_draft, draft_of
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
 

@@ -7,12 +7,12 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
-from banyan.config.companions import check_companions
 from banyan.config.defaults import Defaults, settle
-from banyan.config.dispatch import LIMIT, check_the_tokens, sends_rows, slot_bytes
 from banyan.config.env import read_environment
+from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
+from banyan.moe.dispatch_rules import LIMIT, check_the_tokens, sends_rows, slot_bytes
 from tests.config.test_experts import EXPERTS
 from tests.config.test_resolve import CARD, NOTHING
 

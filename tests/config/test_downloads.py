@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub import constants
 
 from banyan.base.errors import CapacityError, ModelError
-from banyan.config import downloads
-from banyan.config.downloads import Place, _check_host
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub import downloads
+from banyan.hub.downloads import Place, _check_host
+from banyan.hub.sources import fetch
 from tests.hub import COMMIT, REPO, FakeHub, Fault, fake_hub
 
 FILE = "model.gguf"
@@ -168,7 +168,7 @@ import resource, sys
 from banyan.base.errors import CapacityError
 from banyan.config.env import read_environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.sources import fetch
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     fetch(ModelConfig({SOURCE.source!r}), read_environment())
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_a_part_that_the_same_command_goes_on_with(
 from banyan.base.log import start_logging
 from banyan.config.env import read_environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.sources import fetch
 start_logging("test", "warning")
 fetch(ModelConfig({SOURCE.source!r}), read_environment())
 """

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.config.checkpoint import read_card
-from banyan.config.drafts import card_of_the_draft, draft_of, find_the_draft
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config, SpeculativeConfig
 from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
 from banyan.formats.arrays import write_arrays
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.draft_model import card_of_the_draft, draft_of, find_the_draft
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import FULL, WINDOW
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
+from banyan.model_config.model_config import FULL, WINDOW
 from tests.config.test_resolve import CARD, NOTHING, heard
 from tests.flags import config_of
 

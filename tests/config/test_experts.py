@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ExpertFacts
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ExpertFacts
 from tests.config.test_resolve import CARD, NOTHING
 from tests.flags import config_of
 

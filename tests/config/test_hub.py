@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ModelError
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.sources import fetch
 from tests.hub import REPO, FakeHub, fake_hub
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000, "model.gguf": b"g" * 5000}

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ExpertFacts, ModelCard, Pooling
-from banyan.config.companions import check_companions
-from banyan.config.joined import of_replica
+from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
+from banyan.dp_attention.rules import of_replica
+from banyan.model_config.model_config import ExpertFacts, ModelCard, Pooling
 from tests.config.test_resolve import CARD, NOTHING
 from tests.flags import config_of
 

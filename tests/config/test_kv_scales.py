@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import LatentFacts, ModelCard
 from banyan.config.env import Environment
-from banyan.config.kv_scales import check_kv_scales, read_kv_scales
 from banyan.config.schema import CacheConfig, Config, ModelConfig, ParallelConfig
+from banyan.model_config.kv_scales import check_kv_scales, read_kv_scales
+from banyan.model_config.model_config import LatentFacts, ModelCard
 
 CARD = ModelCard(
     *("", "safetensors", "LlamaForCausalLM", "llama", 97, 48, 64, 2, 6, 2, 8, 64),

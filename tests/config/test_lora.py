@@ -9,11 +9,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapters import AdapterPlace, named_adapters, read_adapter
-from banyan.config.card import ExpertFacts
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
+from banyan.lora.adapter_files import AdapterPlace, named_adapters, read_adapter
+from banyan.model_config.model_config import ExpertFacts
 from tests.adapters import write_adapter
 from tests.config.test_resolve import CARD
 

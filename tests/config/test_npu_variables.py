@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from banyan.ascend.variables import READ, REFUSED, SET, SO, VARIABLES, table
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.npu_variables import READ, REFUSED, SET, SO, VARIABLES, table
 from banyan.config.variables import OF_LAUNCHES, SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"

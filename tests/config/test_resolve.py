@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard, QuantFacts
 from banyan.config.env import Environment
-from banyan.config.quantized import form_of
 from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig
 from banyan.config.serving import ServerConfig
+from banyan.model_config.model_config import ModelCard, QuantFacts
+from banyan.model_config.quantization import form_of
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
 

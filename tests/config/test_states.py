@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import FULL, STATE, ModelCard, StateFacts
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from banyan.config.states import check_the_states
+from banyan.config.state_rules import check_the_states
+from banyan.model_config.model_config import FULL, STATE, ModelCard, StateFacts
 from tests.flags import config_of
 
 PLAIN = ModelCard(

@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import FULL, WINDOW
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.hicache import store_wishes
 from banyan.config.resolve import resolve
 from banyan.config.schema import CacheConfig, Config, ParallelConfig
-from banyan.config.stored import store_wishes
+from banyan.model_config.model_config import FULL, WINDOW
 from tests.config.test_resolve import CARD, NOTHING
 from tests.flags import config_of
 

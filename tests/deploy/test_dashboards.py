@@ -45,7 +45,7 @@ class _Scripted:
 
     @scripted
     async def generate(self, request):
-        from banyan.frontend.requests.generation import Finish
+        from banyan.requests.generation import Finish
 
         yield chunk(1)
         yield chunk(3, Finish("stop"), cached_tokens=4, queue_s=0.1)

@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from banyan.ascend.ops import expert_contracts
+from banyan.ascend.ops.contracts import require
 from banyan.ops.experts_api import Ranks
-from banyan.ops.npu import expert_contracts
-from banyan.ops.npu.contracts import require
 from banyan.platform.dispatch import MIB, buffer_bytes, dispatch_of
 from tests.emulation.groups import Exchanges
 

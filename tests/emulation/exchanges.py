@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from banyan.ascend.platform import NpuPlatform
 from banyan.ops.experts_api import ExchangingExperts, Ranks
-from banyan.platform.npu import NpuPlatform
 
 Given = tuple[Tensor, Tensor, Tensor]
 """Rows, and the ids and weights of their experts."""

@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import expert_contracts, four_bit_contracts
-from banyan.ops.npu.contracts import require
+from banyan.ascend.ops import expert_contracts, four_bit_contracts
+from banyan.ascend.ops.contracts import require
 from tests.emulation.quant_operators import lowered_product
 
 SCHEMAS = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.ascend.ops import fused_contracts
+from banyan.ascend.ops.contracts import require
 from banyan.ops.experts_api import Ranks
-from banyan.ops.npu import fused_contracts
-from banyan.ops.npu.contracts import require
 from banyan.platform.dispatch import MIB, fused_buffer_bytes, fusing_of
 from tests.emulation.dispatch_operators import Distributed
 from tests.emulation.quant_operators import Products

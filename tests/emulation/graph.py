@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from banyan.ops.npu.contracts import ContractError
+from banyan.ascend.ops.contracts import ContractError
 
 UPDATABLE = {
     "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),

@@ -6,9 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import prologue_contracts
-from banyan.ops.npu.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM, require
-from banyan.ops.npu.prologue_contracts import FRACTAL_PAGES, PLAIN, PLAIN_DIM, PrologWeights
+from banyan.ascend.ops import prologue_contracts
+from banyan.ascend.ops.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM, require
+from banyan.ascend.ops.prologue_contracts import FRACTAL_PAGES, PLAIN, PLAIN_DIM, PrologWeights
 from tests.emulation.quant_operators import multiply
 
 _PROLOG, _SCATTER = "npu_mla_prolog_v3", "npu_scatter_pa_kv_cache"

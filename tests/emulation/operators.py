@@ -1,6 +1,6 @@
 """What the NPU's own operators compute, and what they refuse.
 
-Schemas are torch_npu's. Each call is held against its contract (banyan/ops/npu/contracts.py) and
+Schemas are torch_npu's. Each call is held against its contract (banyan/ascend/ops/contracts.py) and
 then, since nothing forbids it here, against what lies in memory: page numbers, places and masks
 that a real device would follow without a word. Numbers are computed in fp32 and rounded once.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.npu import contracts
-from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
+from banyan.ascend.ops import contracts
+from banyan.ascend.ops.contracts import BAND, MASK_SIZE, require
 from tests.emulation import (
     dispatch_operators,
     expert_operators,

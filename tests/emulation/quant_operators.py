@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import four_bit_contracts, quant_contracts
-from banyan.ops.npu.contracts import require
+from banyan.ascend.ops import four_bit_contracts, quant_contracts
+from banyan.ascend.ops.contracts import require
 
 SCHEMAS = {
     "npu_dynamic_quant": "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "

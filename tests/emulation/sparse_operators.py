@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import sparse_contracts
-from banyan.ops.npu.contracts import require
+from banyan.ascend.ops import sparse_contracts
+from banyan.ascend.ops.contracts import require
 
 _INDEXER, _SPARSE = "npu_lightning_indexer", "npu_sparse_flash_attention"
 _ENDLESS = "9223372036854775807"

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from banyan.ops.npu import pages
-from banyan.platform.npu import NpuPlatform, _LengthGraph
+from banyan.ascend.ops import pages
+from banyan.ascend.platform import NpuPlatform, _LengthGraph
 from tests.border.device_kit import DeviceKit
 from tests.border.driver import Play, play, random_actions, smallest
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import banyan
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.platform import _LengthGraph
 from banyan.base.errors import BanyanError
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.operators import Operators
-from banyan.platform.npu import _LengthGraph
 from banyan.runner.batch import Batch
-from banyan.runner.captured import CapturedForward
+from banyan.runner.captured_forward import CapturedForward
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.graph import Graph
 from tests.emulation.test_drafts import made

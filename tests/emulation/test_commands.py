@@ -95,7 +95,7 @@ def serving(
         for each in programs:
             assert "several operators" not in each.log.read_text(errors="replace"), "one was asked"
         ranks = int(dict(f for f in line.flags() if len(f) == 2).get("--tp-size", "1"))
-        assert all(len(p.children_of("banyan.compose")) >= ranks / nodes for p in programs)
+        assert all(len(p.children_of("banyan.server.processes")) >= ranks / nodes for p in programs)
         yield server
     finally:
         for each in programs:

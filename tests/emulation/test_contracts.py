@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.operators import Operators
 from banyan.ops import reference
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.operators import Operators
 
 HEADS, KV_HEADS, PAGE, PAGES = 8, 2, 128, 16
 HALF = torch.bfloat16

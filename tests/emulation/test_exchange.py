@@ -8,21 +8,21 @@ import re
 import pytest
 import torch
 
-from banyan.launch.expert_rules import buffer_bytes as launched
-from banyan.launch.facts import Model
+from banyan.ascend.hccl import HcclCollectives
+from banyan.ascend.launch.expert_rules import buffer_bytes as launched
+from banyan.ascend.launch.facts import Model
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.exchange_cases import exchange_cases
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.platform import NpuPlatform
 from banyan.ops import reference
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.exchange_cases import exchange_cases
-from banyan.ops.npu.operators import Operators
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
-from banyan.parallel.hccl import HcclCollectives
 from banyan.platform.base import Dispatch
 from banyan.platform.dispatch import A2, A3, MIB, buffer_bytes, dispatch_of, obstacle
-from banyan.platform.npu import NpuPlatform
 from tests.emulation.device import EmulatedNpu, install
 from tests.emulation.exchanges import Tokens, how_far
 from tests.parallel.ranks import together

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import banyan
-from banyan.ops.npu.contracts import ContractError
+from banyan.ascend.ops.contracts import ContractError
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.graph import Graph
 from tests.models.families import tiny

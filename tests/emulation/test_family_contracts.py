@@ -4,8 +4,8 @@ are given, and what they take."""
 import pytest
 import torch
 
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.operators import Operators
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.operators import Operators
 from tests.emulation.test_contracts import HEADS, LENGTHS, PAGES, Scene, random
 
 

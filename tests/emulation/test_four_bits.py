@@ -5,15 +5,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from banyan.ascend.ops import operators as operators_of
+from banyan.ascend.ops.expert_products import GroupedProduct
+from banyan.ascend.ops.four_bit_cases import rows, weight
+from banyan.ascend.ops.four_bit_operators import FourBitOperators
+from banyan.ascend.ops.four_bits import FourBitLinear, FourBitProduct, Packed, product_of
+from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.quantised import PlainLinear, linear_kernel
 from banyan.ops.four_bits import FOUR_BITS, FourBits
-from banyan.ops.npu import operators as operators_of
-from banyan.ops.npu.expert_products import GroupedProduct
-from banyan.ops.npu.four_bit_cases import rows, weight
-from banyan.ops.npu.four_bit_operators import FourBitOperators
-from banyan.ops.npu.four_bits import FourBitLinear, FourBitProduct, Packed, product_of
-from banyan.ops.npu.needs import NpuToolkit
-from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.quantised import PlainLinear, linear_kernel
 from banyan.ops.stored import StoredWeight
 from tests.emulation.test_quantised import BARE, scores
 from tests.models.families import tiny

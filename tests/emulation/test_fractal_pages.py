@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from banyan.ascend.ops import latents
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.prologue_cases import as_fractal
 from banyan.ops.bind import bind
-from banyan.ops.npu import latents
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.needs import NpuToolkit
-from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.prologue_cases import as_fractal
 from tests.emulation.test_families import IS_WHOLE, LATENT, start
 from tests.emulation.test_prologue import MLAPO, WIDE, answers
 from tests.models.families import tiny
@@ -58,7 +58,7 @@ def test_fractal_pages_hold_the_same(npu, tmp_path, monkeypatch, read, variant, 
     assert read == {(128, 512)}
     read.clear()
     monkeypatch.setenv(FRACTAL, "1")
-    monkeypatch.delattr("banyan.ops.npu.operators.Operators.scatter")
+    monkeypatch.delattr("banyan.ascend.ops.operators.Operators.scatter")
     assert told(answers(tmp_path)) == told(plain)
     assert read == {(1, 32, 128, 16)}
 

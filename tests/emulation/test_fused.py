@@ -8,29 +8,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from banyan.ascend.driver import open_fusing
+from banyan.ascend.launch.expert_rules import buffer_bytes as launched
+from banyan.ascend.launch.facts import Model
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.fused import as_bits, in_turns
+from banyan.ascend.ops.fused_operators import Fuser
+from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.platform import NpuPlatform
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.cli import parse
-from banyan.config.dispatch import LIMIT
 from banyan.config.env import read_environment
-from banyan.launch.expert_rules import buffer_bytes as launched
-from banyan.launch.facts import Model
+from banyan.config.prepare import prepare
 from banyan.layers.build import Build
-from banyan.layers.exchange import Exchange
+from banyan.moe.all_to_all import Exchange
+from banyan.moe.dispatch_check import check_the_fusing, fused_mode
+from banyan.moe.dispatch_rules import LIMIT
 from banyan.ops import reference
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.fused import as_bits, in_turns
-from banyan.ops.npu.fused_operators import Fuser
-from banyan.ops.npu.needs import NpuToolkit
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
 from banyan.platform.dispatch import FUSED, MIB, fused_buffer_bytes, fusing_obstacle
-from banyan.platform.npu import NpuPlatform
-from banyan.platform.npu_driver import open_fusing
-from banyan.prepare import prepare
-from banyan.runner.sending import check_the_fusing, fused_mode
 from tests.emulation.device import EmulatedNpu, install
 from tests.emulation.exchanges import Tokens, how_far
 from tests.emulation.test_families import compare

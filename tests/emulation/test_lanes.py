@@ -3,7 +3,7 @@ and one that is planted is found."""
 
 import pytest
 
-from banyan.layers.experts import ExpertBlock
+from banyan.moe.layer import ExpertBlock
 from banyan.platform.accelerator import StreamLane
 from tests.emulation.test_ranks import IN_ALL, JOINED, answers, start
 from tests.models.families import tiny

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
+from banyan.ascend.platform import NpuPlatform
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import Join, Load, PageGrant, StepPlan
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, open_groups
-from banyan.platform.npu import NpuPlatform
+from banyan.pipeline.runner_stage import Line
 from banyan.runner.batch import Batch
-from banyan.runner.captured import CapturedForward
+from banyan.runner.captured_forward import CapturedForward
+from banyan.runner.control_ops import OrderTaker
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.line import Line
-from banyan.runner.orders import OrderTaker
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.step_plan_builder import PlanSheet
 from tests.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, together

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import banyan
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.latent_operators import LatentOperators
-from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.prologue import Prologue, open_prologue
-from banyan.ops.npu.prologue_cases import empty_pages, inputs
-from banyan.ops.npu.prologue_contracts import WHOLLY
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.latent_operators import LatentOperators
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.prologue import Prologue, open_prologue
+from banyan.ascend.ops.prologue_cases import empty_pages, inputs
+from banyan.ascend.ops.prologue_contracts import WHOLLY
 from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
@@ -89,7 +89,7 @@ def test_one_operator_says_what_several_say(npu, model: Path, monkeypatch, calle
     several = answers(model)
     assert not called
     monkeypatch.setenv(MLAPO, "1")
-    monkeypatch.delattr("banyan.ops.npu.operators.Operators.rotary_mul")
+    monkeypatch.delattr("banyan.ascend.ops.operators.Operators.rotary_mul")
     one = answers(model)
     assert max(called) >= 140 and {1, 2} <= set(called), "steps of both kinds, and captured ones"
     assert compare(one, several, NEAR) > 8

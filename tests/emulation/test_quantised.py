@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.needs import NpuToolkit
-from banyan.ops.npu.operators import Operators
-from banyan.ops.npu.quantised import RoundedLinear, linear_kernel
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.quantised import RoundedLinear, linear_kernel
 from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
 from tests.emulation.test_families import IS_WHOLE, start

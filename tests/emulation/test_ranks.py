@@ -10,9 +10,9 @@ import torch
 import torch.distributed
 
 import banyan
+from banyan.ascend.driver import open_driver
+from banyan.ascend.ops.contracts import ContractError
 from banyan.base.errors import BanyanError, ConfigError
-from banyan.ops.npu.contracts import ContractError
-from banyan.platform.npu_driver import open_driver
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.groups import SCALE, ProcessGroup
 from tests.emulation.test_drafts import answers as repeating

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-import banyan.ops.npu
+import banyan.ascend.ops
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.needs import NpuToolkit, declines_pages
+from banyan.ascend.ops.operators import _NEWER_NAMES as NEWER_NAMES
+from banyan.ascend.ops.operators import Operators
 from banyan.ops.bind import NO_TOOLKIT, OpSpec
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.needs import NpuToolkit, declines_pages
-from banyan.ops.npu.operators import _NEWER_NAMES as NEWER_NAMES
-from banyan.ops.npu.operators import Operators
 from tests.emulation.refused.attention import ATTENTION
 from tests.emulation.refused.calls import CALLS, HALF, Echo, Given, attention
 from tests.emulation.refused.products import PRODUCTS
 
 REFUSALS = [*ATTENTION, *PRODUCTS]
-FOLDER = Path(banyan.ops.npu.__file__).parent
+FOLDER = Path(banyan.ascend.ops.__file__).parent
 SOURCES = sorted(FOLDER.glob("*contracts.py"))
 TENSORS = {
     name: [key for key, value in call.given.items() if isinstance(value, Tensor)]

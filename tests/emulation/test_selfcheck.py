@@ -2,8 +2,8 @@
 
 import torch
 
+from banyan.ascend.ops.cases import cases
 from banyan.cli.main import main
-from banyan.ops.npu.cases import cases
 
 
 def test_every_case_is_as_on_the_host(npu, capsys, monkeypatch) -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from banyan.ascend.ops import latents, sparse
+from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops.operators import Operators
 from banyan.ops import reference
 from banyan.ops.index_api import IndexShape
-from banyan.ops.npu import latents, sparse
-from banyan.ops.npu.needs import NpuToolkit
-from banyan.ops.npu.operators import Operators
 
 PAGES, PAGE, SCALE, COUNTS, CONTEXTS = 6, 128, 0.05, (1, 3, 2), (256, 1, 130)
 """Of pages, of tokens that a row runs, and of those before them."""

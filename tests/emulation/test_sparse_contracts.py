@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from banyan.ops.npu.contracts import ContractError
-from banyan.ops.npu.operators import Operators
+from banyan.ascend.ops.contracts import ContractError
+from banyan.ascend.ops.operators import Operators
 from tests.emulation.test_contracts import PAGES, random
 
 TOP = 16

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banyan import movers
 from banyan.base.errors import BanyanError
+from banyan.engine import kv_transfer_setup as movers
+from banyan.kv_transfer.host_tier import HostTier
 from banyan.llm import Engine
 from banyan.runner.kvstore import KVStore
-from banyan.transfer.host import HostTier
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.test_ranks import IN_ALL
 from tests.models.families import tiny

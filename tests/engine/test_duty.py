@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from banyan.config.card import StateFacts
 from banyan.config.schema import Config
-from banyan.engine.duty import RANK, Duty
+from banyan.engine.worker_spec import RANK, Duty
+from banyan.model_config.model_config import StateFacts
 from tests.server.fakes import CARD
 
 

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 import pytest
 
 from banyan.base.errors import DeviceError
-from banyan.engine.far_clock import open_far_step_clock
-from banyan.engine.lockstep import StepClock
+from banyan.dp_attention.network_clock import open_far_step_clock
+from banyan.dp_attention.step_clock import StepClock
 from banyan.messages.plan import Load
 
 WAIT_S = 20.0

@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from banyan.base.errors import DeviceError
+from banyan.dp_attention.step_clock import LocalPeer, StepClock, open_step_clock
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Journal
-from banyan.engine.lockstep import LocalPeer, StepClock, open_step_clock
-from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import SAMPLE, Load, StepResult
 from banyan.messages.requests import Abort
+from banyan.messages.transport import PrivateFolder
 from banyan.sim.replay import check
 from tests.engine.test_loop import generate
 from tests.scheduler.driver import asked

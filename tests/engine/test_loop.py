@@ -14,15 +14,15 @@ from banyan.base.errors import DeviceError
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, Wake
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import lru
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.kv_cache.cache import KVCache
+from banyan.kv_cache.eviction import lru
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
-from banyan.scheduler.order import fcfs
+from banyan.scheduler.queue_order import fcfs
 from banyan.scheduler.scheduler import Scheduler
 from tests.flags import config_of
 

@@ -12,9 +12,9 @@ import pytest
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
-from banyan.engine.duty import RANK, Duty
-from banyan.engine.nodes import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
-from banyan.replica import OtherRanks
+from banyan.engine.core_process import OtherRanks
+from banyan.engine.multi_node import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
+from banyan.engine.worker_spec import RANK, Duty
 from tests.server.fakes import CARD
 from tests.system.serving import free_port
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from banyan.base.errors import DeviceError
-from banyan.engine.processes import Pulse, spawn
+from banyan.engine.child_processes import Pulse, spawn
 
 WAIT_S = 20
 
@@ -22,7 +22,7 @@ def child_module(tmp_path, monkeypatch):
     """A module `obedient` that takes its duty, a path, writes to it and then sleeps."""
     source = """
         import sys, time
-        from banyan.engine.processes import take_duty, watch_parent
+        from banyan.engine.child_processes import take_duty, watch_parent
         duty = take_duty()
         watch_parent()
         if duty == b"fail":
@@ -101,7 +101,7 @@ def test_a_killed_child_is_told_with_the_signal(child_module, tmp_path):
 def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
     parent_source = f"""
         import sys, time
-        from banyan.engine.processes import spawn
+        from banyan.engine.child_processes import spawn
         child = spawn({child_module!r}, "engine", {str(tmp_path / "taken")!r}.encode())
         print(child.pid, flush=True)
         time.sleep(600)
@@ -122,7 +122,7 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
 
 COPIES = """
 import os, sys, threading, time
-from banyan.engine.processes import fork_spares, spawn, take_duty, watch_parent
+from banyan.engine.child_processes import fork_spares, spawn, take_duty, watch_parent
 spares = fork_spares(2)
 if spares is None:  # write what is open into the file that the duty names
     path = take_duty().decode()
@@ -194,7 +194,7 @@ def test_a_pulse_tells_for_how_long_a_process_has_not_run(tmp_path):
     path = tmp_path / "pulse"
     code = f"""
 import time
-from banyan.engine.processes import Pulse
+from banyan.engine.child_processes import Pulse
 Pulse({str(path)!r}).keep_beating()
 print("beating", flush=True)
 time.sleep(600)

@@ -10,11 +10,11 @@ import pytest
 
 from banyan.base.errors import CapacityError, ModelError
 from banyan.engine import snapshot
+from banyan.engine.flight_recorder import FlightRecorder, Recorders
+from banyan.engine.flight_recorder_memory import RecordingMemory, mapped
 from banyan.engine.journal import Began, Received, read_journal
-from banyan.engine.recorder import FlightRecorder, Recorders
-from banyan.engine.recording import RecordingMemory, mapped
 from banyan.messages.requests import Abort, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.sim.replay import check
 from tests.flags import config_of
 from tests.scheduler.driver import Driver
@@ -134,7 +134,7 @@ def test_a_record_without_room_breaks_the_chain_and_the_rest_replays(recorded):
 
 
 def test_a_snapshot_without_room_is_told_and_the_replay_says_so(recorded, caplog, monkeypatch):
-    told = logging.getLogger("banyan.engine.recorder")
+    told = logging.getLogger("banyan.engine.flight_recorder")
     monkeypatch.setattr(told, "handlers", [caplog.handler])
     monkeypatch.setattr(told, "propagate", False)
     caplog.set_level(logging.WARNING, told.name)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from banyan.frontend.link.client import EngineClient
-from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
+from banyan.engine_client.client import EngineClient
 from banyan.messages.events import Event, Failed, Finished, Ready, Reply, Stats, Tokens
-from banyan.messages.link import LocalEngineLink, local_pair
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import Abort, Control, Generate, StopAt
+from banyan.messages.transport import LocalEngineLink, local_pair
+from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 
 EOS = 0
 VOCAB = 260

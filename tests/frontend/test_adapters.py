@@ -3,8 +3,8 @@
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.config.adapters import AdapterPlace
-from banyan.frontend.requests.adapters import AdapterNames
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.requests.lora_names import AdapterNames
 
 
 def test_the_name_of_an_adapter_that_left_is_no_other_models_until_it_comes_back() -> None:

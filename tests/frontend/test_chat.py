@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from banyan.base.errors import ModelError, RequestError
-from banyan.frontend.templates.chat import Chat, ChatTemplate, load_chat
-from banyan.frontend.words.load import load_tokenizer
+from banyan.chat_template.template import Chat, ChatTemplate, load_chat
+from banyan.tokenizer.load import load_tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder, load_reference
 
 Messages = list[dict[str, object]]
@@ -293,7 +293,7 @@ def test_an_operation_without_end_is_stopped_and_the_next_messages_are_rendered(
     """In a process of its own, so that a template that is not stopped fails this test alone."""
     code = f"""
 from banyan.base.errors import RequestError
-from banyan.frontend.templates.chat import ChatTemplate
+from banyan.chat_template.template import ChatTemplate
 for source in {ENDLESS!r}:
     template = ChatTemplate(
         "{{% if messages[0].n %}}" + source + "{{% endif %}}{{{{ messages[0].content }}}}",

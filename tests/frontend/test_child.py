@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base import worker_process as children
 from banyan.base.errors import RequestError
-from banyan.frontend import child as children
-from banyan.frontend.templates.chat import ChatTemplate
-from banyan.frontend.words.encode import Kind
-from banyan.frontend.words.encode_processes import EncodeProcesses
+from banyan.chat_template.template import ChatTemplate
+from banyan.tokenizer.encode import Kind
+from banyan.tokenizer.encode_processes import EncodeProcesses
 from tests.system.checkpoint import write_tiny_model
 
 

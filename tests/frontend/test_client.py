@@ -12,7 +12,7 @@ from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Fatal, Finished, Stats, Tokens
 from banyan.messages.requests import Abort, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.frontend.fake_engine import serving, until
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.constraint import (
+from banyan.messages.constraint import Constraint
+from banyan.requests.constraint import (
     MAX_DEPTH,
     MAX_REGEX_BYTES,
     MAX_TEXT_BYTES,
@@ -16,7 +17,6 @@ from banyan.frontend.requests.constraint import (
     start_after,
     tool_calls_constraint,
 )
-from banyan.messages.constraint import Constraint
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from banyan.frontend.link.detokenizer import Detokenizer
-from banyan.frontend.requests.generation import TextOptions
-from banyan.frontend.words.load import load_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
+from banyan.requests.generation import TextOptions
+from banyan.tokenizer.detokenizer import Detokenizer
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder
 
 

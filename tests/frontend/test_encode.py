@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from banyan.base.errors import ModelError, RequestError
-from banyan.frontend.words import encode_processes, load
-from banyan.frontend.words.encode import GATHERED_CHARS, Gathered, Kind
-from banyan.frontend.words.encode_processes import EncodeProcesses
-from banyan.frontend.words.load import load_tokenizer, open_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.tokenizer import encode_processes, load
+from banyan.tokenizer.encode import GATHERED_CHARS, Gathered, Kind
+from banyan.tokenizer.encode_processes import EncodeProcesses
+from banyan.tokenizer.load import load_tokenizer, open_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 from tests.flags import config_of
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder
 from tests.system.serving import wait_until
@@ -100,7 +100,7 @@ def test_a_text_waits_for_others_as_long_as_asked_for(plain: Tokenizer) -> None:
             return is_full.wait(0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("banyan.frontend.words.encode.threading.Event", Watched)
+        patch.setattr("banyan.tokenizer.encode.threading.Event", Watched)
         assert tokenizer.encode("alone") == plain.encode("alone")
     assert waited[0] == 0.5 and counting.calls == [1], "nobody came"
 

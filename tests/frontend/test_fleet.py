@@ -6,10 +6,10 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.link.fleet import Fleet
+from banyan.engine_client.data_parallel import Fleet
 from banyan.messages.events import Failed, Finished, Stats
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.routing import ROUTES
 from tests.flags import config_of
 from tests.frontend.fake_engine import serving, until

@@ -11,8 +11,10 @@ from msgspec import structs
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.link.text_generator import TextGenerator
-from banyan.frontend.requests.generation import (
+from banyan.engine_client.text_generator import TextGenerator
+from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.generation import (
     ALL_HIDDEN,
     LAST_HIDDEN,
     InStrides,
@@ -23,9 +25,7 @@ from banyan.frontend.requests.generation import (
     collect,
     join,
 )
-from banyan.frontend.requests.sampling import Limits
-from banyan.messages.requests import Abort, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.requests.sampling_params import Limits
 from tests.frontend.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 from tests.frontend.test_client import asynchronous
 

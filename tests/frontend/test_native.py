@@ -7,11 +7,11 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.frontend.answers.native_answer import NativeService
-from banyan.frontend.link.text_generator import TextGenerator
-from banyan.frontend.requests.generation import ScoreOptions
-from banyan.frontend.requests.native import namespace_of, parse_native
-from banyan.frontend.requests.sampling import Limits
+from banyan.engine_client.text_generator import TextGenerator
+from banyan.requests.generate_request import namespace_of, parse_native
+from banyan.requests.generate_response import NativeService
+from banyan.requests.generation import ScoreOptions
+from banyan.requests.sampling_params import Limits
 from tests.flags import config_of
 from tests.frontend.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 from tests.frontend.test_client import asynchronous

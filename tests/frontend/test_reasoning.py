@@ -7,16 +7,16 @@ import zlib
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.frontend.answers.answer import AnswerForm, AnswerParser
-from banyan.frontend.answers.parser_choice import (
+from banyan.parsers.answer_parser import AnswerForm, AnswerParser
+from banyan.parsers.choice import (
     choose_parsers,
     reasoning_parser_for,
     tool_parser_for,
 )
-from banyan.frontend.answers.reasoning import REASONING_PARSERS
-from banyan.frontend.answers.reasoning.base import Kind, ReasoningParser
-from banyan.frontend.answers.tools import TOOL_PARSERS
-from banyan.frontend.answers.tools.parts import CallStart, Part, Said, Thought, joined
+from banyan.parsers.parts import CallStart, Part, Said, Thought, joined
+from banyan.parsers.reasoning import REASONING_PARSERS
+from banyan.parsers.reasoning.base import Kind, ReasoningParser
+from banyan.parsers.tool_calls import TOOL_PARSERS
 from tests.frontend.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))

@@ -11,10 +11,10 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ObserveConfig
-from banyan.frontend.link.meter import Course
-from banyan.frontend.link.records import KEPT_S, Recent, RecordFiles, meters_of, times
-from banyan.frontend.link.text_generator import open_generator
-from banyan.frontend.requests.generation import Usage, collect
+from banyan.engine_client.metrics_observer import Course
+from banyan.engine_client.request_records import KEPT_S, Recent, RecordFiles, meters_of, times
+from banyan.engine_client.text_generator import open_generator
+from banyan.requests.generation import Usage, collect
 from tests.flags import config_of
 from tests.frontend.fake_engine import ids_of, serving
 from tests.frontend.test_client import asynchronous

@@ -11,9 +11,9 @@ from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
 from banyan.base.log import start_logging
 from banyan.config.serving import ObserveConfig
-from banyan.frontend.link.request_log import BEGINNING, RequestLog
-from banyan.frontend.link.text_generator import TextGenerator, open_generator
-from banyan.frontend.requests.generation import TextChunk, Usage, collect
+from banyan.engine_client.request_log import BEGINNING, RequestLog
+from banyan.engine_client.text_generator import TextGenerator, open_generator
+from banyan.requests.generation import TextChunk, Usage, collect
 from tests.flags import config_of
 from tests.frontend.fake_engine import ids_of, serving
 from tests.frontend.test_client import asynchronous

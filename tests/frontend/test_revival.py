@@ -8,12 +8,12 @@ import pytest
 
 from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.link.client import EngineClient
-from banyan.frontend.link.fleet import Fleet
-from banyan.frontend.link.standing import Standing
+from banyan.engine_client.client import EngineClient
+from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.desired_state import Standing
 from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Tokens
-from banyan.messages.link import local_pair
 from banyan.messages.requests import Abort, Control, Generate
+from banyan.messages.transport import local_pair
 from tests.frontend.fake_engine import FakeEngine, serving, until
 from tests.frontend.test_client import asynchronous, counting, events_of, generate
 

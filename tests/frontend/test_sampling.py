@@ -11,9 +11,9 @@ from banyan.base.errors import RequestError
 from banyan.config.cli import parse as config_parse
 from banyan.config.env import read_environment
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.sampling import Limits, fit_prompt, parse_sampling
-from banyan.frontend.requests.settings import seed_source
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.defaults import seed_source
+from banyan.requests.sampling_params import Limits, fit_prompt, parse_sampling
 
 LIMITS = Limits(context_length=100, vocab_size=50, eos_ids=(1, 2))
 

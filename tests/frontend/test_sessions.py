@@ -6,8 +6,8 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.requests.sessions import MAX_IDLE_S, Begun, Sessions
+from banyan.requests.sampling_params import Limits
+from banyan.requests.sessions import MAX_IDLE_S, Begun, Sessions
 
 LIMITS = Limits(context_length=200, vocab_size=99)
 

@@ -1,6 +1,6 @@
 """What the engine that comes in another's place is told about adapters."""
 
-from banyan.frontend.link.standing import Standing
+from banyan.engine_client.desired_state import Standing
 
 
 def orders(standing: Standing) -> list[tuple[str, dict]]:

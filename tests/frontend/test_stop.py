@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.frontend.words.stop import StopChecker, StopMatch, check_stops
+from banyan.tokenizer.stop_strings import StopChecker, StopMatch, check_stops
 
 LETTERS = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=5)
@@ -129,7 +129,7 @@ def test_counts_of_nothing_are_answered_at_once() -> None:
     """In a process of its own, so that a loop without end fails this test and no other."""
     code = f"""
 from banyan.base.errors import RequestError
-from banyan.frontend.words.stop import check_stops
+from banyan.tokenizer.stop_strings import check_stops
 for pattern in {COUNTS_WITHOUT_END!r}:
     try:
         check_stops([], [pattern])

@@ -12,11 +12,16 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from banyan.base.errors import ConfigError
-from banyan.frontend.answers.parser_choice import reasoning_parser_for, tool_parser_for
-from banyan.frontend.templates.chat import Chat, ChatTemplate, load_chat
-from banyan.frontend.templates.named import CHAT_TEMPLATES, FillIn, fill_in_form, template_source
-from banyan.frontend.templates.process import TemplateProcesses
-from banyan.frontend.words.load import load_tokenizer
+from banyan.chat_template.named_templates import (
+    CHAT_TEMPLATES,
+    FillIn,
+    fill_in_form,
+    template_source,
+)
+from banyan.chat_template.processes import TemplateProcesses
+from banyan.chat_template.template import Chat, ChatTemplate, load_chat
+from banyan.parsers.choice import reasoning_parser_for, tool_parser_for
+from banyan.tokenizer.load import load_tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder
 
 COUNT = 200

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.threads import THREAD_BYTES, Pool, off_loop, use_threads
+from banyan.base.thread_pool import THREAD_BYTES, Pool, off_loop, use_threads
 from tests.flags import config_of
 
 WAIT_S = 20.0
@@ -43,7 +43,7 @@ def test_short_texts_stay_on_the_loop():
 
 
 def test_work_that_takes_too_long_fails_its_own_request(monkeypatch):
-    monkeypatch.setattr("banyan.frontend.threads.JOB_S", 0.05)
+    monkeypatch.setattr("banyan.base.thread_pool.JOB_S", 0.05)
     gate = threading.Event()
 
     async def scenario():
@@ -89,7 +89,7 @@ def test_a_pool_has_no_more_threads_than_asked_for_and_a_job_that_fails_tells_wh
 def test_a_process_ends_while_a_thread_of_its_pool_is_busy():
     code = """
 import asyncio, threading
-from banyan.frontend.threads import use_threads
+from banyan.base.thread_pool import use_threads
 
 async def main():
     use_threads(1)

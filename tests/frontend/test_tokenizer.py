@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import ModelError, RequestError
-from banyan.frontend.words.gguf_tokenizer import SPLITS, GGUFVocabulary
-from banyan.frontend.words.load import load_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.tokenizer.gguf_tokenizer import SPLITS, GGUFVocabulary
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder, load_reference
 
 TEXTS = (
@@ -208,7 +208,7 @@ def test_twenty_doublings_are_refused_before_a_text_meets_them(tmp_path: Path) -
     code = f"""
 import resource
 from banyan.base.errors import ModelError
-from banyan.frontend.words.load import load_tokenizer
+from banyan.tokenizer.load import load_tokenizer
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 try:
     load_tokenizer({str(tmp_path)!r})

@@ -13,12 +13,12 @@ import zlib
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.answers.json_copy import JsonCopy
-from banyan.frontend.answers.tools import TOOL_PARSERS
-from banyan.frontend.answers.tools.base import ToolParser
-from banyan.frontend.answers.tools.definitions import Tools, read_tools
-from banyan.frontend.answers.tools.json_list import FORMAT as JSON_LIST
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, joined
+from banyan.parsers.partial_json import JsonCopy
+from banyan.parsers.parts import CallArguments, CallStart, Part, Said, joined
+from banyan.parsers.tool_calls import TOOL_PARSERS
+from banyan.parsers.tool_calls.base import ToolParser
+from banyan.parsers.tool_calls.definitions import Tools, read_tools
+from banyan.parsers.tool_calls.json_list import FORMAT as JSON_LIST
 from tests.frontend.tool_outputs import TOOLS, WRITERS, call, damaged, lead, split
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))
@@ -226,9 +226,9 @@ def test_forced_calls_are_a_bare_list(is_split: bool) -> None:
 def test_openers_without_calls_are_read_once() -> None:
     """In a process of its own: reading on to the end at each of them would take many minutes."""
     code = f"""
-from banyan.frontend.answers.tools import TOOL_PARSERS
-from banyan.frontend.answers.tools.base import ToolParser
-from banyan.frontend.answers.tools.definitions import Tools
+from banyan.parsers.tool_calls import TOOL_PARSERS
+from banyan.parsers.tool_calls.base import ToolParser
+from banyan.parsers.tool_calls.definitions import Tools
 for name in {list(WRITERS)!r}:
     format = TOOL_PARSERS.load(name)
     for marker in [m for m in format.markers if "end" not in m and "/" not in m]:
@@ -278,7 +278,7 @@ def test_hostile_tool_definitions_are_refused(given: object) -> None:
 
 
 def test_json_copy_passes_on_only_what_can_be_completed() -> None:
-    from banyan.frontend.answers.incremental import Arriving
+    from banyan.parsers.incremental import Arriving
 
     text = json.dumps({"a": [1, {"b": "x\\y"}], "c": -1.5e3, "": None}, indent=1)
     for end in range(len(text)):

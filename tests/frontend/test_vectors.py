@@ -6,8 +6,8 @@ from array import array
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.requests.vectors import prompts_of, shortened, sigmoid, softmax
+from banyan.requests.embeddings import prompts_of, shortened, sigmoid, softmax
+from banyan.requests.sampling_params import Limits
 
 LIMITS = Limits(context_length=64, vocab_size=99, max_sequences=8)
 

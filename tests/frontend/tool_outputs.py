@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from banyan.frontend.answers.tools.definitions import Tools, read_tools
+from banyan.parsers.tool_calls.definitions import Tools, read_tools
 
 PROPERTIES = {
     "city": {"type": "string"},

@@ -14,16 +14,16 @@ import pytest
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
-from banyan.engine.desk import GrammarDesk
+from banyan.engine.grammar_queue import GrammarDesk
+from banyan.grammar.compile_thread import Lane, Shares
 from banyan.grammar.compiler import GrammarCompiler
-from banyan.grammar.lane import Lane, Shares
 from banyan.grammar.vocabulary import longest_first
 from banyan.grammar.worker import Outcome, read_frame
-from banyan.grammar.workshop import GrammarLimits, Workshop
+from banyan.grammar.worker_pool import GrammarLimits, Workshop
 from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.flags import config_of
 from tests.grammar.play import END, VOCABULARY, allowed, write
 

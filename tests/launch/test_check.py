@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from banyan.ascend.launch.facts import Model, known_model, read_model
+from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
+from banyan.ascend.launch.page import rules_page
+from banyan.ascend.launch.reading import arguments_of_words, read_variables
+from banyan.ascend.launch.support import NOT_APPLICABLE, REFUSED, WORKS, device_outcomes
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
-from banyan.launch.facts import Model, known_model, read_model
-from banyan.launch.machine import device_numbers, find_soc, own_interfaces
-from banyan.launch.page import rules_page
-from banyan.launch.reading import arguments_of_words, read_variables
-from banyan.launch.support import NOT_APPLICABLE, REFUSED, WORKS, device_outcomes
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
 from tests.config.test_checkpoint import LLAMA, folder
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from banyan.ascend.launch.containers import IMAGE, devices, docker_run
+from banyan.ascend.launch.facts import SOCS
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.launch.containers import IMAGE, devices, docker_run
-from banyan.launch.facts import SOCS
 from tests.test_repository import ROOT, instructions, rest_of
 
 FILE = ROOT / "docker" / "npu.Dockerfile"

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from banyan.ascend.doctor import npu_doctor
+from banyan.ascend.launch.box import Box, this_box
+from banyan.ascend.launch.facts import SOCS
+from banyan.ascend.launch.findings import sentences
+from banyan.ascend.launch.health import Check, examine, pairs, verdict
 from banyan.cli.main import main
-from banyan.cli.npu_doctor import npu_doctor
-from banyan.launch.box import Box, this_box
-from banyan.launch.facts import SOCS
-from banyan.launch.findings import sentences
-from banyan.launch.health import Check, examine, pairs, verdict
 
 RELEASES = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0"}
 SYSTEM = {

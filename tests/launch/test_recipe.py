@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from banyan.ascend.launch.facts import SOCS
+from banyan.ascend.launch.files import files_of
+from banyan.ascend.launch.plan import Plan, Wish, check_plan, lines_of, make_plan
+from banyan.ascend.launch.reading import arguments_of_words, read_variables
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.env import Environment
-from banyan.launch.facts import SOCS
-from banyan.launch.files import files_of
-from banyan.launch.plan import Plan, Wish, check_plan, lines_of, make_plan
-from banyan.launch.reading import arguments_of_words, read_variables
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from banyan.ascend.launch.expert_rules import MIB, buffer_bytes, buffer_of, tokens_that_fit
+from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, Model
+from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
+from banyan.ascend.launch.reading import arguments_of_words
+from banyan.ascend.launch.rules import RULES, check, left_out
+from banyan.ascend.launch.runtime_rules import read_pairs
 from banyan.config.env import Environment
-from banyan.launch.expert_rules import MIB, buffer_bytes, buffer_of, tokens_that_fit
-from banyan.launch.facts import KNOWN, SOCS, Launch, Model
-from banyan.launch.findings import ERROR, WARNING, Breach, breach, sentences
-from banyan.launch.reading import arguments_of_words
-from banyan.launch.rules import RULES, check, left_out
-from banyan.launch.runtime_rules import read_pairs
 
 V32, V3, R1 = KNOWN
 LLAMA = Model("llama", hidden=4096, is_modelslim=False)

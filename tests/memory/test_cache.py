@@ -3,9 +3,9 @@ from array import array
 import pytest
 
 from banyan.base.ids import NO_STEP, SlotId, StepId
-from banyan.memory.cache import KVCache, Match
-from banyan.memory.eviction import lru
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.cache import KVCache, Match
+from banyan.kv_cache.eviction import lru
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
 
 NOTHING = Match([], 0)
 

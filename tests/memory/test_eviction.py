@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.ids import PageId
-from banyan.memory.eviction import eviction_key
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
-from banyan.memory.radix import Node, RadixTree
-from banyan.memory.stamps import NEVER_USED
+from banyan.kv_cache.epochs import NEVER_USED
+from banyan.kv_cache.eviction import eviction_key
+from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.radix_tree import Node, RadixTree
 
 UNIT = 4
 GROUPS = (CacheGroup(FULL, UNIT, 1000), CacheGroup(WINDOW, UNIT, 1000, window=2))

@@ -6,12 +6,12 @@ from random import Random
 import msgspec
 import pytest
 
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import EVICTION
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
-from banyan.memory.news import Removed, Stored
+from banyan.kv_cache.cache import KVCache
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.kv_cache.eviction import EVICTION
+from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver
 
 

@@ -3,10 +3,10 @@
 from array import array
 
 from banyan.base.ids import NO_STEP, SlotId, StepId
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import lru
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.memory.partial import Part
+from banyan.kv_cache.cache import KVCache
+from banyan.kv_cache.eviction import lru
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.partial_blocks import Part
 from banyan.messages.requests import StopAt
 from tests.memory.test_cache import fill, ids, lease_of, make_cache
 from tests.scheduler.driver import Driver

@@ -2,10 +2,10 @@
 
 from array import array
 
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.events import Failed, Finished
 from banyan.messages.requests import Generate, Unpin
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from banyan.base.ids import StepId
-from banyan.memory.pool import PagePool
-from banyan.memory.stamps import Horizon
+from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.page_pool import PagePool
 
 
 def test_the_padding_page_is_never_given_out():

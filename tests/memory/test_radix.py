@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banyan.memory.eviction import EVICTION, eviction_key, lru
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
-from banyan.memory.radix import RadixTree
-from banyan.memory.stamps import NEVER_USED
+from banyan.kv_cache.epochs import NEVER_USED
+from banyan.kv_cache.eviction import EVICTION, eviction_key, lru
+from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.radix_tree import RadixTree
 
 FULL_GROUP = (CacheGroup(FULL, 1, 100),)
 

@@ -4,10 +4,10 @@ import pytest
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId
-from banyan.memory.cache import KVCache, Match
-from banyan.memory.eviction import EVICTION
-from banyan.memory.groups import FULL, STATE, CacheGroup
-from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.kv_cache.cache import KVCache, Match
+from banyan.kv_cache.eviction import EVICTION
+from banyan.kv_cache.groups import FULL, STATE, CacheGroup
+from banyan.kv_cache.sizing import GroupBytes, MemoryPlan, plan_memory
 from tests.memory.test_sizing import GIB, settled
 
 MIB = 1 << 20

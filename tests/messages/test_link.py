@@ -18,19 +18,19 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId
-from banyan.messages import link as links
+from banyan.messages import transport as links
 from banyan.messages.events import Fatal, Stats, Tokens
 from banyan.messages.frames import FrameSocket
-from banyan.messages.link import (
+from banyan.messages.repeats import Receiver, Sender
+from banyan.messages.requests import Abort, Control, Generate, StopAt
+from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.transport import (
     PrivateFolder,
     local_pair,
     next_events,
     remove_folders_of,
     socket_pair,
 )
-from banyan.messages.repeats import Receiver, Sender
-from banyan.messages.requests import Abort, Control, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
 from banyan.messages.wire import WireError
 
 FRAMES = int(os.environ.get("FRAMES", "20000"))
@@ -490,7 +490,9 @@ def place(monkeypatch):
 
 def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(place):
     alive = PrivateFolder()
-    code = "from banyan.messages.link import PrivateFolder as F; import os; f = F(); os._exit(9)"
+    code = (
+        "from banyan.messages.transport import PrivateFolder as F; import os; f = F(); os._exit(9)"
+    )
     environment = os.environ | {"TMPDIR": str(place)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 9
     for name in ("banyan-link-notes", "banyan-linkabcdefgh", "banyan-checkpoints"):
@@ -517,7 +519,7 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(pla
 def test_the_folders_of_a_process_that_has_ended_can_be_removed_at_once(place):
     alive = PrivateFolder()
     code = """
-from banyan.messages.link import PrivateFolder as F
+from banyan.messages.transport import PrivateFolder as F
 import os; print(os.getpid(), flush=True); f, g = F(), F(); os._exit(9)"""
     environment = os.environ | {"TMPDIR": str(place)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.layers.cache import group_caches
-from banyan.layers.step import StepInputs
+from banyan.layers.cache_spec import group_caches
+from banyan.layers.step_inputs import StepInputs
+from banyan.model_config.model_config import ModelCard, RopeFacts
 from banyan.models.base import Model
 from banyan.ops.bind import BoundOps, bind, open_toolkit
 from banyan.runner.attention.base import GroupView, StepGeometry
-from banyan.runner.attention.reference import ReferenceAttention
+from banyan.runner.attention.paged import ReferenceAttention
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.states import BoundStates
 

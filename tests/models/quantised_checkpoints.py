@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import restored
 from banyan.models.weights.reader import read_tensors, tensor_types

@@ -8,17 +8,17 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.config.adapter_card import KINDS, WEIGHTS
-from banyan.config.checkpoint import read_card
-from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.layers.seats import AdapterSeats
-from banyan.models.weights.adapters import base_of, load_adapter, open_projections
+from banyan.lora.adapter_config import KINDS, WEIGHTS
+from banyan.lora.load import base_of, load_adapter, open_projections
+from banyan.lora.pool import open_seats
+from banyan.lora.rules import MOST_LOADED
+from banyan.lora.targets import AdapterSeats
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
-from banyan.ops.adapters import AdapterTokens
+from banyan.ops.lora import AdapterTokens
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.adapters import open_seats
 from tests.adapters import as_gguf, write_adapter
 from tests.flags import config_of
 from tests.models.families import tiny

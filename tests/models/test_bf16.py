@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.card import CLS, FULL, LAST, MEAN, Pooling
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import POOL, Join, PageGrant, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import CLS, FULL, LAST, MEAN, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout

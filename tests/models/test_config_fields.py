@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from banyan.base.errors import BanyanError
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
 from tests.models.families import STATES, tiny
 
 FAMILIES = dict.fromkeys(variant.partition(",")[0] for variant in STATES)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.expert_map import ExpertMap
-from banyan.messages.orders import PlaceExperts
+from banyan.messages.control_ops import PlaceExperts
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.load_balancing import balanced, trivial
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.expert_balance import balanced, trivial
 from banyan.parallel.groups import Groups, open_groups
-from banyan.runner.expert_mover import ExpertMover
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops import reference
 from banyan.ops.bind import bind

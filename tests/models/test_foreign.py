@@ -6,9 +6,9 @@ import transformers
 
 from banyan import Engine
 from banyan.base.errors import ConfigError, ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.models.foreign import load_foreign
+from banyan.model_config.checkpoint import read_card
+from banyan.models.transformers_model import load_foreign
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import SIZES, VARIANTS, rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits

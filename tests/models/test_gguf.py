@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import RopeFacts
 from banyan.layers.build import Build
+from banyan.model_config.model_config import RopeFacts
 from banyan.models.weights.loader import load_model
 from tests.models.conftest import card_of
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.config.card import StateFacts
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import StateFacts
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.states import with_heads_of_keys
 from banyan.ops.stored import StoredWeight

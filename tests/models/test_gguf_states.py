@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT, expected_logits

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model, tensors_of
 from banyan.ops.bind import bind
 from banyan.parallel.groups import ALONE, Group

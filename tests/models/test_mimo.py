@@ -2,7 +2,7 @@
 
 import torch
 
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
 from tests.models.drafting import tiny_mimo
 from tests.models.test_families import PROMPT, load
 

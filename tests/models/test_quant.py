@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
-from banyan.config.quantized import SPELLINGS
 from banyan.formats.kept import kept_bytes
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.quant.sizes import kept_size_of_folder

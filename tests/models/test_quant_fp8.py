@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.quant.fp8 import Fp8, plain
 from banyan.ops.bind import bind, open_toolkit

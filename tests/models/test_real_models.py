@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
-from banyan.frontend.words.gguf_tokenizer import load_gguf_tokenizer
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
+from banyan.tokenizer.gguf_tokenizer import load_gguf_tokenizer
 from tests.models.conftest import PagedModel
 
 CPU = torch.device("cpu")

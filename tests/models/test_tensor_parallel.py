@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.slot import ShardRule, WeightSlot
+from banyan.layers.weight_slot import ShardRule, WeightSlot
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
 from banyan.config.torchao import TORCHAO_NAMES
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model, tensors_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group, Groups
-from banyan.prepare import prepare
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT
 from tests.models.test_gguf_families import convert

@@ -6,8 +6,8 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
-from banyan.ops.adapter_stack import AdapterStack
-from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
+from banyan.ops.lora import AdapterTable, AdapterTokens, Part
+from banyan.ops.lora_stack import AdapterStack
 
 INPUTS, OUTPUTS, RANK, CAPACITY = 24, (16, 8, 8), 5, 3
 CPU = torch.device("cpu")

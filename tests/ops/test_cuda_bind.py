@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ExpertFacts
-from banyan.opening import check_the_rounding
+from banyan.engine.model_loader import check_the_rounding
+from banyan.model_config.model_config import ExpertFacts
 from banyan.ops import bind
 from banyan.ops.cuda import needs
 from banyan.platform.cpu import CpuPlatform

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
+from banyan.dp_attention.joint_batch import JointRows
 from banyan.parallel.groups import Group
-from banyan.parallel.joint import JointRows
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
 
 SLOT = 1024

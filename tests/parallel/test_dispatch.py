@@ -10,18 +10,18 @@ import torch
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
-from banyan.config.joined import of_replica
 from banyan.config.resolve import resolve
+from banyan.dp_attention.joint_batch import JointRows
+from banyan.dp_attention.rules import of_replica
+from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.experts import ExpertBlock
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
-from banyan.opening import Phases, open_model
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.layer import ExpertBlock
+from banyan.moe.load_balancing import trivial
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.expert_balance import trivial
 from banyan.parallel.groups import Groups
-from banyan.parallel.joint import JointRows
 from tests.config.test_experts import EXPERTS
 from tests.config.test_resolve import NOTHING
 from tests.flags import config_of
@@ -143,7 +143,7 @@ def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
     def tell(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError((more["are_experts_apart"], more["slot_bytes"]))
 
-    monkeypatch.setattr("banyan.opening.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
     config = config_of("--tp", "2", "--dp", "2", "--enable-dp-attention", *flags)
     config = of_replica(resolve(config, EXPERTS, NOTHING), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
@@ -153,7 +153,9 @@ def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
 
 def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
     traits = SimpleNamespace(is_host=False, shares_steps=False, name="an accelerator")
-    monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
+    monkeypatch.setattr(
+        "banyan.engine.model_loader.open_platform", lambda name: SimpleNamespace(traits=traits)
+    )
     config = resolve(config_of("--tp", "2", "--moe-a2a-backend", "deepep"), EXPERTS, NOTHING)
     with pytest.raises(ConfigError, match="deepep: .* NPUs only, this is an accelerator"):
         open_model(config, EXPERTS, 0, "", Phases(WallClock()))

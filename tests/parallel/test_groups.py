@@ -5,7 +5,7 @@ import torch
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.opening import Phases, open_model
+from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
 from banyan.parallel.groups import Group, open_groups
 from tests.config.test_resolve import CARD
@@ -51,7 +51,7 @@ def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
     def wait(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError(f"waited {timeout_s:g} s")
 
-    monkeypatch.setattr("banyan.opening.open_groups", wait)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", wait)
     for flags, text in ((), "waited 300 s"), (("--dist-timeout", "7"), "waited 7 s"):
         with pytest.raises(TimeoutError, match=text):
             open_model(config_of("--tp", "2", *flags), CARD, 0, "", Phases(WallClock()))

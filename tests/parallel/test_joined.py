@@ -15,25 +15,25 @@ import pytest
 import torch
 
 from banyan.base.clock import WallClock
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
-from banyan.config.joined import of_replica
+from banyan.dp_attention.rules import of_replica
+from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.expert_watch import ExpertWatch
+from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import Load, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.loader import load_model
-from banyan.opening import Phases, open_model
+from banyan.moe.balancer import balance_between_steps
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_watch import ExpertWatch
+from banyan.moe.load_balancing import trivial
 from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.expert_balance import trivial
 from banyan.parallel.groups import ALONE, Groups, open_groups
-from banyan.runner.expert_balancer import balance_between_steps
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.step_plan_builder import PlanSheet
 from tests.config.test_resolve import CARD
 from tests.flags import config_of
 from tests.models.families import tiny
@@ -279,7 +279,7 @@ def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
         names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
         raise TimeoutError((size, *(more[name] for name in names)))
 
-    monkeypatch.setattr("banyan.opening.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
     config = of_replica(config_of("--tp", "4", "--dp", "2", *flags), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
         open_model(config, CARD, 0, "", Phases(WallClock()))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import ModelCard, Pooling
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import POOL, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ModelCard, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups

@@ -5,11 +5,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from banyan.router.cache_events import Unclear, _reachable, take_batch
 from banyan.router.config import PolicyConfig
-from banyan.router.hearing import Unclear, _reachable, take_batch
 from banyan.router.policies import Asked, ByLength, ByPrefix
-from banyan.router.wording import question_of
-from banyan.scheduler.prefixes import Contents, token_keys
+from banyan.router.prompt_tokens import question_of
+from banyan.scheduler.prefix_hashes import Contents, token_keys
 from banyan.scheduler.routing import CacheAware, bucket, bucket_bounds
 from tests.router.fakes import BASE, router, says, specs, until, whole, workers
 
@@ -79,7 +79,7 @@ class Server:
     """As much of a worker as a policy looks at."""
 
     def __init__(self, contents: Contents | None) -> None:
-        from banyan.scheduler.prefixes import Prefixes
+        from banyan.scheduler.prefix_hashes import Prefixes
 
         self.contents = None if contents is None else [contents]
         self.prefixes = Prefixes(1000)

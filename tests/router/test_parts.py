@@ -7,8 +7,8 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.router.breaker import Breaker, BreakerRule, Circuit
 from banyan.router.config import LimitConfig
-from banyan.router.frames import MOST_HELD, Frames, is_stream
 from banyan.router.gate import Gate
+from banyan.router.stream_frames import MOST_HELD, Frames, is_stream
 
 
 def fail(breaker: Breaker, now: float) -> None:

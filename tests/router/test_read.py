@@ -6,9 +6,9 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.flags.flag import COMMAS, FLOAT, FLOATS, INT, SWITCH, WORDS, Flag
+from banyan.router.args import help_text, read_flags
 from banyan.router.config import RouterConfig, WorkerSpec
 from banyan.router.flags import GROUPS, IDLE, REFUSED
-from banyan.router.read import help_text, read_flags
 
 FLAGS = [flag for _, flags in GROUPS for flag in flags]
 SPECIAL = ("worker-urls", "prefill", "decode", "prefill-bootstrap-ports", "dp-size")

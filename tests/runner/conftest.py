@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from banyan.config.card import FULL, ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import FULL, ModelCard
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
 from banyan.ops import tensor_sampling

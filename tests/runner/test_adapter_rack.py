@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapters import AdapterPlace
-from banyan.config.checkpoint import read_card
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.messages.orders import TakeAdapter
-from banyan.models.weights.adapters import base_of, open_projections
+from banyan.lora import pool as adapters
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.lora.load import base_of, open_projections
+from banyan.lora.pool import AdapterRack, open_seats
+from banyan.messages.control_ops import TakeAdapter
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner import adapters
-from banyan.runner.adapters import AdapterRack, open_seats
-from banyan.runner.orders import NoRoom
+from banyan.runner.control_ops import NoRoom
 from tests.adapters import write_adapter
 from tests.system.checkpoint import write_tiny_model
 

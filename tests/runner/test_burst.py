@@ -38,7 +38,7 @@ def burst(driver: Driver, requests: list[Request], tell: int) -> StepPlan:
 def test_the_engine_is_rung_behind_each_so_many_steps_but_the_last(
     card, bell, tell, rings, monkeypatch
 ):
-    monkeypatch.setattr("banyan.runner.burst._PACE_NS", 0)
+    monkeypatch.setattr("banyan.runner.multi_step._PACE_NS", 0)
     driver, requests = prompted(card, bell)
     result = driver.runner.launch(burst(driver, requests, tell)).result()
     assert [len(tokens) for tokens in result.tokens] == [4 * STEPS] * 2
@@ -50,7 +50,7 @@ def test_the_engine_is_rung_behind_each_so_many_steps_but_the_last(
 
 
 def test_steps_that_take_next_to_nothing_ring_once_for_many(card, bell, monkeypatch):
-    monkeypatch.setattr("banyan.runner.burst._PACE_NS", 3600 * 10**9)
+    monkeypatch.setattr("banyan.runner.multi_step._PACE_NS", 3600 * 10**9)
     driver, requests = prompted(card, bell)
     driver.runner.launch(burst(driver, requests, 1)).result()
     with pytest.raises(BlockingIOError):

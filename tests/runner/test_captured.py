@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.messages.sampling import SamplingParams
-from banyan.runner.captured import CapturedForward
+from banyan.messages.sampling_params import SamplingParams
+from banyan.runner.captured_forward import CapturedForward
 from tests.runner.conftest import SHAPES, Elsewhere, build_runner
 from tests.runner.driver import Driver, Request, greedy
 

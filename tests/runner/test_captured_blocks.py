@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from banyan.context_parallel.split import INTERLEAVE, SPLITS, ZIGZAG, divide, room_for
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
-from banyan.runner.division import INTERLEAVE, SPLITS, ZIGZAG, divide, room_for
 
 STEPS = {
     "decode": [(1, 40, 1), (2, 7, 1), (3, 0, 1), (4, 9, 1), (5, 100, 1)],

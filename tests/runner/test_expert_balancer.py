@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ExpertFacts
-from banyan.layers.expert_map import ExpertMap
-from banyan.parallel.expert_balance import trivial
-from banyan.runner.expert_balancer import ExpertBalancer
-from banyan.runner.expert_mover import moves
-from banyan.runner.expert_record import ExpertLayers
+from banyan.model_config.model_config import ExpertFacts
+from banyan.moe.balancer import ExpertBalancer
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_mover import moves
+from banyan.moe.load_balancing import trivial
+from banyan.moe.routing_record import ExpertLayers
 from tests.config.test_experts import SHARED, config_with
 
 LAYERS = ExpertLayers(count=4, per_token=2, layers=4, sparse=(0, 1, 3))
@@ -79,7 +79,7 @@ def test_places_that_are_best_already_are_not_ordered():
 
 def test_the_algorithm_keeps_groups_together():
     """Of four ranks on two memory nodes, where experts lie in four groups."""
-    from banyan.config.experts import groups_and_nodes
+    from banyan.moe.rules import groups_and_nodes
 
     flags = (*SHARED, "--enable-eplb", "--numa-node", "0", "1")
     facts = ExpertFacts(count=8, per_token=2, inner=32, groups=4, top_groups=2)

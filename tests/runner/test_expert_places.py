@@ -8,10 +8,10 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.schema import ExpertsConfig
 from banyan.formats.arrays import write_arrays
-from banyan.layers.expert_map import ExpertMap
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.initial_placement import open_expert_map, read_location
 from banyan.parallel.groups import Group, Groups
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.expert_places import open_expert_map, read_location
 from tests.config.test_experts import EXPERTS, config_with
 
 TRAITS = CpuPlatform().traits

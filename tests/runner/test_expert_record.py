@@ -9,9 +9,9 @@ import torch
 from banyan.base.errors import RequestError
 from banyan.config.schema import ExpertsConfig
 from banyan.formats.arrays import read_arrays
-from banyan.layers.expert_watch import ExpertWatch
-from banyan.messages.orders import RecordExperts
-from banyan.runner.expert_record import ExpertLayers, ExpertRecord, refuse_to_record
+from banyan.messages.control_ops import RecordExperts
+from banyan.moe.expert_watch import ExpertWatch
+from banyan.moe.routing_record import ExpertLayers, ExpertRecord, refuse_to_record
 from tests.config.test_experts import config_with
 
 PLACES = ExpertLayers(count=6, per_token=2, layers=4, sparse=(1, 2, 3))

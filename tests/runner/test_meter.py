@@ -6,12 +6,12 @@ from typing import cast
 
 import torch
 
-from banyan.config.card import FULL
-from banyan.layers.cache import CacheTensor, LayerCache
+from banyan.layers.cache_spec import CacheTensor, LayerCache
 from banyan.messages.plan import StepPlan
+from banyan.model_config.model_config import FULL
 from banyan.ops.api import OpTime
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.meter import OpMeter
+from banyan.runner.op_timer import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 
 KEPT = LayerCache(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.messages.orders import Order, OrderReply, ReleaseMemory, StopProfile, TakeWeights
+from banyan.messages.control_ops import Order, OrderReply, ReleaseMemory, StopProfile, TakeWeights
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.parallel.groups import Group
-from banyan.runner.orders import Alike, OrderTaker, Said
+from banyan.runner.control_ops import Alike, OrderTaker, Said
 from tests.parallel.ranks import LIBRARIES, meet, together
 
 TAKE, RELEASE = TakeWeights("new", "1"), ReleaseMemory(["weights"])

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache_spec import group_caches
+from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout

@@ -6,13 +6,13 @@ from collections import deque
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from banyan.engine.spec import CoreSpec, core_spec
-from banyan.memory.groups import FULL, CacheGroup
-from banyan.memory.sizing import GroupBytes, plan_memory
+from banyan.engine.core_spec import CoreSpec, core_spec
+from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import GroupBytes, plan_memory
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
 from tests.config.test_resolve import CARD
 from tests.flags import config_of

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from banyan.engine.journal import Journal
+from banyan.lora.scheduling import AdapterRules, FirstAdapter
+from banyan.messages.control_ops import DropAdapter, OrderReply, TakeAdapter
 from banyan.messages.events import Failed, Finished, Reply
-from banyan.messages.orders import DropAdapter, OrderReply, TakeAdapter
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, LoadAdapter, UnloadAdapter
-from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.adapters import AdapterRules, FirstAdapter
+from banyan.messages.sampling_params import SamplingParams
 from banyan.sim.replay import check
 from tests.scheduler.driver import Driver, asked
 

@@ -6,8 +6,8 @@ import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate
-from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.burst import so_far
+from banyan.messages.sampling_params import SamplingParams
+from banyan.scheduler.multi_step import so_far
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -4,17 +4,22 @@ from array import array
 
 import pytest
 
-from banyan.engine.spec import CoreSpec
-from banyan.memory import misses
-from banyan.memory.groups import FULL, CacheGroup
-from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache import misses
+from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.hierarchical_cache import (
+    WRITE_BACK,
+    WRITE_SELECTIVE,
+    WRITE_THROUGH,
+    StoreRules,
+)
+from banyan.messages.control_ops import AttachStore, DetachStore, Order, OrderReply
 from banyan.messages.events import Reply
-from banyan.messages.orders import AttachStore, DetachStore, Order, OrderReply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
-from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
+from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 
 PAGE = 4
 LONG = list(range(41))

@@ -6,11 +6,11 @@ from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.resolve import resolve
-from banyan.engine.spec import core_spec
-from banyan.memory.groups import FULL
-from banyan.memory.sizing import GroupBytes, plan_memory
+from banyan.engine.core_spec import core_spec
+from banyan.kv_cache.groups import FULL
+from banyan.kv_cache.sizing import GroupBytes, plan_memory
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import NewTokenRatio
 from banyan.scheduler.request import Request
 from tests.config.test_resolve import CARD

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from banyan.scheduler.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_keys
+from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_keys
 from banyan.scheduler.routing import CacheAware, cache_aware, consistent_hashing, power_of_two
 
 

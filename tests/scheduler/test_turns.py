@@ -8,7 +8,7 @@ import pytest
 
 from banyan.messages.events import Failed, Finished
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, asked, continuation
 from tests.scheduler.test_growth import spec_under
 

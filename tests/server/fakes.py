@@ -15,22 +15,22 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.config.card import ModelCard
+from banyan.chat_template.template import load_chat
 from banyan.config.schema import CacheConfig, Config, ModelConfig
 from banyan.config.serving import ObserveConfig, ServerConfig
-from banyan.frontend.link.client import Health, Replica
-from banyan.frontend.requests.budget import check_budget
-from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.templates.chat import load_chat
-from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
+from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
+from banyan.model_config.model_config import ModelCard
+from banyan.requests.budget import check_budget
+from banyan.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.requests.sampling_params import Limits
 from banyan.server.http.app import App
 from banyan.server.http.connection import connections
 from banyan.server.http.listen import bind
 from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
+from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 from tests.scripted import scripted
 
 TEMPLATE = (

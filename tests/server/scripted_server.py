@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import ModelError
 from banyan.base.log import start_logging
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ModelConfig
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
-from banyan.messages.link import SocketEngineLink
 from banyan.messages.requests import Abort, Generate
-from banyan.server.life import deadline, serve, startup
-from banyan.server.life.serve import run_server
+from banyan.messages.transport import SocketEngineLink
+from banyan.model_config.model_config import ModelCard
+from banyan.server.lifecycle import deadline, serve, startup
+from banyan.server.lifecycle.serve import run_server
 from tests.server.fakes import CARD
 
 PACE_S = 0.01

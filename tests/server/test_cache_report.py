@@ -10,7 +10,7 @@ from msgspec import structs
 
 from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Usage
+from banyan.requests.generation import Usage
 from tests.scripted import scripted
 from tests.server.fakes import Site
 

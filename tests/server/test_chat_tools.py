@@ -8,8 +8,8 @@ import pydantic
 import pytest
 
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
+from banyan.requests.generation import Finish
 from tests.flags import config_of
 from tests.server.fakes import Site
 from tests.server.talk import PATH, TOOLS, USER, ask, says, service_with, tool

@@ -12,9 +12,9 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.server.http import auth, connection
+from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
-from banyan.server.http.keys import Keys
 from banyan.server.http.limits import Body, BodyRoom, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.flags import config_of

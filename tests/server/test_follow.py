@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.chunks import Chunks
-from banyan.server.http.exchange import WRITE, Exchange
-from banyan.server.http.follow import Later, follow
+from banyan.requests.chunks import Chunks
+from banyan.server.http.event_writer import Later, follow
+from banyan.server.http.request_context import WRITE, Exchange
 
 
 class _Source(Chunks[str]):

@@ -13,10 +13,10 @@ import pytest
 from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse, ShowResponse
 from pydantic import BaseModel
 
+from banyan.chat_template.named_templates import FillIn
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
-from banyan.frontend.templates.named import FillIn
 from banyan.messages.constraint import Constraint
+from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
 from tests.scripted import scripted
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with

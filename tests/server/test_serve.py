@@ -21,8 +21,8 @@ from banyan.config.schema import Config
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Ready
 from banyan.server.http.listen import bind, check_exposure
-from banyan.server.life.serve import Server
-from banyan.server.life.supervisor import open_client
+from banyan.server.lifecycle.serve import Server
+from banyan.server.lifecycle.supervisor import open_client
 from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.config.serving import ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
-from banyan.messages.link import SocketEngineLink
-from banyan.server.life.supervisor import Supervisor
+from banyan.messages.transport import SocketEngineLink
+from banyan.model_config.model_config import ModelCard
+from banyan.server.lifecycle.supervisor import Supervisor
 from tests.flags import config_of
 from tests.frontend.test_client import asynchronous
 from tests.server.fakes import CARD

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from banyan.server.life.warmup import warm_up
+from banyan.server.lifecycle.warmup import warm_up
 from tests.flags import config_of
 from tests.server.fakes import Site
 

@@ -7,11 +7,11 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.cli.simulate import simulate
-from banyan.config.card import ExpertFacts, LatentFacts
-from banyan.config.checkpoint import read_card
 from banyan.config.defaults import Defaults, settle
 from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import ExpertFacts, LatentFacts
 from banyan.sim.device import StagesInLine
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, Weights, read_layout, weights_per_device

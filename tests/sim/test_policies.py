@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
-from banyan.sim.fleet import Fleet
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
-from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import ModelCard
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
-from banyan.sim.fleet import Fleet
 from banyan.sim.hardware import Hardware
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet
 from banyan.sim.report import Report, Visit, spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from banyan.base.clock import WallClock
 from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
+from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
-from banyan.opening import Phases, open_model
-from banyan.prepare import prepare
 from tests.flags import config_of
 from tests.models.families import tiny
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told

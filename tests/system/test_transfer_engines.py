@@ -192,7 +192,7 @@ def test_two_prefill_servers_give_to_one(
 def test_without_its_package_an_engine_is_refused_with_what_installs_it(
     backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banyan.config.handoff.find_spec", lambda name: None)
+    monkeypatch.setattr("banyan.disaggregation.rules.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs a package that is not installed") as refused:
         Engine(
             str(tiny_model), disaggregation_mode="decode", disaggregation_transfer_backend=backend

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from banyan.transfer.base import Missing, Store
+from banyan.kv_transfer.store import Missing, Store
 
 
 def name(number: int) -> bytes:

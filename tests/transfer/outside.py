@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.transfer.mooncake_store import _call
+from banyan.kv_transfer.mooncake_store import _call
 from tests.transfer.test_rooms import free_port
 
 _LENDER = """

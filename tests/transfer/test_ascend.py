@@ -12,11 +12,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from banyan.ascend import kv_transfer as ascend
+from banyan.ascend.kv_transfer import AREA_BYTES, Ascend
 from banyan.base.errors import ConfigError
-from banyan.transfer.rooms import ascend
-from banyan.transfer.rooms.ascend import AREA_BYTES, Ascend
-from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.carrier import Fabric, HostMemory, Landing
+from banyan.disaggregation.carrier import Fabric, HostMemory, Landing
+from banyan.disaggregation.transfer import RoomOptions
 from tests.emulation import fabric
 from tests.transfer.test_rooms import free_port
 

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from banyan.ascend.kv_transfer import Ascend
+from banyan.disaggregation import decode_side as taking
+from banyan.disaggregation import wire
+from banyan.disaggregation.carrier import BATCH, Fabric, HostMemory, Landing, code_of
+from banyan.disaggregation.decode_side import TakingRooms
+from banyan.disaggregation.prefill_side import GivingRooms
+from banyan.disaggregation.transfer import RoomOptions
+from banyan.messages.disaggregation import HandOff, RoomFound, RoomLost, TakeRoom
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
-from banyan.messages.rooms import HandOff, RoomFound, RoomLost, TakeRoom
-from banyan.transfer.rooms import taking, wire
-from banyan.transfer.rooms.ascend import Ascend
-from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.carrier import BATCH, Fabric, HostMemory, Landing, code_of
-from banyan.transfer.rooms.giving import GivingRooms
-from banyan.transfer.rooms.taking import TakingRooms
 from tests.emulation import fabric
 from tests.transfer.test_rooms import (
     ROOM,

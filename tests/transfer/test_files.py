@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.transfer.base import STORES, Damaged, Missing, StoreOptions
-from banyan.transfer.files import FileStore
-from banyan.transfer.segments import Segment, SystemIO
+from banyan.kv_transfer.file_store import FileStore
+from banyan.kv_transfer.segments import Segment, SystemIO
+from banyan.kv_transfer.store import STORES, Damaged, Missing, StoreOptions
 from tests.system.serving import wait_until
 from tests.transfer.kit import MemoryStore, check_store, name, page
 
@@ -287,7 +287,7 @@ def test_a_full_disk_makes_room_among_the_pages_and_then_refuses(store, monkeypa
 WRITER = """
 import sys
 from pathlib import Path
-from banyan.transfer.files import FileStore
+from banyan.kv_transfer.file_store import FileStore
 from tests.transfer.kit import name, page
 store = FileStore(Path(sys.argv[1]), bytes(range(32)), 1 << 30)
 print("ready", flush=True)

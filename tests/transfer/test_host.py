@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from banyan.transfer.base import Missing
-from banyan.transfer.host import HostTier
+from banyan.kv_transfer.host_tier import HostTier
+from banyan.kv_transfer.store import Missing
 
 PAGE = 100
 

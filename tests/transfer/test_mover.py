@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from banyan.kv_transfer.page_mover import Mover
 from banyan.messages.plan import (
     CopyResult,
     Held,
@@ -14,7 +15,6 @@ from banyan.messages.plan import (
     device_page,
     stored_page,
 )
-from banyan.transfer.mover import Mover
 from tests.transfer.kit import MemoryStore
 
 WAIT_S = 20

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.transfer.base import STORES, Damaged, Missing, Store, StoreOptions
-from banyan.transfer.mooncake_store import MooncakeStore, open_mooncake_store
+from banyan.kv_transfer.mooncake_store import MooncakeStore, open_mooncake_store
+from banyan.kv_transfer.store import STORES, Damaged, Missing, Store, StoreOptions
 from tests.transfer.kit import check_store, name, page
 from tests.transfer.outside import Master, mooncake, needs
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_in_the_memory_that_is_lent_is_refused_or_evicted() ->
     ],
 )
 def test_what_mooncake_is_told_is_read_or_refused_by_name(extra, told, monkeypatch) -> None:
-    monkeypatch.setattr("banyan.transfer.mooncake_store._client_kind", lambda: object)
+    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._client_kind", lambda: object)
     with pytest.raises(ConfigError, match=told):
         open_mooncake_store(StoreOptions(MODEL, [SIZE], extra))
 
@@ -186,7 +186,7 @@ def test_what_mooncake_is_told_is_read_or_refused_by_name(extra, told, monkeypat
 def test_a_package_that_is_not_there_is_named(kind: str, monkeypatch, tmp_path) -> None:
     for module in ("mooncake.store", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    monkeypatch.setattr("banyan.transfer.mooncake_store._call", lambda address: None)
+    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._call", lambda address: None)
     extra = {"path": str(tmp_path)}
     if kind == "mooncake":
         extra = {"master_server_address": "x:1", "global_segment_size": 0}

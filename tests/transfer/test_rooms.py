@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.messages.plan import (
-    CopyResult,
-    PageAt,
-    PageCopy,
-    RowScores,
-    device_page,
-    peer_page,
-    place_of,
-)
-from banyan.messages.rooms import (
+from banyan.disaggregation import wire
+from banyan.disaggregation.decode_side import TakingRooms
+from banyan.disaggregation.page_cutting import Block, PageForm
+from banyan.disaggregation.prefill_side import GivingRooms
+from banyan.disaggregation.transfer import RoomOptions
+from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
     OpenRoom,
@@ -30,11 +26,15 @@ from banyan.messages.rooms import (
     SeekRoom,
     TakeRoom,
 )
-from banyan.transfer.rooms import wire
-from banyan.transfer.rooms.base import RoomOptions
-from banyan.transfer.rooms.cutting import Block, PageForm
-from banyan.transfer.rooms.giving import GivingRooms
-from banyan.transfer.rooms.taking import TakingRooms
+from banyan.messages.plan import (
+    CopyResult,
+    PageAt,
+    PageCopy,
+    RowScores,
+    device_page,
+    peer_page,
+    place_of,
+)
 
 WAIT_S = 20.0
 SIZE, TOKENS = 32, 16

@@ -18,8 +18,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from banyan.server.describe.bodies import SamplingParams
 from banyan.server.http import auth
+from banyan.server.openapi.bodies import SamplingParams
 from banyan.server.routes import all_routes
 from tests.adapters import write_adapter
 from tests.models.families import tiny

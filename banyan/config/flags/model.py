@@ -2,8 +2,8 @@
 
 from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import INT, INTS, JSON, SWITCH, WORDS, Elsewhere, Flag
-from banyan.config.quantized import spellings
 from banyan.config.torchao import TORCHAO_NAMES
+from banyan.model_config.quantization import spellings
 
 FLAGS = (
     Flag(

@@ -1,7 +1,7 @@
 """Flags of speculative decoding: what drafts tokens, and how many the model verifies at once."""
 
 from banyan.config.flags.flag import INT, SWITCH, Elsewhere, Flag
-from banyan.config.quantized import spellings
+from banyan.model_config.quantization import spellings
 
 FLAGS = (
     Flag(

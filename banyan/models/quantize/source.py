@@ -4,7 +4,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
@@ -12,6 +11,7 @@ from banyan.formats.headers import Entry
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
+from banyan.model_config.model_config import ModelCard
 from banyan.models.quantize.stacks import Slice, slices_of
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.reader import as_tensor

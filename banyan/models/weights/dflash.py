@@ -1,10 +1,10 @@
 """Fills a model that drafts a block at once for another one."""
 
 from banyan.base.errors import ModelError
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.layers.build import Build
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.models.dflash import BlockLM

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import HUB_NAMES, NameMap
 from banyan.layers.build import Build
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.models.eagle import Eagle3LM, EagleLM

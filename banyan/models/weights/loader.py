@@ -15,17 +15,17 @@ import torch
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.kept import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
-from banyan.layers.slot import Layer, WeightSlot
-from banyan.models.ahead import FollowingLM
+from banyan.layers.weight_slot import Layer, WeightSlot
+from banyan.model_config.model_config import ModelCard
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
+from banyan.models.mtp import FollowingLM
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.interleaved import with_plain_experts
 from banyan.models.weights.latent import with_whole_expansions

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.heap import give_back
-from banyan.config.card import ModelCard
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import weight_files
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
 

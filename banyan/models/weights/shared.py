@@ -6,7 +6,7 @@ here blocks are numbered, and layers have what is theirs.
 import re
 from collections.abc import Iterator
 
-from banyan.config.card import ModelCard
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.quant.base import Stored
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")

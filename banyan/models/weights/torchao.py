@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.custom import Tensors, Transform
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.quant.base import Stored

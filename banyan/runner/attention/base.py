@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.layers.step import StepAttention
+from banyan.layers.step_inputs import StepAttention
 
 
 @dataclass(frozen=True)

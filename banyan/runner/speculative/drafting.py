@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.branches import is_chain
-from banyan.config.card import STATE
-from banyan.messages.orders import Order
+from banyan.base.draft_tree import is_chain
+from banyan.messages.control_ops import Order
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import STATE
 from banyan.runner.batch import Batch
-from banyan.runner.branches import Compaction
+from banyan.runner.control_ops import Finish, Said
+from banyan.runner.draft_trees import Compaction
 from banyan.runner.kvstore import KVStore
-from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter, Tree
 from banyan.runner.speculative.target import TargetStep

@@ -3,7 +3,7 @@
 from functools import partial
 
 from banyan.base.errors import RequestError
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 
 _WRITE_S = 120.0

@@ -5,10 +5,10 @@ makes progress. Three questions, so three routes; none generates unless asked to
 import asyncio
 
 from banyan.base.ids import RequestId, fresh_id
-from banyan.frontend.requests.generation import TextRequest, collect
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.generation import TextRequest, collect
 from banyan.server.errors import Json, unavailable
-from banyan.server.http.exchange import RETRY_AFTER_S, Exchange
+from banyan.server.http.request_context import RETRY_AFTER_S, Exchange
 from banyan.server.http.state import ServerState, Service
 
 PROBE_TIMEOUT_S = 20.0

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.frontend.link.client import Replica
+from banyan.engine_client.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
 
 GIB = 1 << 30

@@ -6,10 +6,10 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.frontend.link.agreed import agreed
-from banyan.messages.orders import MEMORY_TAGS
-from banyan.server.admin.operate import LOAD_S
-from banyan.server.http.exchange import Exchange
+from banyan.engine_client.all_or_none import agreed
+from banyan.messages.control_ops import MEMORY_TAGS
+from banyan.server.admin.control import LOAD_S
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
 

@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
 from banyan.config.serving import ObserveConfig
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 
 log = logger(__name__)
 

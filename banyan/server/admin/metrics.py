@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from banyan.base.errors import RequestError
 from banyan.config.schema import Config
-from banyan.frontend.link.client import Replica
-from banyan.frontend.link.meter import Metrics
+from banyan.engine_client.client import Replica
+from banyan.engine_client.metrics_observer import Metrics
 from banyan.server.admin.metric_labels import CustomLabels
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
 

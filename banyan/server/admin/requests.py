@@ -7,7 +7,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.messages.events import LiveRequest, Reply
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 
 MOST = 256

@@ -20,11 +20,11 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from banyan.base.errors import RequestError
-from banyan.frontend.link.meter import CLOSED, OWN
-from banyan.frontend.requests.chunks import Chunks
-from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
-from banyan.frontend.requests.onlooker import watched
-from banyan.server.http.exchange import Exchange
+from banyan.engine_client.metrics_observer import CLOSED, OWN
+from banyan.requests.chunks import Chunks
+from banyan.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.requests.observers import watched
+from banyan.server.http.request_context import Exchange
 
 _NS = 1_000_000_000
 _CONTEXT = ("traceparent", "tracestate")

@@ -5,7 +5,7 @@ The table is the promise that no known route is a silent 404.
 
 from banyan.base.errors import RequestError
 from banyan.server.http import auth
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.route import Handler, Route
 from banyan.server.http.state import ServerState
 

@@ -4,7 +4,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import run
+from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.anthropic.schema import (
@@ -17,10 +17,9 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState
-from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -30,6 +29,7 @@ from banyan.server.openai.fields import (
     origin_of,
     typed,
 )
+from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 
 R = TypeVar("R", bound=CountRequest)

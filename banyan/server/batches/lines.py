@@ -18,17 +18,17 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.ids import fresh_id
 from banyan.base.log import logger
+from banyan.server.embeddings.openai import create_embeddings
 from banyan.server.errors import Json, error_body, internal
-from banyan.server.http.exchange import Exchange
 from banyan.server.http.limits import strict_json
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.route import Handler
 from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
-from banyan.server.store.answers import AnswerLog, answer_line
+from banyan.server.store.batch_output import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
-from banyan.server.vectors.embeddings import create_embeddings
 
 log = logger(__name__)
 

@@ -24,11 +24,11 @@ from banyan.server.batches.lines import (
     run_lines,
 )
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
 from banyan.server.openai.files import PURPOSE, listed, page
-from banyan.server.store.answers import AnswerLog
+from banyan.server.store.batch_output import AnswerLog
 from banyan.server.store.batches import Batch, BatchStore, Fault
 from banyan.server.store.files import STORAGE_FULL
 from banyan.server.store.folder import owner_of

@@ -13,7 +13,7 @@ from importlib import resources
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.server.http import auth
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.route import Route
 from banyan.server.http.state import ServerState
 

@@ -8,8 +8,8 @@ import time
 
 from banyan.base.log import logger, printable
 from banyan.config.serving import ObserveConfig
-from banyan.frontend.link.request_log import write_line
-from banyan.server.http.exchange import Exchange
+from banyan.engine_client.request_log import write_line
+from banyan.server.http.request_context import Exchange
 
 log = logger(__name__)
 

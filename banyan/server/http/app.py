@@ -18,8 +18,7 @@ from banyan.config.schema import Config
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
-from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
-from banyan.server.http.keys import Caller, Keys
+from banyan.server.http.api_keys import Caller, Keys
 from banyan.server.http.limits import (
     Body,
     BodyRoom,
@@ -29,6 +28,7 @@ from banyan.server.http.limits import (
     time_left,
     too_late,
 )
+from banyan.server.http.request_context import SEND_TIMEOUT_S, Exchange, Scope, Send
 from banyan.server.http.route import WITH_BODY, Route
 from banyan.server.http.tracing import Around
 

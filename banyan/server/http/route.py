@@ -8,8 +8,8 @@ import msgspec
 
 from banyan.server.http import auth
 from banyan.server.http.dialect import OPENAI, Dialect
-from banyan.server.http.exchange import Exchange
 from banyan.server.http.limits import JSON_MEDIA
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 
 S = TypeVar("S")

@@ -12,31 +12,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from banyan.base.build import own_version
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.config.card import ModelCard
+from banyan.base.version import own_version
+from banyan.chat_template.named_templates import FillIn
+from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
-from banyan.frontend.answers.parser_choice import Parsers
-from banyan.frontend.answers.tools.as_text import Tag
-from banyan.frontend.link.client import Replicas
-from banyan.frontend.link.meter import Meter, Metrics, tell_refused
-from banyan.frontend.link.pace import UNKNOWN_S, wait_s
-from banyan.frontend.link.records import Recent
-from banyan.frontend.requests.adapters import AdapterNames
-from banyan.frontend.requests.generation import Generator, TextRequest
-from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
-from banyan.frontend.requests.sessions import Sessions
-from banyan.frontend.templates.chat import Chat
-from banyan.frontend.templates.named import FillIn
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.engine_client.client import Replicas
+from banyan.engine_client.metrics_observer import Meter, Metrics, tell_refused
+from banyan.engine_client.request_records import Recent
+from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
+from banyan.model_config.model_config import ModelCard
+from banyan.parsers.choice import Parsers
+from banyan.parsers.tool_calls.as_text import Tag
+from banyan.requests.generation import Generator, TextRequest
+from banyan.requests.lora_names import AdapterNames
+from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
+from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
-from banyan.server.http.keys import Keys
+from banyan.server.http.api_keys import Keys
 from banyan.server.http.probe import SharedProbe
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
+from banyan.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from banyan.server.http.tracing import Around, Tracing

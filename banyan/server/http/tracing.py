@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from banyan.frontend.requests.generation import Generator
-from banyan.server.http.exchange import Exchange
+from banyan.requests.generation import Generator
+from banyan.server.http.request_context import Exchange
 
 Around = Callable[[Exchange], AbstractContextManager[None]]
 """What the handling of one request runs within; RequestError when the request is refused for it."""

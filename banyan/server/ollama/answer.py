@@ -6,8 +6,8 @@ from typing import cast
 
 import orjson
 
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
-from banyan.frontend.requests.generation import TextChunk
+from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
 from banyan.server.http.state import Service
 from banyan.server.openai.chat.answer import Choice

@@ -3,14 +3,14 @@
 import time
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import TextRequest
-from banyan.frontend.requests.vectors import Prompt, prompts_of, shortened
+from banyan.requests.embeddings import Prompt, prompts_of, shortened
+from banyan.requests.generation import TextRequest
+from banyan.server.embeddings.sglang import VectorRequest, origin_of, vector_service, vectors_of
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
-from banyan.server.vectors.native import VectorRequest, origin_of, vector_service, vectors_of
 
 
 async def embed(exchange: Exchange, state: ServerState) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
 from banyan.server.ollama.schema import SAMPLING, ShowRequest

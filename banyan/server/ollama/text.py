@@ -6,9 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import run
+from banyan.requests.generation import run
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from

@@ -6,7 +6,8 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import (
+from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.requests.generation import (
     Arrival,
     ScoreOptions,
     TextChunk,
@@ -16,14 +17,12 @@ from banyan.frontend.requests.generation import (
     run,
     shown_bytes,
 )
-from banyan.frontend.requests.sampling import fit_prompt, merged, parse_sampling
-from banyan.frontend.threads import THREAD_BYTES, off_loop
+from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.follow import Later, follow
+from banyan.server.http.event_writer import Later, follow
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -33,6 +32,7 @@ from banyan.server.openai.fields import (
     read_fields,
     sequences,
 )
+from banyan.server.openai.lora import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (

@@ -14,19 +14,20 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.requests import constraint, rooms
-from banyan.frontend.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.frontend.requests.native import (
+from banyan.messages.requests import NO_HIDDEN
+from banyan.requests import bootstrap as rooms
+from banyan.requests import constraint
+from banyan.requests.generate_request import (
     checked_rid,
     checked_salt,
     first_experts,
     hidden_wanted,
     namespace_of,
 )
-from banyan.frontend.requests.sampling import ParsedSampling
-from banyan.messages.requests import NO_HIDDEN
+from banyan.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
+from banyan.requests.sampling_params import ParsedSampling
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
 
 R = TypeVar("R", bound=CommonRequest)

@@ -5,10 +5,10 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.frontend.threads import off_loop
+from banyan.base.thread_pool import off_loop
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
 from banyan.server.http.multipart import Part, read_form
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.store.files import StoredFile
 from banyan.server.store.folder import owner_of

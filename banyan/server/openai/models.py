@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from banyan.config.adapters import AdapterPlace
-from banyan.server.http.exchange import Exchange
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import no_such_model
 

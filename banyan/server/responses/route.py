@@ -14,12 +14,11 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.frontend.templates.chat import ChatTemplate
+from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json, internal
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -30,6 +29,7 @@ from banyan.server.openai.fields import (
     typed,
 )
 from banyan.server.openai.files import listed, page
+from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
 from banyan.server.responses.dialect import RESPONSES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import run
+from banyan.requests.generation import run
 from banyan.server.errors import Json
 from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banyan.ops.npu.cases import Case, cases
-from banyan.ops.npu.exchange_cases import exchange_cases
-from banyan.ops.npu.operators import Operators
+from banyan.ascend.ops.cases import Case, cases
+from banyan.ascend.ops.exchange_cases import exchange_cases
+from banyan.ascend.ops.operators import Operators
 
 Results = dict[str, list[list[str]]]
 """Case -> for each call of an operator: its name, and each of its results."""

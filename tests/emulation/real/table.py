@@ -6,8 +6,8 @@ python -m tests.emulation.real.table    # prints it
 from collections import Counter
 from collections.abc import Iterator
 
-from banyan.ops.npu.cases import cases
-from banyan.ops.npu.exchange_cases import exchange_cases
+from banyan.ascend.ops.cases import cases
+from banyan.ascend.ops.exchange_cases import exchange_cases
 from tests.emulation.operators import SCHEMAS
 from tests.emulation.real.lists import schemas, versions, without_meta
 

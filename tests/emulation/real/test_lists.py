@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from banyan.ops.npu import four_bit_operators, latent_operators, operators
-from banyan.ops.npu.cases import cases
-from banyan.ops.npu.exchange_cases import exchange_cases
-from banyan.ops.npu.operators import Operators
+from banyan.ascend.ops import four_bit_operators, latent_operators, operators
+from banyan.ascend.ops.cases import cases
+from banyan.ascend.ops.exchange_cases import exchange_cases
+from banyan.ascend.ops.operators import Operators
 from banyan.platform.dispatch import A2, A3
 from tests.emulation import operators as emulated
 from tests.emulation.real import table

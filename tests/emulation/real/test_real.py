@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.ops.npu.exchange_cases import exchange_cases
+from banyan.ascend.ops.exchange_cases import exchange_cases
 from banyan.parallel.groups import open_groups
 from tests.emulation.real.calls import results
 from tests.emulation.real.lists import ask, can_load, declared, schemas, version_of, without_meta

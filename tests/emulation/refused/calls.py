@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banyan.ascend.ops import contracts, quant_contracts
+from banyan.ascend.ops.collective_contracts import exchanged
+from banyan.ascend.ops.fused_operators import Fuser
+from banyan.ascend.ops.operators import Operators, Sent
+from banyan.ascend.ops.prologue_contracts import WHOLLY, PrologWeights
 from banyan.ops.experts_api import Ranks
-from banyan.ops.npu import contracts, quant_contracts
-from banyan.ops.npu.collective_contracts import exchanged
-from banyan.ops.npu.fused_operators import Fuser
-from banyan.ops.npu.operators import Operators, Sent
-from banyan.ops.npu.prologue_contracts import WHOLLY, PrologWeights
 from banyan.platform.dispatch import A3, FUSED
 
 HALF = torch.bfloat16

@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.card import FULL, ModelCard
-from banyan.config.checkpoint import read_card
-from banyan.config.dflash import card_of_the_dflash
 from banyan.config.schema import ModelConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.dflash import card_of_the_dflash
+from banyan.model_config.model_config import FULL, ModelCard
 from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.block import BlockDrafter
+from banyan.runner.speculative.dflash import BlockDrafter
+from banyan.runner.speculative.draft_model import DraftModel
 from tests.models.drafting import PlainBlocks, tiny_blocks
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_hidden import CPU, MAX_LENGTH, NUM_PAGES, plain_loop, prompt_of

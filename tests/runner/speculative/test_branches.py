@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.base.branches import is_chain, paths_of, ranks_of, standing_path
-from banyan.config.card import FULL
+from banyan.base.draft_tree import is_chain, paths_of, ranks_of, standing_path
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, SCORE, Row
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout

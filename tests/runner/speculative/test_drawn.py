@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import FULL
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.sampling import support
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next

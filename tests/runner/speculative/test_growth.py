@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.base.branches import is_chain
+from banyan.base.draft_tree import is_chain
 from banyan.base.ids import SlotId
 from banyan.messages.plan import SAMPLE, Row
-from banyan.messages.sampling import SamplingParams
-from banyan.runner.branches import Branches
-from banyan.runner.speculative.growth import Growing, Ways, row_of
+from banyan.messages.sampling_params import SamplingParams
+from banyan.runner.draft_trees import Branches
+from banyan.runner.speculative.tree_growth import Growing, Ways, row_of
 from tests.models.drafting import PlainAhead, PlainTree, tiny_eagle
 from tests.runner.driver import Driver, Request, greedy
 from tests.runner.speculative.test_hidden import EAGLE, one_thread, pair, prompt_of, runner_of

@@ -11,22 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.card import FULL, STATE, ModelCard
-from banyan.config.checkpoint import read_card
-from banyan.config.eagle import card_of_the_eagle
 from banyan.config.schema import ModelConfig, SpeculativeConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.eagle import card_of_the_eagle
+from banyan.model_config.model_config import FULL, STATE, ModelCard
 from banyan.models.eagle import EagleLM
-from banyan.models.weights.ahead import load_ahead
 from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model
+from banyan.models.weights.mtp import load_ahead
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.growth import Grower
-from banyan.runner.speculative.hidden import HiddenDrafter
+from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.speculative.eagle import HiddenDrafter
+from banyan.runner.speculative.tree_growth import Grower
 from tests.models import test_gguf_experts
 from tests.models.drafting import (
     PlainAhead,

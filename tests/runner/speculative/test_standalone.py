@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from banyan.config.card import FULL
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
+from banyan.model_config.checkpoint import read_card
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.growth import Grower
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
+from banyan.runner.speculative.tree_growth import Grower
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from banyan.config.card import ModelCard
 from banyan.formats.kept import KEPT_BYTES, kept_bytes
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
+from banyan.model_config.model_config import ModelCard
 from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import CACHE_SCALES, QuantMethod, Stored

@@ -3,12 +3,11 @@
 from contextlib import aclosing
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import at_once, run
+from banyan.requests.generation import at_once, run
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.follow import follow
+from banyan.server.http.event_writer import follow
+from banyan.server.http.request_context import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapters
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
@@ -17,6 +16,7 @@ from banyan.server.openai.fields import (
     origin_of,
     read_fields,
 )
+from banyan.server.openai.lora import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import Extension
 

@@ -1,0 +1,162 @@
+"""Routes about vectors: /encode and /classify in the native form, /v1/classify in OpenAI's."""
+
+import time
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.requests.embeddings import (
+    Origin,
+    Vector,
+    VectorService,
+    prompts_of,
+    softmax,
+    usage_of,
+)
+from banyan.requests.generate_request import checked_rid, checked_salt, namespace_of
+from banyan.requests.generation import TextRequest
+from banyan.server.errors import Json
+from banyan.server.http.request_context import Exchange
+from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.fields import typed
+from banyan.server.openai.lora import model_and_adapters
+
+COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
+"""Fields that every route about vectors honours, and `user`, which changes nothing."""
+
+_MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides")
+
+
+class VectorRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str = ""
+    lora_path: str | list[str | None] | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class NativeRequest(VectorRequest, frozen=True, kw_only=True):
+    text: object = None
+    input_ids: object = None
+    dimensions: int | None = None
+
+
+class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
+    input: object
+
+
+async def encode(exchange: Exchange, state: ServerState) -> None:
+    """The vector, or the scores of the model's classes, of each prompt."""
+    service = state.take_in(exchange.id)
+    vectors = vector_service(service, state)
+
+    def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
+        known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
+        refuse_fields(raw, known, exchange, state.config.server.strict_requests)
+        request = typed(raw, NativeRequest)
+        if (request.text is None) == (request.input_ids is None):
+            raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+        name = "text" if request.input_ids is None else "input_ids"
+        value = request.text if request.input_ids is None else request.input_ids
+        prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
+        _, adapters = model_and_adapters_of(exchange, state, request, len(prompts))
+        origin = origin_of(exchange, request, "encode")
+        return request, vectors.read(prompts, origin, adapters), is_list
+
+    request, requests, is_list = await exchange.read(read)
+    with state.open.holding(requests, exchange.tenant):
+        answers = await vectors.answer(requests, request.dimensions)
+    await exchange.json(answers if is_list else answers[0])
+
+
+async def classify(exchange: Exchange, state: ServerState) -> None:
+    """The likeliest class of each input and the probabilities of all."""
+    service = state.take_in(exchange.id)
+    labels = labels_of(service)
+
+    def read(raw: Json) -> tuple[str, list[TextRequest]]:
+        strict = state.config.server.strict_requests
+        refuse_fields(raw, {*COMMON, "input"}, exchange, strict)
+        request = typed(raw, ClassifyRequest)
+        prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
+        model, adapters = model_and_adapters_of(exchange, state, request, len(prompts))
+        vectors, origin = vector_service(service, state), origin_of(exchange, request, "classify")
+        return model, vectors.read(prompts, origin, adapters)
+
+    model, requests = await exchange.read(read)
+    found = await vectors_of(exchange, state, service, requests)
+    entries: list[Json] = []
+    for index, vector in enumerate(found):
+        probs = softmax(vector.values)
+        label = labels[probs.index(max(probs))]
+        entries.append({"index": index, "label": label, "probs": probs, "num_classes": len(labels)})
+    await exchange.json(
+        {
+            "id": exchange.id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": entries,
+            "usage": usage_of(found),
+        }
+    )
+
+
+def labels_of(service: Service) -> tuple[str, ...]:
+    """The classes of the model; RequestError 400 when it has none."""
+    if not service.card.labels:
+        raise RequestError(
+            f"{service.card.architecture} has no head that scores classes",
+            code="not_a_classifier",
+            hint="Serve a model for sequence classification.",
+        )
+    return service.card.labels
+
+
+def origin_of(exchange: Exchange, request: VectorRequest, route: str) -> Origin:
+    return Origin(
+        exchange.id if request.rid is None else checked_rid(request.rid),
+        namespace_of(
+            exchange.tenant,
+            checked_salt(request.cache_salt, "cache_salt"),
+            checked_salt(request.extra_key, "extra_key"),
+        ),
+        exchange.tenant,
+        request.priority or 0,
+        route,
+    )
+
+
+def model_and_adapters_of(
+    exchange: Exchange, state: ServerState, request: VectorRequest, count: int
+) -> tuple[str, tuple[str, ...]]:
+    """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
+    named = (request.model, state, exchange.warn, request.lora_path)
+    return model_and_adapters(*named, count)
+
+
+async def vectors_of(
+    exchange: Exchange, state: ServerState, service: Service, requests: Sequence[TextRequest]
+) -> list[Vector]:
+    """The vector of each request; their ids are taken while they run."""
+    with state.open.holding(requests, exchange.tenant):
+        return await vector_service(service, state).vectors(requests)
+
+
+def vector_service(service: Service, state: ServerState) -> VectorService:
+    version = state.config.model.weight_version
+    return VectorService(service.generator, service.tokenizer, service.limits, version)
+
+
+def refuse_fields(raw: Json, known: Collection[str], exchange: Exchange, strict: bool) -> None:
+    """Refuse fields that would change the vectors; report the others that nothing reads."""
+    for name, value in raw.items():
+        if name in known or value in (None, False, "", [], {}):
+            continue
+        if name in _MEDIA or name.startswith(("embed_override", "return_pooled")):
+            raise RequestError(
+                f"{name} is not available in this build", param=name, code="not_available"
+            )
+        exchange.warn_or_refuse(name, "not used", strict)
