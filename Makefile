@@ -62,7 +62,7 @@ test-lora: $(VENV)/.test
 # Drafts of layers that read hidden states, and trees of drafts, however the engine runs. 200 greedy
 # requests of a real model with and without drafts, too: make test-drafts REAL=BIG.gguf [DRAFT=SMALL.gguf]
 test-drafts: $(VENV)/.test
-	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_hidden.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
+	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_eagle.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
 	@$(if $(REAL),$(BIN)/python -m benchmarks.speculation --model $(REAL) $(if $(DRAFT),--draft $(DRAFT)) \
 	  --rounds 50 --new 24 --flags '{"disable_adaptive_drafts": true}')
 
@@ -83,7 +83,7 @@ test-npu: $(VENV)/.test .transfer/memfabric/.installed
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
-	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
+	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/parsers/test_tool_calls.py tests/parsers/test_reasoning.py $(ARGS)
 
 # Every numeric field of every route with integers around the bounds of machine types; half a minute.
 test-hostile: $(VENV)/.test

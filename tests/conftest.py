@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LIVE = re.compile(
-    "tests/(cli|clients|engine|frontend|launch|parallel|proofs|router|server|system|transfer)/"
+    "tests/(cli|clients|disaggregation|engine|engine_client|hub|kv_transfer|launch|parallel|proofs|requests|router|server|system)/"
 )
 """Rings whose tests start processes and talk over sockets."""
 

@@ -21,7 +21,7 @@ from banyan.config.schema import DEMO_LINE, ModelConfig
 from banyan.hub.catalogue import Entry, entries, find
 from banyan.hub.local_models import held_models
 from banyan.hub.sources import fetch
-from tests.hub import FakeHub, Fault, fake_hub
+from tests.support.fake_hub import FakeHub, Fault, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = bytes(range(256)) * 1000

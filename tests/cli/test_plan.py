@@ -16,9 +16,9 @@ from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan
 from banyan.formats.shards import size_of_weights
 from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
 from banyan.sim.layout import Layout, Weights, cache_groups
-from tests.adapters import write_adapter
 from tests.models.families import tiny
 from tests.models.test_quant import quantised
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from banyan.config.resolve import resolve
 from banyan.config.schema import Config
 from banyan.model_config.model_config import FULL, WINDOW
 from tests.config.test_resolve import CARD, NOTHING, heard
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 __all__ = ["heard"]
 

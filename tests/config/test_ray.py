@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config import resolve
 from tests.config.test_resolve import CARD, NOTHING
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 
 @pytest.fixture

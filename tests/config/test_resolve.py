@@ -11,8 +11,8 @@ from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleCo
 from banyan.config.serving import ServerConfig
 from banyan.model_config.model_config import ModelCard, QuantFacts
 from banyan.model_config.quantization import form_of
-from tests.config.test_checkpoint import LLAMA, folder
-from tests.flags import config_of
+from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.flags import config_of
 
 NOTHING = Environment()
 CARD = ModelCard(

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.scripted import scripted
 from tests.server.fakes import Site
 from tests.server.test_metrics import asked, chunk, metrics_of, run
+from tests.support.scripted import scripted
 from tests.system.serving import free_port, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

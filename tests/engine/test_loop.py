@@ -24,7 +24,7 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.queue_order import fcfs
 from banyan.scheduler.scheduler import Scheduler
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
 WAIT_S = 20

@@ -24,8 +24,8 @@ from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.sampling_params import SamplingParams
-from tests.flags import config_of
 from tests.grammar.play import END, VOCABULARY, allowed, write
+from tests.support.flags import config_of
 
 pytest.importorskip("llguidance")
 

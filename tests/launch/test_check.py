@@ -16,7 +16,7 @@ from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
 from banyan.config.prepare import prepare
-from tests.config.test_checkpoint import LLAMA, folder
+from tests.model_config.test_checkpoint import LLAMA, folder
 
 DOCS = Path(__file__).parents[2] / "docs"
 NPU = {"BANYAN_NPU": "emulated", "BANYAN_NPU_SOC": "A2"}

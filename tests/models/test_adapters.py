@@ -19,9 +19,9 @@ from banyan.model_config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.lora import AdapterTokens
 from banyan.platform.cpu import CpuPlatform
-from tests.adapters import as_gguf, write_adapter
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.support.flags import config_of
+from tests.support.lora import as_gguf, write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 CPU = torch.device("cpu")

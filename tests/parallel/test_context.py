@@ -22,12 +22,12 @@ from banyan.model_config.checkpoint import read_card
 from banyan.parallel.groups import ALONE, open_groups
 from banyan.runner.runner import ModelRunner
 from tests.config.test_resolve import CARD
-from tests.flags import config_of
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.parallel.test_joined import VOCAB, are_close, open_runner, outcome
 from tests.parallel.test_steps import SIZES, Grouped
 from tests.runner.driver import PAGE, Request, greedy
+from tests.support.flags import config_of
 
 IS_ALL = os.environ.get("PARALLEL") == "all"
 LENGTHS = (1, 2, 3, 17, 44, 71)

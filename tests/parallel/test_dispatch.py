@@ -22,12 +22,12 @@ from banyan.moe.layer import ExpertBlock
 from banyan.moe.load_balancing import trivial
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Groups
-from tests.config.test_experts import EXPERTS
 from tests.config.test_resolve import NOTHING
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.moe.test_rules import EXPERTS
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_joined import Layout, answer_all
+from tests.support.flags import config_of
 
 IS_ALL = os.environ.get("PARALLEL") == "all"
 EIGHT = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -9,8 +9,8 @@ from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
 from banyan.parallel.groups import Group, open_groups
 from tests.config.test_resolve import CARD
-from tests.flags import config_of
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
+from tests.support.flags import config_of
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -35,11 +35,11 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.scheduler.step_plan_builder import PlanSheet
 from tests.config.test_resolve import CARD
-from tests.flags import config_of
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
 from tests.runner.driver import PAGE, Request, greedy
+from tests.support.flags import config_of
 
 VOCAB = 97
 IS_ALL = os.environ.get("PARALLEL") == "all"

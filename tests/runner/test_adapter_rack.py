@@ -19,7 +19,7 @@ from banyan.ops.bind import bind
 from banyan.parallel.groups import Group
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.control_ops import NoRoom
-from tests.adapters import write_adapter
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 

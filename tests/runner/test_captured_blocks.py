@@ -15,7 +15,7 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.runner.conftest import CPU, MAX_LENGTH, NUM_PAGES, SHAPES, Elsewhere, build_runner
 from tests.runner.driver import PAGE, Driver
-from tests.runner.test_captured import requests
+from tests.runner.test_captured_forward import requests
 
 _SIZES = {
     "vocab_size": 131,

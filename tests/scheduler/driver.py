@@ -15,7 +15,7 @@ from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
 from tests.config.test_resolve import CARD
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 VOCAB = 97
 TASTE = Defaults("abacus", ("float32",), 16, 512, 128, 0.25)

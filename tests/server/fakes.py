@@ -31,7 +31,7 @@ from banyan.server.http.listen import bind
 from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
 from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
-from tests.scripted import scripted
+from tests.support.scripted import scripted
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

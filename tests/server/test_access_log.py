@@ -10,8 +10,8 @@ import pytest
 
 from banyan.engine_client.request_log import RequestLog
 from banyan.server.http import access_log
-from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
+from tests.support.flags import config_of
 
 USER = [{"role": "user", "content": "Hi"}]
 LINES = ("banyan.server.http.access_log", "banyan.engine_client.request_log")

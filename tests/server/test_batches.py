@@ -19,8 +19,8 @@ from banyan.requests.generation import Finish, TextRequest
 from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches.route import resume_batches
 from banyan.server.store.batch_output import AnswerLog, answer_line
-from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 ENDPOINT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from msgspec import structs
 from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
 from banyan.requests.generation import Usage
-from tests.scripted import scripted
 from tests.server.fakes import Site
+from tests.support.scripted import scripted
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": USER}

@@ -17,8 +17,8 @@ from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
 from banyan.server.http.limits import Body, BodyRoom, read_body, strict_json
 from banyan.server.routes import all_routes
-from tests.flags import config_of
 from tests.server.fakes import Site, steps
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 KEY, ADMIN = "sesame-key", "sesame-admin"

@@ -13,8 +13,8 @@ from banyan.base.errors import ConfigError
 from banyan.server.http import auth
 from banyan.server.http.api_keys import LOOK_S, Keys, digest
 from banyan.server.http.auth import Guard
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 TWO = """
 keys:

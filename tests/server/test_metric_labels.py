@@ -13,8 +13,8 @@ from banyan.config.serving import ServerConfig
 from banyan.engine_client.metrics_observer import Metered
 from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
 from banyan.server.admin.metrics import open_metrics
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 LIST = "--tokenizer-metrics-allowed-custom-labels"

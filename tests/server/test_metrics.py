@@ -20,8 +20,8 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
-from tests.scripted import scripted
 from tests.server.fakes import READY, Site
+from tests.support.scripted import scripted
 
 STATS = Stats(running=2, waiting=1, held_pages=4, cached_pages=3, free_pages=5, retractions=7)
 

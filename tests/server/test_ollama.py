@@ -17,9 +17,9 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.config.serving import ServerConfig
 from banyan.messages.constraint import Constraint
 from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
-from tests.scripted import scripted
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with
+from tests.support.scripted import scripted
 
 THOUGHT = "<think>\nWhy?\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京"}}\n</tool_call>'

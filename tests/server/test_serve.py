@@ -23,9 +23,9 @@ from banyan.messages.events import Ready
 from banyan.server.http.listen import bind, check_exposure
 from banyan.server.lifecycle.serve import Server
 from banyan.server.lifecycle.supervisor import open_client
-from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS
+from tests.support.flags import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = "The server is fired up and ready to roll!"

@@ -16,9 +16,9 @@ from banyan.messages.events import Fatal, Ready, Stats
 from banyan.messages.transport import SocketEngineLink
 from banyan.model_config.model_config import ModelCard
 from banyan.server.lifecycle.supervisor import Supervisor
-from tests.flags import config_of
-from tests.frontend.test_client import asynchronous
+from tests.engine_client.test_client import asynchronous
 from tests.server.fakes import CARD
+from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=64, max_request_tokens=64, max_running=1)
 CONFIG = Config(server=ServerConfig(engine_restarts=3, heartbeat_timeout_s=0.4))

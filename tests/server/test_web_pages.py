@@ -20,8 +20,8 @@ from banyan.server.http.auth import OPEN
 from banyan.server.openai.schema import SAMPLING
 from banyan.server.openapi import bodies
 from banyan.server.routes import all_routes
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 PLAIN = {

@@ -15,8 +15,8 @@ from banyan.config.env import Environment
 from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.support.flags import config_of
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
 

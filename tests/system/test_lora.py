@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.sim.replay import check
-from tests.adapters import as_gguf, merge, write_adapter
+from tests.support.lora import as_gguf, merge, write_adapter
 from tests.system.serving import Server, run_to_end, serving, stream_events, wait_until
 
 PROMPT = list(range(5, 45))

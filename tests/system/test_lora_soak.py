@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.adapters import ALL_TARGETS, write_adapter
+from tests.support.lora import ALL_TARGETS, write_adapter
 from tests.system.serving import Server, open_files, serving, status_of, wait_until
 
 REQUESTS = int(os.environ.get("LORA_REQUESTS", "150"))

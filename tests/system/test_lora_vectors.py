@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.lora.adapter_config import WEIGHTS
-from tests.adapters import merge, write_adapter
+from tests.support.lora import merge, write_adapter
 from tests.system.serving import Server, serving
 
 SIZES = {

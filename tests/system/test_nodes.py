@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from banyan.llm import Engine
-from tests.adapters import write_adapter
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import (

@@ -13,7 +13,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.server.admin.traces import Endpoint, check_traces, endpoint_of, open_traces
-from tests.flags import config_of
+from tests.support.flags import config_of
 from tests.system.conftest import StartServer
 from tests.system.serving import ROOT
 

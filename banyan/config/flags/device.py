@@ -114,7 +114,7 @@ FLAGS = (
         "model that attends",
         kind=SWITCH,
         aliases=("enable-prefill-cp",),
-        proof="tests/config/test_context.py::test_the_switch_alone_makes_a_share_of_every_rank",
+        proof="tests/context_parallel/test_rules.py::test_the_switch_alone_makes_a_share_of_every_rank",
     ),
     Flag(
         "nsa-prefill-cp-mode",
@@ -154,7 +154,7 @@ FLAGS = (
             ("shortest_queue", "total_requests"),
             ("minimum_tokens", "total_tokens"),
         ),
-        proof="tests/frontend/test_fleet.py::test_the_method_decides_which_engine_takes_a_request",
+        proof="tests/engine_client/test_data_parallel.py::test_the_method_decides_which_engine_takes_a_request",
     ),
     Flag(
         "enable-memory-saver",

@@ -25,8 +25,8 @@ from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
 from tests.runner.driver import PAGE, Driver, Request
-from tests.runner.speculative import test_block
-from tests.runner.speculative.test_hidden import (
+from tests.runner.speculative import test_dflash as test_block
+from tests.runner.speculative.test_eagle import (
     CPU,
     EAGLE,
     MAX_LENGTH,
