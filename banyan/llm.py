@@ -39,7 +39,7 @@ from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
 from banyan.requests.embeddings import Origin, VectorService, prompts_of
 from banyan.requests.generate_response import NativeService
@@ -105,12 +105,12 @@ class Engine:
         environment = read_environment()
         config = parse(words, environment)
         tell(log, (*config.observe.notes, *without_a_server(config)))
-        config, card = prepare(config, environment)
+        config, model_config = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()
         self._opened: _Opened | None = None
         try:
-            self._opened = self._loop.run(_open(config, card, engine_mode == "inprocess"))
+            self._opened = self._loop.run(_open(config, model_config, engine_mode == "inprocess"))
         except BaseException:
             self._loop.close()
             raise
@@ -384,9 +384,9 @@ class _Opened:
                 yield answer
 
 
-async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
+async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
-    if in_process and config.parallel.is_joined:
+    if in_process and config.parallel.uses_dp_attention:
         raise ConfigError(
             "--enable-dp-attention: joined replicas have processes of their own",
             hint='leave engine_mode at "normal"',
@@ -405,12 +405,12 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
                 loop.call_soon_threadsafe(lambda: engines[number].engine_lost(told))
 
             mine = of_replica(config, number, f"{folder.path}/joined")
-            link, handle = _start(mine, card, in_process, on_death, stack)
+            link, handle = _start(mine, model_config, in_process, on_death, stack)
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
             handles.append(handle)
         parallel = config.parallel
         client = Fleet(
-            *(engines, ROUTES.load(parallel.load_balance), parallel.is_joined),
+            *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
             config.handoff.mode == "prefill",
         )
         await client.start()
@@ -423,9 +423,9 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             tokenizer = await asyncio.to_thread(open_tokenizer, path, config.server)
             stack.callback(tokenizer.encoder.close)
         ready = await client.ready()
-        dispose(config, card)
+        dispose(config, model_config)
         limits = replace(
-            limits_of(config, card, ready, tokenizer),
+            limits_of(config, model_config, ready, tokenizer),
             max_sequences=MAX_SEQUENCES,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             max_scores=MAX_SCORES,
@@ -451,17 +451,23 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
 
 
 def _start(
-    config: Config, card: ModelCard, in_process: bool, on_death: OnDeath, stack: AsyncExitStack
+    config: Config,
+    model_config: ModelConfig,
+    in_process: bool,
+    on_death: OnDeath,
+    stack: AsyncExitStack,
 ) -> tuple[FrontLink, EngineHandle]:
     """The engine where the caller wants it, and the front's end of the link to it."""
     if in_process:
         front, back = local_pair()
-        return front, start_engine_thread(config, card, back, on_death)
+        return front, start_engine_thread(config, model_config, back, on_death)
     folder = PrivateFolder()
     stack.callback(folder.close)
     address = folder.address("front")
     secret = read_environment().dist_secret
-    return SocketFrontLink(address), start_engine_process(config, card, address, on_death, secret)
+    return SocketFrontLink(address), start_engine_process(
+        config, model_config, address, on_death, secret
+    )
 
 
 class _LoopThread:

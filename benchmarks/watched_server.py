@@ -22,7 +22,7 @@ from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.engine.child_processes import spawn
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.server.http.listen import bind
 from banyan.server.lifecycle.serve import Server
 from banyan.server.processes import EngineHandle
@@ -40,7 +40,11 @@ async def note_lag(notes: list[tuple[float, float]]) -> None:
 
 
 def start_engine(
-    rate: str, config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
+    rate: str,
+    config: Config,
+    model_config: ModelConfig,
+    address: str,
+    on_death: Callable[[str], None],
 ) -> EngineHandle:
     child = spawn("benchmarks.instant_engine", "engine", f"{address} {rate}".encode())
     child.watch(on_death)

@@ -9,7 +9,7 @@ from typing import Any
 
 from banyan.ascend.driver import open_driver, open_interconnect
 from banyan.config.defaults import Defaults
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Interconnect, Traits
 from banyan.platform.dispatch import dispatch_of, fusing_of
@@ -53,7 +53,7 @@ class NpuPlatform(Accelerator):
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)
 
-    def defaults(self, card: ModelCard) -> Defaults:
+    def defaults(self, model_config: ModelConfig) -> Defaults:
         is_large = self.size_gib >= _SMALL_GIB
         return Defaults(
             device=self.traits.name,

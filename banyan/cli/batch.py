@@ -105,7 +105,7 @@ async def _run(
 async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerState]:
     """One engine per replica and a service over them, as the server has it."""
     tool_servers = await start_tool_servers(config.server.tool_servers)
-    config, card = await asyncio.to_thread(prepared)
+    config, model_config = await asyncio.to_thread(prepared)
     state = ServerState(config, tool_servers=tool_servers)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         watchdog_s = config.schedule.watchdog_s
         engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
         parallel = config.parallel
-        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
+        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention)
         await fleet.start()
         stack.push_async_callback(fleet.close)
         for number, (address, engine) in enumerate(zip(addresses, engines, strict=True)):
@@ -124,11 +124,11 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
                 loop.call_soon_threadsafe(engine.engine_lost, text)
 
             mine = of_replica(config, number, f"{folder.path}/joined")
-            handle = start_engine_process(mine, card, address, on_death)
+            handle = start_engine_process(mine, model_config, address, on_death)
             stack.push_async_callback(asyncio.to_thread, handle.stop)
         watch = asyncio.create_task(_watch(state, fleet))
         stack.callback(watch.cancel)
-        state.service = await open_service(state, card, fleet)
+        state.service = await open_service(state, model_config, fleet)
         yield state
 
 

@@ -48,8 +48,8 @@ def config(argv: Sequence[str]) -> int:
     given = read(argv, environment)
     start_logging("config", "warning")
     check_exposure(given.config.server)
-    resolved, card, rules = prepare_with_origins(given.config, environment)
-    resolved, settled = settle(resolved, open_platform(resolved.device.name).defaults(card))
+    resolved, model_config, rules = prepare_with_origins(given.config, environment)
+    resolved, settled = settle(resolved, open_platform(resolved.device.name).defaults(model_config))
     ruled = {field: f"rule {rule}" for field, rule in rules.items()}
     origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):

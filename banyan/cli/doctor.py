@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.system import trouble
 from banyan.cli.own_flags import take
 from banyan.config.env import Environment
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch
 
 USAGE = """banyan doctor [--device npu] [--soc A2|A3]
@@ -127,6 +127,6 @@ def _version_of(package: str) -> str:
 
 def _demo_model() -> str:
     try:
-        return fetch(ModelConfig(offline=True), Environment())
+        return fetch(LoadConfig(offline=True), Environment())
     except ModelError as error:
         return str(error)

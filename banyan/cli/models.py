@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable, start_logging
 from banyan.config.cli import read
 from banyan.config.env import Environment, forget_secrets, read_environment
-from banyan.config.schema import DEMO, ModelConfig
+from banyan.config.schema import DEMO, LoadConfig
 from banyan.hub.catalogue import TALK_TOKENS, Entry, entries, megabytes
 from banyan.hub.sources import fetch, kind_of
 
@@ -49,7 +49,7 @@ def models(argv: Sequence[str]) -> int:
         raise ConfigError(f"unexpected {printable(argv[0], 60)!r}", hint="see banyan models --help")
     from banyan.platform import open_platform
 
-    here = _names_here(_cache(ModelConfig(), read_environment()))
+    here = _names_here(_cache(LoadConfig(), read_environment()))
     memory = open_platform("auto").memory()
     head = ("NAME", "KIND", "SIZE", "MEMORY", "FITS", "SERVED", "HERE", "LICENCE", "SOURCE")
     rows = [_row(entry, memory.free_bytes, memory.total_bytes, here) for entry in entries()]
@@ -160,9 +160,7 @@ def remove_one(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(
-    argv: Sequence[str], verb: str, takes: tuple[str, ...]
-) -> tuple[ModelConfig, Environment]:
+def _read(argv: Sequence[str], verb: str, takes: tuple[str, ...]) -> tuple[LoadConfig, Environment]:
     """The model that is named, and where; flags that only a server has are refused."""
     environment = read_environment()
     given = read(argv, environment)
@@ -180,7 +178,7 @@ def _read(
     return given.config.model, environment
 
 
-def _cache(model: ModelConfig, environment: Environment) -> Path:
+def _cache(model: LoadConfig, environment: Environment) -> Path:
     from banyan.hub.huggingface import cache_folder
 
     return cache_folder(model, environment)
@@ -194,7 +192,7 @@ def _names_here(cache: Path) -> set[str]:
 
 def _demo_rows() -> Iterator[tuple[str, str, str, str]]:
     try:
-        path = fetch(ModelConfig(offline=True), Environment())
+        path = fetch(LoadConfig(offline=True), Environment())
     except ModelError:
         return
     yield DEMO, megabytes(_size_of(path)), _ago(os.stat(path).st_atime), path

@@ -55,8 +55,8 @@ def _grammars(served: Sequence[str]) -> Iterator[GrammarFactory | None]:
     from banyan.engine.grammar_setup import open_grammars
 
     environment = read_environment()
-    config, card = prepare(parse(served, environment), environment)
-    compiler = open_grammars(config, card)
+    config, model_config = prepare(parse(served, environment), environment)
+    compiler = open_grammars(config, model_config)
     try:
         yield compiler
     finally:

@@ -87,8 +87,8 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
         for number in range(config.fleet.count if config.fleet.start else 0):
             port = free_port()
             own = ["--host", "127.0.0.1", "--port", str(port), *shared]
-            duty = json.dumps([*config.fleet.start, *own]).encode()
-            children.append(spawn("banyan.cli.private", f"server{number}", duty))
+            process_spec = json.dumps([*config.fleet.start, *own]).encode()
+            children.append(spawn("banyan.cli.private", f"server{number}", process_spec))
             specs.append(WorkerSpec(f"http://127.0.0.1:{port}"))
         yield specs, children
     finally:

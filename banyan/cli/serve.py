@@ -75,11 +75,11 @@ def _keep_ranks(config: Config, environment: Environment) -> int:
     from banyan.config.prepare import prepare
     from banyan.engine.multi_node import check_secret, own_hello, serve_node
 
-    config, card = prepare(config, environment)
+    config, model_config = prepare(config, environment)
     parallel, secret = config.parallel, environment.dist_secret
     check_secret(parallel, secret)
     comes_again = config.server.engine_restarts > 0
-    serve_node(parallel, secret, own_hello(parallel, card), card.path, comes_again)
+    serve_node(parallel, secret, own_hello(parallel, model_config), model_config.path, comes_again)
     return 0
 
 

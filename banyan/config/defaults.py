@@ -44,7 +44,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
-    burst: int = 1
+    multi_step: int = 1
 
 
 def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
@@ -63,7 +63,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         "cache.free_share": defaults.free_share,
         "schedule.chunk_tokens": chunk,
         "schedule.running_cap": running,
-        "schedule.burst": defaults.burst,
+        "schedule.burst": defaults.multi_step,
     }
     if config.lora.is_enabled:
         most = max(config.lora.max_running, len(config.lora.paths))

@@ -88,7 +88,7 @@ _RULES = (
     ),
     _Idle(
         "enable-dp-lm-head",
-        lambda c: not c.parallel.is_joined or c.parallel.dp == 1,
+        lambda c: not c.parallel.uses_dp_attention or c.parallel.dp == 1,
         "there is no --enable-dp-attention with several replicas",
     ),
     _Idle(

@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
-from banyan.model_config.model_config import WINDOW, ModelCard
+from banyan.model_config.model_config import WINDOW, ModelConfig
 
 log = logger(__name__)
 
@@ -70,19 +70,19 @@ def _number(given: dict[str, object], key: str, default: float) -> float:
     return value
 
 
-def why_no_store(config: Config, card: ModelCard) -> str:
+def why_no_store(config: Config, model_config: ModelConfig) -> str:
     """Why the pages of this model, served so, go to no store; "" = they can. Those of several
     ranks lie in memory that the first one maps."""
     cache, parallel = config.cache, config.parallel
     for is_so, why in (
         (bool(config.handoff.role), "pages come from one place at a time, here another server"),
-        (parallel.is_joined, "replicas that compute together keep prefixes in memory"),
+        (parallel.uses_dp_attention, "replicas that compute together keep prefixes in memory"),
         (parallel.nodes > 1, "one process carries the pages of all ranks, of one machine"),
         (parallel.cp > 1, "ranks that divide a prompt keep its pages to themselves"),
-        (card.needs_whole_prompts, "a model that reads whole prompts shares no prefixes"),
-        (card.has_states, "what is stored of a prefix is every position, and no state"),
+        (model_config.needs_whole_prompts, "a model that reads whole prompts shares no prefixes"),
+        (model_config.has_states, "what is stored of a prefix is every position, and no state"),
         (
-            WINDOW in card.layer_kinds and not cache.keeps_windows,
+            WINDOW in model_config.layer_kinds and not cache.keeps_windows,
             "layers with a window give back what lies below it, without --disable-hybrid-swa-memory"
             " (with which they keep every position)",
         ),
@@ -92,12 +92,12 @@ def why_no_store(config: Config, card: ModelCard) -> str:
     return ""
 
 
-def can_have_store(config: Config, card: ModelCard) -> bool:
+def can_have_store(config: Config, model_config: ModelConfig) -> bool:
     """Whether a store may be attached, now or while the server runs."""
-    return config.cache.hierarchical and not why_no_store(config, card)
+    return config.cache.hierarchical and not why_no_store(config, model_config)
 
 
-def check_the_store(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_store(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)
@@ -122,10 +122,10 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
             hint="leave one of them out",
         )
     if config.device.name in _HOST_TIERS:
-        config = _with_host_tier(config, card)
+        config = _with_host_tier(config, model_config)
         cache = config.cache
     if not cache.store:
-        if why := why_no_store(config, card):
+        if why := why_no_store(config, model_config):
             log.info("%s has no effect: %s", flag, why)
         else:
             log.info(
@@ -139,14 +139,14 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
     if parallel.nodes > 1 or parallel.cp > 1:
         name = parallel.nodes_flag if parallel.nodes > 1 else f"--attn-cp-size {parallel.cp}"
         raise ConfigError(
-            f"{flag} is not available with {name}: {why_no_store(config, card)}",
+            f"{flag} is not available with {name}: {why_no_store(config, model_config)}",
             hint="use --tp-size on one machine, or --dp-size for replicas, which share the store",
         )
-    if card.needs_whole_prompts:
+    if model_config.needs_whole_prompts:
         raise ConfigError(
             f"{flag}: a model that reads whole prompts shares no prefixes", hint="leave it out"
         )
-    if WINDOW in card.layer_kinds and not cache.keeps_windows:
+    if WINDOW in model_config.layer_kinds and not cache.keeps_windows:
         raise ConfigError(
             f"{flag} is not available while layers with a window give back what lies below it",
             hint="add --disable-hybrid-swa-memory, with which they keep every position",
@@ -154,12 +154,12 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
-def _with_host_tier(config: Config, card: ModelCard) -> Config:
+def _with_host_tier(config: Config, model_config: ModelConfig) -> Config:
     """With memory of the host for pages of a device."""
     cache, device = config.cache, config.device.name
     ways, layouts = _HOST_TIERS[device]
     copies = cache.host_copies or ways[0]
-    layout = cache.host_layout or layouts[card.latent is not None]
+    layout = cache.host_layout or layouts[model_config.latent is not None]
     for flag, given, known in (
         ("--hicache-io-backend", copies, ways),
         ("--hicache-mem-layout", layout, layouts),
@@ -170,8 +170,8 @@ def _with_host_tier(config: Config, card: ModelCard) -> Config:
                 hint=f"choose {' or '.join(known)}, or leave it out",
             )
     parallel, flag = config.parallel, "--enable-hierarchical-cache"
-    if parallel.is_joined or config.handoff.role:
-        why = why_no_store(config, card)
+    if parallel.uses_dp_attention or config.handoff.role:
+        why = why_no_store(config, model_config)
         raise ConfigError(
             f"{flag} is not available on {device} with "
             f"{'--disaggregation-mode' if config.handoff.role else '--enable-dp-attention'}: {why}",

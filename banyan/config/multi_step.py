@@ -9,14 +9,14 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
 
-def check_the_bursts(config: Config, card: ModelCard, environment: Environment) -> Config:
-    burst = config.schedule.burst
-    if burst == 1:
+def check_multi_step(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    multi_step = config.schedule.multi_step
+    if multi_step == 1:
         return config
     others = (
         (
@@ -25,7 +25,11 @@ def check_the_bursts(config: Config, card: ModelCard, environment: Environment) 
             "drafts are verified step by step",
         ),
         (config.parallel.world > 1, "several ranks", "they agree on every step"),
-        (config.parallel.is_joined, "--enable-dp-attention", "replicas agree on every step"),
+        (
+            config.parallel.uses_dp_attention,
+            "--enable-dp-attention",
+            "replicas agree on every step",
+        ),
         (bool(config.handoff.role), "--disaggregation-mode", "pages are handed over between steps"),
         (
             config.model.is_watched,
@@ -37,15 +41,15 @@ def check_the_bursts(config: Config, card: ModelCard, environment: Environment) 
             "--expert-distribution-recorder-mode or --enable-eplb",
             "passes are counted one by one",
         ),
-        (card.pooling is not None, "a model for vectors", "nothing is decoded"),
+        (model_config.pooling is not None, "a model for vectors", "nothing is decoded"),
     )
     for is_there, what, why in others:
-        if is_there and burst:
+        if is_there and multi_step:
             raise ConfigError(
-                f"--num-continuous-decode-steps {burst} and {what} do not go together: {why}",
+                f"--num-continuous-decode-steps {multi_step} and {what} do not go together: {why}",
                 hint="leave one of them out",
             )
         if is_there:
             log.debug("set burst=1 because of %s: %s", what, why)
-            return replace(config, schedule=replace(config.schedule, burst=1))
+            return replace(config, schedule=replace(config.schedule, multi_step=1))
     return config

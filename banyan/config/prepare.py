@@ -25,7 +25,7 @@ from banyan.config.schema import Config
 from banyan.engine_client.request_records import meters_of
 from banyan.grammar.base import BACKENDS
 from banyan.kv_transfer.store import STORES
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE
 from banyan.parsers.reasoning import REASONING_PARSERS
 from banyan.parsers.tool_calls import TOOL_PARSERS
@@ -39,19 +39,19 @@ from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 log = logger(__name__)
 
 
-def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+def prepare(config: Config, environment: Environment) -> tuple[Config, ModelConfig]:
     """The resolved Config, and the facts of its model.
 
     Raises:
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
-    config, card, _ = prepare_with_origins(config, environment)
-    return config, card
+    config, model_config, _ = prepare_with_origins(config, environment)
+    return config, model_config
 
 
 def prepare_with_origins(
     config: Config, environment: Environment
-) -> tuple[Config, ModelCard, dict[str, str]]:
+) -> tuple[Config, ModelConfig, dict[str, str]]:
     """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
     check_system()
     check_names(config)

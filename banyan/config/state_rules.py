@@ -7,7 +7,7 @@ from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
 from banyan.config.speculation import what_branches
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
@@ -18,9 +18,9 @@ _FLAGS = {
 }
 
 
-def check_the_states(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_states(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     cache = config.cache
-    if not card.has_states:
+    if not model_config.has_states:
         for field, flag in _FLAGS.items():
             if getattr(cache, field) != getattr(CacheConfig(), field):
                 log.warning("%s has no effect: no layer of this model keeps a state", flag)
@@ -37,7 +37,7 @@ def check_the_states(config: Config, card: ModelCard, environment: Environment) 
             "what is stored of a prefix is every position, and no state",
         ),
         (
-            config.parallel.is_joined,
+            config.parallel.uses_dp_attention,
             "--enable-dp-attention",
             "layers with states take the rows of one replica",
         ),

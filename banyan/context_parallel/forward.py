@@ -1,4 +1,4 @@
-"""DividedForward: a rank's share of each step through the model, by another Forward.
+"""ContextParallelForward: a rank's share of each step through the model, by another Forward.
 
 Hidden states come back of all shares, so that every rank makes the logits that are wanted.
 """
@@ -9,14 +9,14 @@ import numpy as np
 from torch import Tensor
 
 from banyan.context_parallel.split import Division, divide
-from banyan.dp_attention.joint_batch import DividedBatch
+from banyan.dp_attention.batch import DividedBatch
 from banyan.ops.api import OpTime
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
 from banyan.runner.sampling.sampler import Sampled
 
 
-class DividedForward:
+class ContextParallelForward:
     """Implements `Forward`.
 
     Args:
@@ -40,13 +40,13 @@ class DividedForward:
         self._inner.watch = self.watch
         self._inner.run(division.part)
 
-    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+    def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
         return None
 
     def told(self, number: int) -> None:
         return None
 
-    def hurry(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         """There is nothing to end."""
 
     def left(self, batch: Batch) -> Tensor:

@@ -10,14 +10,16 @@ from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 from banyan.config.speculation import what_branches
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
 _FLAG, _SWITCH = "--attn-cp-size", "--enable-prefill-cp"
 
 
-def check_the_context(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_context(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Before the ranks are counted: how many of them share the heads depends on it."""
     parallel = config.parallel
     if parallel.divides_prompts and parallel.cp == 1 and parallel.tp > 1:
@@ -36,11 +38,11 @@ def check_the_context(config: Config, card: ModelCard, environment: Environment)
     for is_there, other, hint in _others(config):
         if is_there:
             raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)
-    if card.pooling is not None:
+    if model_config.pooling is not None:
         raise ConfigError(
             f"{_FLAG}: prompts of models for vectors are not divided", hint="leave it out"
         )
-    if card.has_states:
+    if model_config.has_states:
         raise ConfigError(
             f"{_FLAG}: layers of this model keep a state, which takes in one token after another",
             hint="leave it out; --tensor-parallel-size cuts them",
@@ -52,7 +54,7 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
     """What it does not go with: whether that is there, its flag, and what to do."""
     parallel, experts = config.parallel, config.experts
     ranks = "use --tensor-parallel-size alone"
-    yield parallel.is_joined, "--enable-dp-attention", "leave one of them out"
+    yield parallel.uses_dp_attention, "--enable-dp-attention", "leave one of them out"
     yield parallel.pp > 1, "--pipeline-parallel-size", ranks
     yield (
         config.model.implementation == "transformers",

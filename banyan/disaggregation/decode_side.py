@@ -20,9 +20,9 @@ from banyan.disaggregation.transfer import End, LoopThread, Outbox, RoomOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseRoom,
+    KVTransferOp,
     RoomFound,
     RoomLost,
-    RoomOrder,
     SeekRoom,
     TakeRoom,
 )
@@ -97,7 +97,7 @@ class TakingRooms:
         """Rooms hold nothing that is looked up."""
         assert not lookups
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             self._thread.call(self._obey, order)
 
@@ -121,7 +121,7 @@ class TakingRooms:
         if failed:
             self._out.tell(CopyResult([], failed))
 
-    def _obey(self, order: RoomOrder) -> None:
+    def _obey(self, order: KVTransferOp) -> None:
         sought = self._sought.get(order.room)
         match order:
             case SeekRoom():

@@ -13,10 +13,10 @@ from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
+    KVTransferOp,
     OpenRoom,
     RoomClosed,
     RoomFound,
-    RoomOrder,
     SeekRoom,
     TakeRoom,
 )
@@ -44,7 +44,7 @@ class FakeRooms:
         """Rooms hold nothing that is looked up."""
         assert not lookups
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             match order:
                 case SeekRoom():

@@ -6,8 +6,8 @@ means something only to those who know the room, whatever the size of their page
 prefix consists of follows from the groups: all of a FULL one, those in reach of the window of a
 WINDOW one, and of a STATE one that behind its last unit.
 
-As with a store (kv_cache/hierarchical_cache.py), pages go once the step that wrote them is complete and their
-bytes are taken in the order of plans, so that nothing is locked meanwhile.
+As with a store (kv_cache/hierarchical_cache.py), pages go once the step that wrote them is
+complete and their bytes are taken in the order of plans, so that nothing is locked meanwhile.
 """
 
 from collections import Counter

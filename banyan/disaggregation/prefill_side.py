@@ -21,9 +21,9 @@ from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
+    KVTransferOp,
     OpenRoom,
     RoomClosed,
-    RoomOrder,
     replica_of,
 )
 from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
@@ -119,7 +119,7 @@ class GivingRooms:
         """Rooms hold nothing that is looked up."""
         assert not lookups
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             self._thread.call(self._obey, order)
 
@@ -149,7 +149,7 @@ class GivingRooms:
                 room.changed.set()
         self._out.tell(CopyResult(ids, failed))
 
-    def _obey(self, order: RoomOrder) -> None:
+    def _obey(self, order: KVTransferOp) -> None:
         match order:
             case OpenRoom():
                 self._gone.pop(order.room, None)

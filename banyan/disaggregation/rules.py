@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.hosts import is_loopback
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 _ENGINES = {
     "mooncake": (
@@ -22,7 +22,9 @@ _ENGINES = {
 _LAST_PORT = (1 << 16) - 1
 
 
-def check_the_handoff(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_handoff(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Pages are handed over by one replica to one replica, and shared like any prefix."""
     handoff, parallel, cache = config.handoff, config.parallel, config.cache
     if not handoff.role:
@@ -42,7 +44,7 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             f"{handoff.port + parallel.dp - 1}",
             hint=f"name a port up to {_LAST_PORT + 1 - parallel.dp}",
         )
-    if handoff.mode == "prefill" and parallel.is_joined and parallel.nodes > 1:
+    if handoff.mode == "prefill" and parallel.uses_dp_attention and parallel.nodes > 1:
         raise ConfigError(
             f"{flag} with --enable-dp-attention and {parallel.nodes_flag} {parallel.nodes}: "
             "prompts are taken from the address of one server, and some replicas are elsewhere",
@@ -54,7 +56,11 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             "from one place at a time",
             hint="leave one of them out",
         )
-    if card.pooling is not None or card.needs_whole_prompts or config.model.is_embedding:
+    if (
+        model_config.pooling is not None
+        or model_config.needs_whole_prompts
+        or config.model.is_embedding
+    ):
         raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
         _check_the_secret(flag, config.server.host, environment)

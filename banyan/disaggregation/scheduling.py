@@ -27,11 +27,11 @@ from banyan.kv_cache.radix_tree import Node
 from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
+    KVTransferEvent,
+    KVTransferOp,
     OpenRoom,
     RoomClosed,
     RoomFound,
-    RoomNews,
-    RoomOrder,
     SeekRoom,
     TakeRoom,
 )
@@ -47,7 +47,7 @@ _DIGEST_BYTES = 32
 class Rooms(Protocol):
     """A server's part in handing sequences over. Requests without a room pass it by."""
 
-    orders: list[RoomOrder]
+    orders: list[KVTransferOp]
     """Outbox towards the mover."""
     late: list[Event]
     """Ends of requests that waited for their rooms, for the front."""
@@ -101,7 +101,7 @@ class Rooms(Protocol):
         """Nobody waits for a request any more that has ended."""
         ...
 
-    def hear(self, news: RoomNews) -> Request | None:
+    def hear(self, news: KVTransferEvent) -> Request | None:
         """Take in what the mover tells; a request that something is to be done about."""
         ...
 
@@ -131,7 +131,7 @@ class Giver:
     """
 
     def __init__(self, cache: KVCache, peers: PeerTier, most_pages: int) -> None:
-        self.orders: list[RoomOrder] = []
+        self.orders: list[KVTransferOp] = []
         self.late: list[Event] = []
         self._cache = cache
         self._peers = peers
@@ -240,7 +240,7 @@ class Giver:
             self._gifts.pop(room, None)
             self.orders.append(CloseRoom(room))
 
-    def hear(self, news: RoomNews) -> Request | None:
+    def hear(self, news: KVTransferEvent) -> Request | None:
         if isinstance(news, RoomClosed):
             self._kept.pop(news.room, None)
             if news.room in self._ends:
@@ -274,7 +274,7 @@ class Taker:
     """Rooms that this server takes sequences from."""
 
     def __init__(self, cache: KVCache, peers: PeerTier, chunk_tokens: int) -> None:
-        self.orders: list[RoomOrder] = []
+        self.orders: list[KVTransferOp] = []
         self.late: list[Event] = []
         self._cache = cache
         self._peers = peers
@@ -347,7 +347,7 @@ class Taker:
     def abandon(self, request_id: RequestId) -> None:
         """Nothing is kept."""
 
-    def hear(self, news: RoomNews) -> Request | None:
+    def hear(self, news: KVTransferEvent) -> Request | None:
         request = self._takers.get(news.room)
         if request is None or request.taking is None or request.taking.has_handoff:
             return None

@@ -13,11 +13,11 @@ from banyan.base.table import Table
 from banyan.disaggregation.carrier import Carrier, Fabric
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.kv_transfer.page_mover import PageMover, Pages
-from banyan.messages.disaggregation import RoomNews
+from banyan.messages.disaggregation import KVTransferEvent
 from banyan.messages.plan import CopyResult, Held
 
 _GRACE_S = 2.0
-End = CopyResult | Held | RoomNews
+End = CopyResult | Held | KVTransferEvent
 
 
 @dataclass(frozen=True)

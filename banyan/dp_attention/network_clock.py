@@ -29,7 +29,8 @@ class FarPeer:
 
     def __init__(self, pair: "zmq.Socket[bytes]") -> None:
         self._pair = pair
-        # As in messages/transport.py: the socket's own descriptor tells of edges, and `say` may swallow
+        # As in messages/transport.py: the socket's own descriptor tells of edges, and `say` may
+        # swallow
         # one, which another descriptor then tells instead.
         self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._has_missed = False

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.base.log import logger
 from banyan.config.schema import Config
-from banyan.engine.worker_spec import ENGINE, Duty
-from banyan.model_config.model_config import ModelCard
+from banyan.engine.process_spec import ENGINE, ProcessSpec
+from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.engine.multi_node import Nodes
@@ -22,7 +22,7 @@ log = logger(__name__)
 
 @dataclass(frozen=True)
 class _Waiting:
-    duty: Duty
+    process_spec: ProcessSpec
     front: str
     on_death: Callable[[str], None]
 
@@ -41,7 +41,7 @@ class FarEngines:
         self._is_closed = False
 
     def start(
-        self, config: Config, card: ModelCard, front: str, on_death: Callable[[str], None]
+        self, config: Config, model_config: ModelConfig, front: str, on_death: Callable[[str], None]
     ) -> None:
         """Start one of them, or the one that takes its place; returns at once. Nodes are told when
         the last replica is known.
@@ -53,8 +53,8 @@ class FarEngines:
         Raises:
             ConfigError: nodes cannot come to this machine.
         """
-        parallel, duty = config.parallel, Duty(ENGINE, config, card, "")
-        self._waiting[parallel.replica] = _Waiting(duty, front, on_death)
+        parallel, process_spec = config.parallel, ProcessSpec(ENGINE, config, model_config, "")
+        self._waiting[parallel.replica] = _Waiting(process_spec, front, on_death)
         if parallel.replica < parallel.dp - 1:
             return
         if self._nodes is None:
@@ -62,7 +62,7 @@ class FarEngines:
             from banyan.engine.multi_node import Nodes, check_secret, own_hello
 
             check_secret(parallel, self._secret)
-            self._nodes = Nodes(parallel, self._secret, own_hello(parallel, card))
+            self._nodes = Nodes(parallel, self._secret, own_hello(parallel, model_config))
         engines, self._waiting = self._waiting, {}
         whole = (self._nodes, engines, self._thread)
         self._thread = threading.Thread(target=self._open, args=whole, name="far engines")
@@ -86,14 +86,14 @@ class FarEngines:
         if before is not None:
             before.join()
             nodes.again()
-        node_of = next(iter(engines.values())).duty.config.parallel.node_of
+        node_of = next(iter(engines.values())).process_spec.config.parallel.node_of
         try:
             nodes.gather(self._check)
         except BanyanError as error:
             died(str(error))
             return
         nodes.start(
-            lambda node: [e.duty for n, e in engines.items() if node_of(n) == node],
+            lambda node: [e.process_spec for n, e in engines.items() if node_of(n) == node],
             fronts={number: engine.front for number, engine in engines.items()},
         )
         nodes.watch(died)

@@ -8,21 +8,23 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
 _FLAG = "--enable-dp-attention"
 
 
-def check_the_joined_replicas(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_joined_replicas(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Before the ranks are counted: one replica has nobody to be joined with."""
     parallel = config.parallel
-    if not parallel.is_joined:
+    if not parallel.uses_dp_attention:
         return config
     if parallel.dp == 1:
         log.debug("set enable-dp-attention=False because there is one replica")
-        return replace(config, parallel=replace(parallel, is_joined=False))
+        return replace(config, parallel=replace(parallel, uses_dp_attention=False))
     if parallel.tp % parallel.dp:
         raise ConfigError(
             f"{_FLAG}: --tensor-parallel-size {parallel.tp} ranks cannot be shared out among "
@@ -55,7 +57,7 @@ def check_the_joined_replicas(config: Config, card: ModelCard, environment: Envi
     ):
         if is_there:
             raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)
-    if card.pooling is not None:
+    if model_config.pooling is not None:
         raise ConfigError(
             f"{_FLAG}: models for vectors are served by replicas that share nothing",
             hint="leave the flag out",
@@ -69,11 +71,13 @@ def check_the_joined_replicas(config: Config, card: ModelCard, environment: Envi
     return config
 
 
-def check_the_dense_blocks(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_dense_blocks(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     wanted = config.parallel.dense_tp
     if not wanted:
         return config
-    if card.experts is None:
+    if model_config.experts is None:
         raise ConfigError(
             f"--moe-dense-tp-size {wanted}: this model has no experts",
             hint="leave the flag out; --tensor-parallel-size cuts its feed-forward blocks",
@@ -95,7 +99,7 @@ def of_replica(config: Config, number: int, meeting: str) -> Config:
             they are on one machine.
     """
     parallel = replace(config.parallel, replica=number)
-    if parallel.is_joined:
+    if parallel.uses_dp_attention:
         place = parallel.meeting if parallel.nodes > 1 else f"file://{meeting}"
         parallel = replace(parallel, meeting=place)
     return replace(config, parallel=parallel)

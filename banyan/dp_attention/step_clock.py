@@ -30,7 +30,7 @@ _MAX_WORD_BYTES = 4096
 _MAX_REASON = 300
 
 
-class Lockstep(Protocol):
+class StepAgreement(Protocol):
     """Asked at every launch; the answer is the same on all replicas."""
 
     def agree(self, load: Load) -> list[Load] | None:
@@ -91,7 +91,7 @@ class LocalPeer:
 
 
 class StepClock:
-    """One replica's end. Satisfies `Lockstep`; used from the thread of the loop.
+    """One replica's end. Satisfies `StepAgreement`; used from the thread of the loop.
 
     Args:
         replica: the number of this one.
@@ -139,7 +139,7 @@ class StepClock:
                     self._hear(number, peer.hear())
 
     def agree(self, load: Load) -> list[Load] | None:
-        """See `Lockstep`.
+        """See `StepAgreement`.
 
         Raises:
             DeviceError: there is work, and one of the others has been told to end.

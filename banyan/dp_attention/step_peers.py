@@ -7,7 +7,7 @@ that are scored, then those of the tokens to sample.
 
 from collections.abc import Iterator
 
-from banyan.dp_attention.joint_batch import JointBatch
+from banyan.dp_attention.batch import DPAttentionBatch
 from banyan.messages.plan import Load
 
 
@@ -18,7 +18,7 @@ class Peers:
         chunk: most tokens of one replica in a round of scores; the same on all of them.
     """
 
-    def __init__(self, joint: JointBatch, chunk: int) -> None:
+    def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
         self._joint = joint
         self._chunk = chunk
         self._loads: list[Load] = []

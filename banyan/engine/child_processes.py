@@ -62,7 +62,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def assign(self, duty: bytes) -> None:
+    def assign(self, process_spec: bytes) -> None:
         """Hand over the duty, once.
 
         Raises:
@@ -70,7 +70,7 @@ class Child:
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(_LENGTH.pack(len(duty)) + duty)
+            self._process.stdin.write(_LENGTH.pack(len(process_spec)) + process_spec)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise DeviceError(self._end_of(self._process.wait())) from None
@@ -131,7 +131,7 @@ class Child:
 def spawn(
     module: str,
     role: str,
-    duty: bytes = b"",
+    process_spec: bytes = b"",
     shared: Sequence[int] = (),
     spare: Process | None = None,
 ) -> Child:
@@ -149,8 +149,8 @@ def spawn(
         command = [sys.executable, "-m", module]
         spare = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
     child = Child(role, spare)
-    if duty:
-        child.assign(duty)
+    if process_spec:
+        child.assign(process_spec)
     return child
 
 
@@ -241,7 +241,7 @@ def _is_abandoned() -> bool:
     return any(events == select.POLLHUP for _, events in news.poll(0))
 
 
-def take_duty() -> bytes:
+def read_process_spec() -> bytes:
     """In a child: wait for the duty, and arrange to die with the parent."""
     follow_parent()
     (length,) = _LENGTH.unpack(_read(0, _LENGTH.size))

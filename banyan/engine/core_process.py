@@ -1,3 +1,4 @@
+# pyright: basic
 """The composition root for one replica: the one file where engine, runner and models meet.
 
 Rank 0 runs engine and runner in one process; the other ranks only take plans and run them.
@@ -28,7 +29,7 @@ from banyan.engine.child_processes import Process
 from banyan.engine.core import EngineCore
 from banyan.engine.core_spec import core_spec
 from banyan.engine.flight_recorder import Recorders
-from banyan.engine.grammar_queue import GrammarDesk
+from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.grammar_setup import open_grammars
 from banyan.engine.kv_events import Publisher
 from banyan.engine.kv_transfer_setup import Served, arrange, mover_of, store_carriers
@@ -44,9 +45,9 @@ from banyan.engine.model_loader import (
     runner_sizes,
 )
 from banyan.engine.multi_node import Nodes, check_secret, own_hello
+from banyan.engine.process_spec import NO_RECORDING, RANK, ProcessSpec
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.step_log import StepLog
-from banyan.engine.worker_spec import NO_RECORDING, RANK, Duty
 from banyan.formats.shards import size_of_weights
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.kv_cache.cache import WEIGHTS_BYTES
@@ -54,12 +55,12 @@ from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.sizing import MemoryPlan
 from banyan.kv_transfer.page_mover import PageMover
 from banyan.lora.namespaces import AdapterNames
-from banyan.lora.pool import AdapterRack, open_rack
+from banyan.lora.pool import LoRAPool, open_lora_pool
 from banyan.lora.scheduling import AdapterRules
 from banyan.messages.control_ops import (
+    ControlOp,
     DropAdapter,
     ForgetDrafts,
-    Order,
     PlaceExperts,
     ReadWeight,
     RecordExperts,
@@ -73,7 +74,7 @@ from banyan.messages.control_ops import (
 from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.moe.balancer import balance_between_steps, open_balancer
 from banyan.moe.expert_mover import ExpertMover
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
@@ -84,7 +85,7 @@ from banyan.parallel.gloo import own_address
 from banyan.parallel.process_group import open_store
 from banyan.pipeline.launcher import Staged
 from banyan.pipeline.runner_stage import Line
-from banyan.runner.control_ops import Carrier, OrderTaker
+from banyan.runner.control_ops import Carrier, ControlOpExecutor
 from banyan.runner.kvstore import KVStore
 from banyan.runner.op_timer import OpMeter
 from banyan.runner.profiler import Profiler
@@ -102,19 +103,19 @@ from banyan.runner.rank_worker import serve_line, serve_rank
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.weights import Holdings
+from banyan.runner.weights import LoadedWeights
 
 if TYPE_CHECKING:
     from banyan.engine.ray_nodes import RayNodes
 
 log = logger(__name__)
 
-_BURST = "schedule.burst"
+_MULTI_STEP = "schedule.burst"
 
 
 def run_engine(
     config: Config,
-    card: ModelCard,
+    model_config: ModelConfig,
     link: Link,
     started: Callable[[EngineLoop], None],
     secret: str = "",
@@ -132,36 +133,36 @@ def run_engine(
     clock = WallClock()
     phases = Phases(clock)
     with ExitStack() as cleanup:
-        ranks = OtherRanks(config, card, secret, spares)
+        ranks = OtherRanks(config, model_config, secret, spares)
         cleanup.push(lambda kind, *_: ranks.close(is_failure=kind is not None))
         phases.done("other ranks")
-        opened = open_model(config, card, 0, ranks.meeting, phases)
+        opened = open_model(config, model_config, 0, ranks.meeting, phases)
         config, settings = opened.config, opened.settings
-        memory = plan_the_memory(card, opened)
-        sizes = runner_sizes(card, opened, memory)
+        memory = plan_the_memory(model_config, opened)
+        sizes = runner_sizes(model_config, opened, memory)
         doors = ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
-        served = _served(config, card, opened, memory.groups)
+        served = _served(config, model_config, opened, memory.groups)
         open_mover = mover_of(served, wake.ring, secret, doors)
-        rack = open_rack(config.lora, opened.model, opened.build, opened.platform.stream)
+        lora_pool = open_lora_pool(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
-            *(_open_drafter(config), opened.draft, rack),
+            *(_open_drafter(config), opened.draft, lora_pool),
         )
         runner.bell = wake.fd
-        config, settings = _settle_the_bursts(config, settings, runner)
+        config, settings = _settle_multi_step(config, settings, runner)
         kernels, marks = opened.kernels, Marks("engine")
         switching = store_carriers(served, runner.mover)
-        obeying = _with_orders(config, card, opened, runner, [marks], rack, switching)
-        launcher = _open_launcher(card, opened, runner, obeying, ranks, wake.ring)
-        balancer = open_balancer(config, card, opened.build, wake.ring)
+        obeying = _with_orders(config, model_config, opened, runner, [marks], lora_pool, switching)
+        launcher = _open_launcher(model_config, opened, runner, obeying, ranks, wake.ring)
+        balancer = open_balancer(config, model_config, opened.build, wake.ring)
         del opened, served  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
-        first, laid_out = (rack.first, rack.laid_out_bytes) if rack else ((), 0)
-        spec = core_spec(config, card, memory, first, are_laid_out=laid_out > 0)
+        first, laid_out = (lora_pool.first, lora_pool.laid_out_bytes) if lora_pool else ((), 0)
+        spec = core_spec(config, model_config, memory, first, are_laid_out=laid_out > 0)
         recorders = Recorders(config.observe, spec, recording, cleanup)
-        grammars = open_grammars(config, card, wake.ring)
+        grammars = open_grammars(config, model_config, wake.ring)
         desk = _desk_of(grammars, cleanup)
         step_clock = _step_clock(config.parallel, ranks.meeting, secret)
         tells = kv_events(config.observe) is not None
@@ -181,7 +182,7 @@ def run_engine(
             step_clock=step_clock,
             publisher=_publisher(config, core, cleanup),
             crashes_on_nan=config.schedule.crashes_on_nan,
-            hurry=runner.hurry if config.schedule.burst > 1 else None,
+            interrupt=runner.interrupt if config.schedule.multi_step > 1 else None,
             so_far=runner.told,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
@@ -190,15 +191,15 @@ def run_engine(
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        weights = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
+        weights = 0 if config.model.load_format == "dummy" else size_of_weights(model_config.path)
         loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
 
 
 def _open_launcher(
-    card: ModelCard,
+    model_config: ModelConfig,
     opened: OpenModel,
     runner: ModelRunner,
-    obeying: OrderTaker,
+    obeying: ControlOpExecutor,
     ranks: "OtherRanks",
     wake: Callable[[], None],
 ) -> Launcher:
@@ -206,7 +207,7 @@ def _open_launcher(
     parallel = opened.config.parallel
     if parallel.pp > 1:
         tell = _sender(ranks.send_turn, runner.mover)
-        return Staged(_line(card, opened, runner, obeying), wake, tell)
+        return Staged(_line(model_config, opened, runner, obeying), wake, tell)
     is_async = opened.platform.traits.async_launch
     threaded = Threaded(obeying, wake, is_async, runner.home.stay, runner.ring_next)
     if parallel.world == 1:
@@ -214,12 +215,14 @@ def _open_launcher(
     return Fanout(threaded, _sender(ranks.send_plan, runner.mover))
 
 
-def _line(card: ModelCard, opened: OpenModel, runner: ModelRunner, obeying: OrderTaker) -> Line:
+def _line(
+    model_config: ModelConfig, opened: OpenModel, runner: ModelRunner, obeying: ControlOpExecutor
+) -> Line:
     """This rank's place among stages."""
     build = opened.build
     like = torch.empty(0, dtype=build.dtype, device=build.device)
     groups = build.groups
-    return Line(runner, obeying, groups.stages, groups.world, like, card.hidden_size)
+    return Line(runner, obeying, groups.stages, groups.world, like, model_config.hidden_size)
 
 
 Sent = TypeVar("Sent", StepPlan, StepPlan | None)
@@ -238,7 +241,7 @@ def _sender(send: Callable[[Sent], None], mover: PageMover | None) -> Callable[[
     return send_after
 
 
-def _settle_the_bursts(
+def _settle_multi_step(
     config: Config, settings: dict[str, object], runner: ModelRunner
 ) -> tuple[Config, dict[str, object]]:
     """One step to a plan where this runner cannot have several; ConfigError where those were asked
@@ -247,24 +250,24 @@ def _settle_the_bursts(
     Args:
         settings: what the device has decided.
     """
-    burst = config.schedule.burst
-    if burst == 1 or runner.abilities.bursts:
+    multi_step = config.schedule.multi_step
+    if multi_step == 1 or runner.abilities.multi_steps:
         return config, settings
-    if _BURST not in settings:
+    if _MULTI_STEP not in settings:
         raise ConfigError(
-            f"--num-continuous-decode-steps {burst}: steps are {runner.how} here, and only "
+            f"--num-continuous-decode-steps {multi_step}: steps are {runner.how} here, and only "
             "recorded ones can follow each other by themselves",
             hint="leave the flag out",
         )
     log.debug("set burst=1 because steps are %s here", runner.how)
-    return with_settings(config, {_BURST: 1}), settings | {_BURST: 1}
+    return with_settings(config, {_MULTI_STEP: 1}), settings | {_MULTI_STEP: 1}
 
 
-def _desk_of(grammars: GrammarCompiler | None, cleanup: ExitStack) -> GrammarDesk | None:
+def _desk_of(grammars: GrammarCompiler | None, cleanup: ExitStack) -> GrammarQueue | None:
     if grammars is None:
         return None
     cleanup.callback(grammars.close)
-    return GrammarDesk(grammars)
+    return GrammarQueue(grammars)
 
 
 def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publisher | None:
@@ -281,22 +284,22 @@ def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publishe
 
 
 def _served(
-    config: Config, card: ModelCard, opened: OpenModel, pools: Sequence[CacheGroup]
+    config: Config, model_config: ModelConfig, opened: OpenModel, pools: Sequence[CacheGroup]
 ) -> Served:
     """What the bytes of this replica's pages depend on."""
-    groups = groups_of(card, opened)
-    return Served(config, card, opened.platform, opened.build, groups, pools, opened.draft)
+    groups = groups_of(model_config, opened)
+    return Served(config, model_config, opened.platform, opened.build, groups, pools, opened.draft)
 
 
 def _with_orders(
     config: Config,
-    card: ModelCard,
+    model_config: ModelConfig,
     opened: OpenModel,
     runner: ModelRunner,
     marks: list[Marks],
-    rack: AdapterRack | None,
-    more: Mapping[type[Order], Carrier],
-) -> OrderTaker:
+    lora_pool: LoRAPool | None,
+    more: Mapping[type[ControlOp], Carrier],
+) -> ControlOpExecutor:
     """The runner of one rank, and what carries out the orders that it gets.
 
     Args:
@@ -307,44 +310,44 @@ def _with_orders(
     rank = opened.build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
     profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
-    holdings = Holdings(
-        *(config.model, card, opened.build, runner),
+    loaded_weights = LoadedWeights(
+        *(config.model, model_config, opened.build, runner),
         may_release=config.device.memory_saver,
         offload=opened.offload,
     )
-    carriers: dict[type[Order], Carrier] = {
+    carriers: dict[type[ControlOp], Carrier] = {
         **more,
-        TakeWeights: holdings.prepare_take,
-        ReleaseMemory: holdings.prepare_release,
-        ResumeMemory: holdings.prepare_resume,
-        ReadWeight: holdings.prepare_read,
+        TakeWeights: loaded_weights.prepare_take,
+        ReleaseMemory: loaded_weights.prepare_release,
+        ResumeMemory: loaded_weights.prepare_resume,
+        ReadWeight: loaded_weights.prepare_read,
         StartProfile: profiler.prepare_start,
         StopProfile: profiler.prepare_stop,
     }
     record = open_expert_record(
-        config.experts, card, opened.build, name, config.observe.step_log_interval
+        config.experts, model_config, opened.build, name, config.observe.step_log_interval
     )
     carriers[RecordExperts] = prepare_nothing if record is None else record.prepare
     if not config.experts.recorder:
         carriers[RecordExperts] = refuse_to_record
     if opened.build.places is not None:
         carriers[PlaceExperts] = ExpertMover(opened.build, lambda: runner.model).prepare
-        balance_between_steps(config, card, opened.build, lambda: runner.model)
+        balance_between_steps(config, model_config, opened.build, lambda: runner.model)
     if runner.drafting is not None:
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
-    if rack is not None:
-        carriers |= {TakeAdapter: rack.prepare_take, DropAdapter: rack.prepare_drop}
-        carriers[TakeWeights] = rack.beside(holdings.prepare_take)
-    return OrderTaker(
+    if lora_pool is not None:
+        carriers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
+        carriers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+    return ControlOpExecutor(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
 
 
-def open_meter(config: Config, card: ModelCard) -> OpMeter:
+def open_meter(config: Config, model_config: ModelConfig) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
-    opened = open_model(config, card, 0, "", Phases(WallClock()))
-    memory = plan_the_memory(card, opened)
-    sizes = runner_sizes(card, opened, memory)
+    opened = open_model(config, model_config, 0, "", Phases(WallClock()))
+    memory = plan_the_memory(model_config, opened)
+    sizes = runner_sizes(model_config, opened, memory)
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
@@ -359,24 +362,26 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     )
 
 
-def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
+def run_rank(
+    config: Config, model_config: ModelConfig, rank: int, address: str, mesh_address: str
+) -> None:
     """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
-    opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
-    agree_on_memory(card, opened)
+    opened = open_model(config, model_config, rank, mesh_address, Phases(WallClock()))
+    agree_on_memory(model_config, opened)
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     stream = opened.platform.stream
-    rack = open_rack(opened.config.lora, opened.model, opened.build, stream)
+    lora_pool = open_lora_pool(opened.config.lora, opened.model, opened.build, stream)
     telling = _telling(opened.config, sizes, rank, address)
     runner = ModelRunner(
         *(opened.model, opened.build, sizes, opened.platform, telling),
-        *(_open_drafter(opened.config), opened.draft, rack),
+        *(_open_drafter(opened.config), opened.draft, lora_pool),
     )
-    switching = store_carriers(_served(opened.config, card, opened, ()), None)
-    obeying = _with_orders(opened.config, card, opened, runner, [], rack, switching)
-    line = _line(card, opened, runner, obeying) if config.parallel.pp > 1 else None
+    switching = store_carriers(_served(opened.config, model_config, opened, ()), None)
+    obeying = _with_orders(opened.config, model_config, opened, runner, [], lora_pool, switching)
+    line = _line(model_config, opened, runner, obeying) if config.parallel.pp > 1 else None
     del opened  # as on rank 0
     codec = plan_codec()
 
@@ -411,7 +416,7 @@ class OtherRanks:
     """Ranks 1, 2 … of a replica, as rank 0 sees them: on this machine, and on other nodes."""
 
     def __init__(
-        self, config: Config, card: ModelCard, secret: str, spares: Sequence[Process] = ()
+        self, config: Config, model_config: ModelConfig, secret: str, spares: Sequence[Process] = ()
     ) -> None:
         parallel = config.parallel
         self._codec = plan_codec()
@@ -419,10 +424,10 @@ class OtherRanks:
         self._nodes: Nodes | None = None
         self._ray: RayNodes | None = None
         self._remote: list[int] = []
-        self.meeting = parallel.ranks_meet if parallel.is_joined else ""
+        self.meeting = parallel.ranks_meet if parallel.uses_dp_attention else ""
         if parallel.world == 1:
             return
-        duty = Duty(RANK, config, card, "")
+        process_spec = ProcessSpec(RANK, config, model_config, "")
         with ExitStack() as undo:
             undo.callback(self.close)
             if parallel.by_ray:
@@ -431,17 +436,19 @@ class OtherRanks:
             if parallel.rank_nodes > 1:
                 check_secret(parallel, secret)
                 self.meeting = parallel.ranks_meet
-                self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
+                self._nodes = Nodes(parallel, secret, own_hello(parallel, model_config))
                 self._remote = list(range(parallel.local_world, parallel.world))
                 if self._ray is None:
                     self._nodes.gather()
                 else:
-                    self._ray.start(duty)
+                    self._ray.start(process_spec)
                     self._nodes.gather(self._ray.check)
-            self._local = LocalRanks(range(1, parallel.local_world), duty, self.meeting, spares)
+            self._local = LocalRanks(
+                range(1, parallel.local_world), process_spec, self.meeting, spares
+            )
             self.meeting = self._local.meeting
             if self._nodes is not None:
-                self._nodes.start(lambda _: [duty], self.meeting)
+                self._nodes.start(lambda _: [process_spec], self.meeting)
             undo.pop_all()
 
     def watch(self, on_death: Callable[[str], None]) -> None:
@@ -511,7 +518,7 @@ def _ray_nodes(parallel: ParallelConfig) -> "RayNodes":
 
 def _step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> StepClock | None:
     """What joined replicas agree by; None for one by itself."""
-    if not parallel.is_joined:
+    if not parallel.uses_dp_attention:
         return None
     mine, limit_s = (parallel.replica, parallel.dp), parallel.meet_timeout_s
     if parallel.nodes == 1:

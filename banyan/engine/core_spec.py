@@ -10,7 +10,7 @@ import msgspec
 from banyan.base.errors import CapacityError
 from banyan.config.hicache import can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config, LoraConfig
-from banyan.dp_attention.step_clock import Lockstep
+from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import EngineCore, Recorder
 from banyan.grammar.base import GrammarFactory
 from banyan.kv_cache.cache import KVCache
@@ -20,7 +20,7 @@ from banyan.kv_cache.hierarchical_cache import StoreRules
 from banyan.kv_cache.sizing import MIB, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.queue_order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     def build(
         self,
         grammars: GrammarFactory | None = None,
-        lockstep: Lockstep | None = None,
+        lockstep: StepAgreement | None = None,
         recorder: Recorder | None = None,
         tells: bool = False,
     ) -> EngineCore:
@@ -76,7 +76,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def core_spec(
     config: Config,
-    card: ModelCard,
+    model_config: ModelConfig,
     memory: MemoryPlan,
     loads: Sequence[tuple[str, int]] = (),
     are_laid_out: bool = False,
@@ -118,7 +118,7 @@ def core_spec(
                 refuse_when_off=schedule.refuse_priorities,
                 max_wait_s=schedule.max_wait_s,
             ),
-            whole_prompts=card.needs_whole_prompts or not is_chunked,
+            whole_prompts=model_config.needs_whole_prompts or not is_chunked,
             max_prompts=schedule.prefill_requests,
             growth=Growth(
                 start=schedule.new_token_ratio,
@@ -127,14 +127,14 @@ def core_spec(
                 retract_steps=schedule.retract_steps,
                 clip_tokens=schedule.clip_new_tokens,
             ),
-            burst=schedule.burst or 1,
+            multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,
         eviction_numbers=config.cache.eviction_numbers,
-        share=not (config.cache.disable_radix or card.needs_whole_prompts),
-        store=_store_rules(config.cache, memory) if can_have_store(config, card) else None,
+        share=not (config.cache.disable_radix or model_config.needs_whole_prompts),
+        store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
     )

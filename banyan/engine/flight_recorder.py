@@ -19,7 +19,7 @@ from banyan.engine.core import CoreInput, EngineCore, Recorder
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HALF, HEAD, RING_MAGIC, half_bytes, mapped
 from banyan.engine.journal import Began, Journal, Records
-from banyan.engine.worker_spec import NO_RECORDING
+from banyan.engine.process_spec import NO_RECORDING
 from banyan.messages.plan import Load, StepPlan, StepResult
 
 log = logger(__name__)

@@ -1,5 +1,5 @@
-"""The bytes of a flight recorder (engine/flight_recorder.py): memory that an engine and its server share,
-and what is read from it. Knows no records, only where each begins.
+"""The bytes of a flight recorder (engine/flight_recorder.py): memory that an engine and its
+server share, and what is read from it. Knows no records, only where each begins.
 
 Layout: magic, then two halves of equal size. Each: uint64 number (0 = not valid; the larger one is
 the newer), uint64 whether it goes on where the other one ends, then records as in a journal.

@@ -1,4 +1,4 @@
-"""GrammarDesk: where requests wait until their constraint is compiled, before the core hears of
+"""GrammarQueue: where requests wait until their constraint is compiled, before the core hears of
 them. Others pass by; decisions and the journal never see the waiting.
 """
 
@@ -13,7 +13,7 @@ from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate, Message
 
 
-class GrammarDesk:
+class GrammarQueue:
     """Stands between the front and the core.
 
     Args:

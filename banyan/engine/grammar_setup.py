@@ -9,11 +9,11 @@ from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.worker_pool import GrammarLimits
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 
 def open_grammars(
-    config: Config, card: ModelCard, wake: Callable[[], None] = lambda: None
+    config: Config, model_config: ModelConfig, wake: Callable[[], None] = lambda: None
 ) -> GrammarCompiler | None:
     """None where constraints are not served; reads the tokenizer only when the first one comes."""
     grammar = config.grammar
@@ -26,7 +26,7 @@ def open_grammars(
         tokenizer = load_tokenizer(config.model.tokenizer_path)
         pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
         vocabulary = vocabulary_of(
-            pieces.__getitem__, tokenizer.vocab_size, card.vocab_size, ends, special
+            pieces.__getitem__, tokenizer.vocab_size, model_config.vocab_size, ends, special
         )
         return vocabulary, lambda text: tokenizer.encode(text, False)
 

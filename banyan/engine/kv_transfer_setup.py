@@ -25,10 +25,10 @@ from banyan.kv_transfer.page_mover import Mover, PageMover
 from banyan.kv_transfer.store import STORES, Store, StoreOptions
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup
-from banyan.messages.control_ops import AttachStore, DetachStore, Order
+from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
 from banyan.model_config.draft_model import draft_of
 from banyan.model_config.kv_scales import read_kv_scales
-from banyan.model_config.model_config import STATE, ModelCard
+from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
@@ -74,7 +74,7 @@ class Served:
     """
 
     config: Config
-    card: ModelCard
+    model_config: ModelConfig
     platform: Platform
     build: Build
     groups: tuple[PageGroup, ...]
@@ -90,23 +90,23 @@ class Served:
         ranks = self.build.groups.attention.size
         return (
             *(*self.weight_facts(), self.config.parallel.tp, self.config.parallel.pp),
-            [read_kv_scales(self.config, self.card, rank) for rank in range(ranks)],
+            [read_kv_scales(self.config, self.model_config, rank) for rank in range(ranks)],
         )
 
     def shared_facts(self) -> tuple[object, ...]:
         """As `model_facts`, where pages are cut for other ranks: those that scale their numbers
         alike count as one."""
         scales = [
-            read_kv_scales(self.config, self.card, rank)
+            read_kv_scales(self.config, self.model_config, rank)
             for rank in range(self.build.groups.attention.size)
         ]
         return (*self.weight_facts(), scales[:1] if all(s == scales[0] for s in scales) else scales)
 
     def weight_facts(self) -> tuple[object, ...]:
         model = self.config.model
-        files = [] if model.load_format == "dummy" else files_of_weights(self.card.path)
+        files = [] if model.load_format == "dummy" else files_of_weights(self.model_config.path)
         return (
-            *(replace(self.card, path=""), digest_of_files(files)),
+            *(replace(self.model_config, path=""), digest_of_files(files)),
             *(model.revision, model.load_format, model.implementation),
             *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
             *(model.hooks, model.dump_input if model.injects else ""),
@@ -117,7 +117,7 @@ class Served:
         """Of what computes: other code, or other kernels, may compute other bytes."""
         device = self.config.device
         choices = cast(BoundOps, self.build.ops).choices
-        unused = ON_PAGES if self.card.latent is not None else ON_LATENTS
+        unused = ON_PAGES if self.model_config.latent is not None else ON_LATENTS
         return (
             *(digest_of_code(_NUMERIC_ROOMS), torch.__version__),
             *(sorted(self.traits.features), device.isa, device.exact_head),
@@ -140,11 +140,11 @@ class Served:
         """Of a draft model's part of a page."""
         if self.draft is None:
             return ()
-        card, model = self.draft.model.card, draft_of(self.config)
-        files = [] if model.load_format == "dummy" else files_of_weights(card.path)
+        model_config, model = self.draft.model.model_config, draft_of(self.config)
+        files = [] if model.load_format == "dummy" else files_of_weights(model_config.path)
         choices = cast(BoundOps, self.draft.build.ops).choices
         return (
-            *(replace(card, path=""), digest_of_files(files), model.load_format),
+            *(replace(model_config, path=""), digest_of_files(files), model.load_format),
             *(model.quantization, [(choice.label, choice.kernel) for choice in choices]),
         )
 
@@ -170,7 +170,7 @@ def mover_of(
     _check_the_device(config, served.traits)
     if config.handoff.role:
         return _rooms_of(served, wake, secret, doors)
-    if not can_have_store(config, served.card):
+    if not can_have_store(config, served.model_config):
         return None
     return _store_of(served, wake, doors)
 
@@ -241,14 +241,14 @@ def _check_the_pages(served: Served, flag: str) -> None:
         )
 
 
-def store_carriers(served: Served, mover: PageMover | None) -> dict[type[Order], Carrier]:
+def store_carriers(served: Served, mover: PageMover | None) -> dict[type[ControlOp], Carrier]:
     """What attaches a store to one rank of a replica and detaches it; nothing where none can be.
 
     Args:
         mover: of rank 0.
     """
     config, rank = served.config, served.build.groups.world.rank
-    if not can_have_store(config, served.card):
+    if not can_have_store(config, served.model_config):
         return {}
     if rank:
         return {AttachStore: prepare_beside, DetachStore: prepare_beside}
@@ -348,7 +348,7 @@ def _rooms_of(
             **served.page_facts(),
             "transfer backend": handoff.transfer,
         },
-        vocab_size=served.card.vocab_size,
+        vocab_size=served.model_config.vocab_size,
         lease_s=handoff.lease_s,
         patience_s=handoff.patience_s,
         fabric=lambda: _fabric_of(served),

@@ -1,3 +1,4 @@
+# pyright: basic
 """The first part of the composition root for one replica: the device, ranks and weights, and how
 memory is divided before anything runs. `engine/core_process.py` puts engine and runner on it.
 """
@@ -16,18 +17,18 @@ from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
-from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
+from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch, what_branches
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
 from banyan.layers.side_stream import Lane
-from banyan.lora.pool import open_seats
+from banyan.lora.pool import open_lora_targets
 from banyan.lora.targets import Stacked
-from banyan.model_config.draft_model import card_of_the_draft, draft_of
+from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
-from banyan.model_config.model_config import STATE, ModelCard
+from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.base import Model
 from banyan.moe.dispatch_check import check_the_sending, exchanged_tokens, fused_mode
 from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
@@ -106,7 +107,7 @@ class OpenModel:
 
 
 def open_model(
-    config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
+    config: Config, model_config: ModelConfig, rank: int, mesh_address: str, phases: Phases
 ) -> OpenModel:
     """Open the device, meet the other ranks, load this rank's share of the weights."""
     parallel = config.parallel
@@ -116,8 +117,8 @@ def open_model(
     traits = platform.traits
     if not traits.is_host:
         complete_torch()
-    _check_the_device(config, card, traits)
-    config, origins = settle(config, platform.defaults(card))
+    _check_the_device(config, model_config, traits)
+    config, origins = settle(config, platform.defaults(model_config))
     sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
     threads = config.parallel.threads or max(1, traits.cores // sharers)
     device = platform.open(_number_of(config, traits, place), threads)
@@ -125,7 +126,7 @@ def open_model(
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
     toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
-    ops = _bind(config, card, traits, device, toolkit)
+    ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
     groups = open_groups(
@@ -135,44 +136,44 @@ def open_model(
         is_crowded=threads * sharers > traits.cores,
         are_experts_apart=parallel.ep > 1,
         stages=parallel.pp,
-        replica=parallel.replica if parallel.is_joined else 0,
-        replicas=parallel.dp if parallel.is_joined else 1,
+        replica=parallel.replica if parallel.uses_dp_attention else 0,
+        replicas=parallel.dp if parallel.uses_dp_attention else 1,
         are_heads_apart=parallel.are_heads_apart,
         is_dense_whole=parallel.dense_tp == 1,
         shares=parallel.cp,
         split=parallel.cp_split,
-        slot_bytes=slot_bytes(config, card),
+        slot_bytes=slot_bytes(config, model_config),
         has_exchange=bool(exchanged),
     )
-    if parallel.world > 1 or parallel.is_joined:
+    if parallel.world > 1 or parallel.uses_dp_attention:
         phases.done("meeting")
-    units = read_kv_scales(config, card, groups.attention.rank)
+    units = read_kv_scales(config, model_config, groups.attention.rank)
     is_rounded = config.model.cpu_activations != "fp32" and (
-        config.model.rounds or not card.stores_floats
+        config.model.rounds or not model_config.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
     stacked = Stacked(dtype, device)
-    seats = open_seats(config.lora, traits, is_rounded, keeps_parts, stacked)
-    watch = open_expert_watch(config, card, groups, traits, ops.recorder)
-    places = open_expert_map(config, card, groups, traits)
+    lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
+    watch = open_expert_watch(config, model_config, groups, traits, ops.recorder)
+    places = open_expert_map(config, model_config, groups, traits)
     sends = sends_rows(config)
-    beside = (units, seats, watch, places, sends, exchanged, bool(fused_mode(config)))
-    build = Build(ops, groups, dtype, device, *beside, _lane(config, card, platform))
+    beside = (units, lora_targets, watch, places, sends, exchanged, bool(fused_mode(config)))
+    build = Build(ops, groups, dtype, device, *beside, _lane(config, model_config, platform))
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
             hint="leave it out",
         )
-    if card.format == "gguf" and not traits.is_host:
+    if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"but those of {kept}" if kept else "all of them"
         log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
-    model = load_weights(config.model, card, build, offload)
+    model = load_weights(config.model, model_config, build, offload)
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:
             toolkit = _open_toolkit(config, draft_of(config), traits, threads)
-        draft = _open_draft(config, card, traits, model, build, toolkit)
+        draft = _open_draft(config, model_config, traits, model, build, toolkit)
     gc.collect()
     gc.freeze()  # the model's objects live long: never walk them again
     give_back()
@@ -182,12 +183,12 @@ def open_model(
     return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
 
 
-def _lane(config: Config, card: ModelCard, platform: Platform) -> Lane | None:
+def _lane(config: Config, model_config: ModelConfig, platform: Platform) -> Lane | None:
     """Where shared experts run beside the others; None where they run before them."""
     if not config.experts.has_lane:
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
-    if card.experts is None or not card.experts.shared_inner:
+    if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no experts that every token goes through"
     if not why:
         return platform.lane()
@@ -197,7 +198,7 @@ def _lane(config: Config, card: ModelCard, platform: Platform) -> Lane | None:
 
 def _open_draft(
     config: Config,
-    served: ModelCard,
+    served: ModelConfig,
     traits: Traits,
     target: Model,
     build: Build,
@@ -206,30 +207,32 @@ def _open_draft(
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
     is_ahead = config.speculative.is_ahead
-    card = served if is_ahead else card_of_the_draft(config.speculative, model, served)
-    ops = _bind(config, card, traits, build.device, toolkit)
+    model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
+    ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.joint is not None:  # other replicas may have nothing to draft for
         apart = build.groups.of_one_replica()
         mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
     if is_ahead:
-        log.info("draft layer=%d", card.num_layers)
-        ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)
+        log.info("draft layer=%d", model_config.num_layers)
+        ahead = load_the_ahead(model, model_config, target, mine, config.cache.page_size)
         return DraftModel(ahead, mine, ahead)
     if config.speculative.is_eagle:
-        log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
-        eagle = load_the_eagle(model, card, target, mine, config.cache.page_size, config.model)
+        log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
+        eagle = load_the_eagle(
+            model, model_config, target, mine, config.cache.page_size, config.model
+        )
         return DraftModel(eagle, mine, eagle)
-    log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
+    log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
     if config.speculative.is_block:
-        blocks = load_the_blocks(model, card, target, mine)
+        blocks = load_the_blocks(model, model_config, target, mine)
         return DraftModel(blocks, mine, blocks=blocks)
-    return DraftModel(load_weights(model, card, mine), mine)
+    return DraftModel(load_weights(model, model_config, mine), mine)
 
 
 def _open_toolkit(
-    config: Config, model: ModelConfig, traits: Traits, threads: int, is_offloaded: bool = False
+    config: Config, model: LoadConfig, traits: Traits, threads: int, is_offloaded: bool = False
 ) -> Toolkit:
     """What the kernels of one model share, as the flags about them wish."""
     wishes = {
@@ -243,7 +246,11 @@ def _open_toolkit(
 
 
 def _bind(
-    config: Config, card: ModelCard, traits: Traits, device: torch.device, toolkit: Toolkit
+    config: Config,
+    model_config: ModelConfig,
+    traits: Traits,
+    device: torch.device,
+    toolkit: Toolkit,
 ) -> Ops:
     """The kernels of one model on this rank."""
     return bind(
@@ -251,7 +258,7 @@ def _bind(
         device,
         _DTYPES[config.model.activation_dtype],
         traits.features,
-        card.head_dim,
+        model_config.head_dim,
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
@@ -261,12 +268,14 @@ def _bind(
     )
 
 
-def groups_of(card: ModelCard, opened: OpenModel) -> tuple[PageGroup, ...]:
+def groups_of(model_config: ModelConfig, opened: OpenModel) -> tuple[PageGroup, ...]:
     draft = () if opened.draft is None else opened.draft.model.caches
-    return align_groups(card, group_caches(numbered_through([opened.model.caches, draft])))
+    return align_groups(model_config, group_caches(numbered_through([opened.model.caches, draft])))
 
 
-def agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
+def agree_on_memory(
+    model_config: ModelConfig, opened: OpenModel
+) -> tuple[Memory, list[GroupBytes]]:
     """What the rank with least memory has, once all of them have loaded their weights, and the
     most that a page of each group takes on any of them: a plan is carried out by every rank. All
     ranks must call this."""
@@ -274,7 +283,7 @@ def agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[Gr
     page_size = opened.config.cache.page_size
     groups = [
         GroupBytes(group.kind, group.page_bytes(page_size), group.window)
-        for group in groups_of(card, opened)
+        for group in groups_of(model_config, opened)
     ]
     if world.size == 1:
         return mine, groups
@@ -287,23 +296,23 @@ def agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[Gr
     return Memory(total, free, -ours), agreed
 
 
-def plan_the_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
+def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
     config = opened.config
-    found, groups = agree_on_memory(card, opened)
+    found, groups = agree_on_memory(model_config, opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
     sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
     # What states were after tokens that may not stand.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
     running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
-    trails = draft_room_of(config, running) * state_bytes
+    rollback_checkpoints = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
         config.schedule,
-        context_length=config.model.context_length or card.context_length,
+        context_length=config.model.context_length or model_config.context_length,
         groups=groups,
-        process_bytes=found.ours_bytes + trails,
+        process_bytes=found.ours_bytes + rollback_checkpoints,
         total_bytes=found.total_bytes // sharers,
-        free_bytes=max(0, found.free_bytes // sharers - trails),
+        free_bytes=max(0, found.free_bytes // sharers - rollback_checkpoints),
     )
 
 
@@ -312,7 +321,7 @@ def draft_room_of(config: Config, running: int) -> int:
     return min(DRAFT_ROOM, running * config.speculative.drafts)
 
 
-def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
@@ -323,7 +332,7 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         max_length=memory.max_request_tokens,
         groups=tuple(
             GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
-            for declared, group in zip(groups_of(card, opened), memory.groups, strict=True)
+            for declared, group in zip(groups_of(model_config, opened), memory.groups, strict=True)
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
@@ -332,19 +341,19 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         draft_room=draft_room,
         verified=config.speculative.num_tokens if config.speculative.drafts else 0,
         shares_pages=config.parallel.world > 1
-        and (bool(config.handoff.role) or can_have_store(config, card)),
-        burst=config.schedule.burst,
+        and (bool(config.handoff.role) or can_have_store(config, model_config)),
+        multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
 
-def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
+def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits) -> None:
     """Refuse what only some devices do, on others."""
     parallel = config.parallel
     if config.speculative.drafts and not traits.is_host:
-        check_drafts(config.speculative, traits, card)
-    if parallel.is_joined and not traits.shares_steps:
+        check_drafts(config.speculative, traits, model_config)
+    if parallel.uses_dp_attention and not traits.shares_steps:
         raise ConfigError(
             "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
             f"only, this is {traits.name}",
@@ -357,13 +366,13 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
-        check_the_sending(config, card, traits)
-    check_the_rounding(config.model.quantization, card, traits)
+        check_the_sending(config, model_config, traits)
+    check_the_rounding(config.model.quantization, model_config, traits)
 
 
-def check_the_rounding(quantization: str, card: ModelCard, traits: Traits) -> None:
+def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Traits) -> None:
     """ConfigError where float weights of a model are to be rounded and some would not be."""
-    if quantization and card.experts is not None and not traits.is_host:
+    if quantization and model_config.experts is not None and not traits.is_host:
         raise ConfigError(
             f"--quantization {quantization}: experts are rounded on CPUs only, this is "
             f"{traits.name}",
@@ -372,7 +381,7 @@ def check_the_rounding(quantization: str, card: ModelCard, traits: Traits) -> No
 
 
 def check_drafts(
-    speculative: SpeculativeConfig, traits: Traits, card: ModelCard | None = None
+    speculative: SpeculativeConfig, traits: Traits, model_config: ModelConfig | None = None
 ) -> None:
     """Refuse what a device that is not the host cannot draft or verify; card: of the model."""
     if not traits.verified:
@@ -392,7 +401,7 @@ def check_drafts(
             "that read each other are read on the host alone",
             hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
         )
-    if card is not None and card.has_states:
+    if model_config is not None and model_config.has_states:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
             "model keep a state, which goes back behind drafts that do not stand on the host alone",

@@ -29,11 +29,11 @@ from banyan.base.log import logger, printable
 from banyan.base.version import own_version
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_engines import LocalEngines, frames_of, poll_along
+from banyan.engine.process_spec import ENGINE, ProcessSpec
 from banyan.engine.ranks import LocalRanks
-from banyan.engine.worker_spec import ENGINE, Duty
 from banyan.messages.frames import FrameSocket
 from banyan.messages.wire import MAX_FRAME_BYTES
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
@@ -99,12 +99,12 @@ def ranks_of(parallel: ParallelConfig, node: int) -> range:
     return range(node * share, (node + 1) * share)
 
 
-def fingerprint(card: ModelCard) -> str:
+def fingerprint(model_config: ModelConfig) -> str:
     """The same for the same model with the same weights, wherever they lie. Reads the facts, and
     the sizes and a sample of the files."""
-    facts = asdict(replace(card, path=""))
+    facts = asdict(replace(model_config, path=""))
     digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted"))
-    path = Path(card.path)
+    path = Path(model_config.path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     for file in files:
         size = file.stat().st_size
@@ -116,10 +116,10 @@ def fingerprint(card: ModelCard) -> str:
     return digest.hexdigest()
 
 
-def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
+def own_hello(parallel: ParallelConfig, model_config: ModelConfig) -> Hello:
     layout = (parallel.node, parallel.nodes, parallel.tp, parallel.pp)
-    joined = parallel.dp if parallel.is_joined else 1
-    return Hello(*layout, own_version(), fingerprint(card), parallel.cp, joined)
+    joined = parallel.dp if parallel.uses_dp_attention else 1
+    return Hello(*layout, own_version(), fingerprint(model_config), parallel.cp, joined)
 
 
 def keys_of(secret: str, who: str) -> tuple[bytes, bytes]:
@@ -257,7 +257,7 @@ class Nodes:
 
     def start(
         self,
-        duties_of: Callable[[int], Sequence[Duty]],
+        duties_of: Callable[[int], Sequence[ProcessSpec]],
         meeting: str = "",
         fronts: Mapping[int, str] = {},
     ) -> None:
@@ -463,8 +463,12 @@ def serve_node(
             with Leader(parallel.meeting, secret) as leader:
                 duties, meeting = _meet(leader, parallel, mine)
                 duties = [
-                    replace(duty, card=replace(duty.card, path=own_path), secret=secret)
-                    for duty in duties
+                    replace(
+                        process_spec,
+                        model_config=replace(process_spec.model_config, path=own_path),
+                        secret=secret,
+                    )
+                    for process_spec in duties
                 ]
                 if duties[0].role == ENGINE:
                     kept: Kept = LocalEngines(duties)
@@ -478,7 +482,7 @@ def serve_node(
             log.warning("%s: the node comes again", gone)
 
 
-def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[Duty], str]:
+def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[ProcessSpec], str]:
     """Say who this is until the leader says what to do: (duties, where ranks meet)."""
     log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
     deadline = time.monotonic() + parallel.meet_timeout_s
@@ -491,7 +495,7 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[D
             reason = printable(said[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
         if said[0] == _START:
-            return msgspec.msgpack.decode(said[1], type=tuple[list[Duty], str])
+            return msgspec.msgpack.decode(said[1], type=tuple[list[ProcessSpec], str])
         if said[0] == _AGAIN:
             time.sleep(_BEAT_S)
     raise DeviceError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from banyan.engine.child_processes import STACKS, Child, Process, Pulse, doing, spawn
-from banyan.engine.worker_spec import Duty
+from banyan.engine.process_spec import ProcessSpec
 from banyan.messages.frames import FrameSocket
 from banyan.messages.transport import PrivateFolder
 
@@ -35,7 +35,7 @@ class LocalRanks:
     def __init__(
         self,
         ranks: Iterable[int],
-        duty: Duty,
+        process_spec: ProcessSpec,
         meeting: str = "",
         spares: Sequence[Process] = (),
     ) -> None:
@@ -56,7 +56,9 @@ class LocalRanks:
             beats = f"{self._folder.path}/pulse{rank}"
             self._pulses[rank] = Pulse(beats)
             self._pulses[rank].beat()
-            told = replace(duty, address=address, rank=rank, mesh_address=self.meeting, pulse=beats)
+            told = replace(
+                process_spec, address=address, rank=rank, mesh_address=self.meeting, pulse=beats
+            )
             self._children[rank] = spawn(
                 "banyan.server.processes", told.process_name, told.encode(), spare=next(ready, None)
             )

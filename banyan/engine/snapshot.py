@@ -43,16 +43,27 @@ from banyan.scheduler import fair_queue as turns
 from banyan.scheduler import hicache_fetch as fetch
 from banyan.scheduler import outputs as answers
 from banyan.scheduler import request as one_request
-from banyan.scheduler import request_table as roster
+from banyan.scheduler import request_table as request_table
 from banyan.scheduler import row_planner as rows
-from banyan.scheduler import step_plan_builder as sheet
+from banyan.scheduler import step_plan_builder as builder
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
     *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, stamps),
     *(states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
-    *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
+    *(
+        adapters,
+        answers,
+        budget,
+        fetch,
+        handoff,
+        one_request,
+        request_table,
+        rows,
+        scheduler,
+        builder,
+    ),
     *(speculation, stages, stats, turns),
 )
 _KEPT = ("recorder", "_lockstep", "_grammars", "misses")
@@ -200,7 +211,7 @@ def restore(core: EngineCore, body: bytes, grammars: GrammarFactory | None = Non
         _Bringer(graph).fill(core)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the snapshot is damaged, or of another build: {error}") from None
-    for request in core.scheduler.roster.alive():
+    for request in core.scheduler.request_table.alive():
         request.grammar = _grown(request, grammars)
 
 

@@ -205,8 +205,8 @@ class EngineClient:
 
     def refuse_if_full(self) -> None:
         """RequestError 503 when the engine would refuse whatever it is sent now: so many requests
-        are open that its queue is full even if all places are taken (scheduler/queue_limits.py). Spares it
-        the work, and whoever calls this first the reading of the request."""
+        are open that its queue is full even if all places are taken (scheduler/queue_limits.py).
+        Spares it the work, and whoever calls this first the reading of the request."""
         if not self._max_queued or self._ready is None:
             return
         if self.streams.num_queued >= self._ready.max_running + self._max_queued:

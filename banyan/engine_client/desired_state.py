@@ -9,7 +9,7 @@ ATTACH = "attach_store"
 """The verb that an engine may fail at, and serve all the same."""
 
 Value = str | int | float | bool
-Order = tuple[str, Mapping[str, Value]]
+ControlOp = tuple[str, Mapping[str, Value]]
 """A verb (engine/control.py) and its arguments."""
 
 
@@ -25,7 +25,7 @@ class Standing:
         """By name, those that were loaded at run time."""
         self._forgotten: frozenset[str] = frozenset()
         """Those of the start that were unloaded."""
-        self._store: Order | None = None
+        self._store: ControlOp | None = None
         """What the last store was attached or detached with; None = that of the start."""
         self._gone: frozenset[str] = frozenset()
         """Those that were loaded at run time and unloaded again."""
@@ -57,7 +57,7 @@ class Standing:
             case _:
                 pass
 
-    def lacking(self, told: "Standing") -> Order | None:
+    def lacking(self, told: "Standing") -> ControlOp | None:
         """What to tell next to an engine that was told `told`, so that it becomes like this; None
         when it is."""
         if self._store is not None and told._store != self._store:  # none comes after other weights

@@ -86,7 +86,7 @@ class Metered:
 
 
 class _Tally:
-    """Onlooker of one request for all meters."""
+    """RequestObserver of one request for all meters."""
 
     def __init__(self, request: TextRequest, meters: Sequence[Meter]) -> None:
         self._request = request

@@ -65,7 +65,9 @@ _MIMO_AHEAD_NAMES = {
 }
 MIMO = replace(
     QWEN2,
-    hub=replace(_HUB2, more=lambda facts, card: replace(card, num_ahead=layers_ahead(facts))),
+    hub=replace(
+        _HUB2, more=lambda facts, model_config: replace(model_config, num_ahead=layers_ahead(facts))
+    ),
     gguf=None,
     names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
     ahead=Ahead(

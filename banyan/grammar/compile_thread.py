@@ -10,7 +10,7 @@ from itertools import count
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Program
-from banyan.grammar.worker_pool import Workshop
+from banyan.grammar.worker_pool import GrammarWorkerPool
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Job:
     bare: str
     callers: set[bytes]
     number: int = field(default_factory=count().__next__)
-    """Order of arrival."""
+    """ControlOp of arrival."""
 
 
 Finish = Callable[[Job, Program | RequestError], None]
@@ -29,7 +29,7 @@ Finish = Callable[[Job, Program | RequestError], None]
 class Lane:
     """Makes what is put into it. `finish` is told of each outcome, from the lane's thread."""
 
-    def __init__(self, workshop: Workshop, finish: Finish) -> None:
+    def __init__(self, workshop: GrammarWorkerPool, finish: Finish) -> None:
         self.workshop = workshop
         self._finish = finish
         self._jobs: dict[str, Job] = {}

@@ -1,5 +1,5 @@
-"""Workshop: from a constraint to a program, with the help of compiler processes that may fail. One
-library is asked after the other; the first that honours the whole constraint has it.
+"""GrammarWorkerPool: from a constraint to a program, with the help of compiler processes that
+may fail. One library is asked after the other; the first that honours the whole constraint has it.
 
 Knows no requests and no cache.
 """
@@ -83,7 +83,7 @@ class Words:
             raise _refusal("the model has no tokenizer that can be read") from None
 
 
-class Workshop:
+class GrammarWorkerPool:
     """Compiles one constraint after the other.
 
     Args:

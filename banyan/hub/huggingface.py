@@ -32,7 +32,7 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from banyan.base.errors import BanyanError, ModelError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.formats.shards import weight_files
 from banyan.hub.catalogue import meant
 from banyan.hub.downloads import Place, fetch_large
@@ -53,7 +53,7 @@ class Hub:
         model: which revision, in which cache, and whether the network may be asked.
     """
 
-    def __init__(self, model: ModelConfig, environment: Environment) -> None:
+    def __init__(self, model: LoadConfig, environment: Environment) -> None:
         self._source = model.source
         self._revision = model.revision or None
         self._is_offline = model.offline or environment.hf_offline
@@ -214,7 +214,7 @@ class Hub:
         )
 
 
-def cache_folder(model: ModelConfig, environment: Environment) -> Path:
+def cache_folder(model: LoadConfig, environment: Environment) -> Path:
     """Where the hub's files lie on this machine."""
     return Path(model.download_dir or environment.hf_cache or constants.HF_HUB_CACHE).expanduser()
 

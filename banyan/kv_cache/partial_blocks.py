@@ -1,4 +1,4 @@
-"""PartialUnits: prefixes that end within a unit.
+"""PartialBlocks: prefixes that end within a unit.
 
 A page has one writer, so a request that shares only the first tokens of a unit gets a copy of its
 pages, before the step in which it goes on behind them. What it copies is any unit of the tree that
@@ -52,7 +52,7 @@ class _Open:
     """Pages whose copies have not ended."""
 
 
-class PartialUnits:
+class PartialBlocks:
     """
     Args:
         unit: tokens of a node.

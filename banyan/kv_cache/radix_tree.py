@@ -60,7 +60,8 @@ class Node:
         """Tokens of the prefix with this unit, and of the longest that ever went on from here and
         is gone; a unit counts as whole."""
         self.is_tail = False
-        """A request ended within the unit: the key is shorter than others (kv_cache/partial_blocks.py)."""
+        """A request ended within the unit: the key is shorter than others
+        (kv_cache/partial_blocks.py)."""
         self.order: list[bytes] | None = None
         """The keys of `children`, sorted; None while nobody has asked for neighbours."""
         self.is_stored = False

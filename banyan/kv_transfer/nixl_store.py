@@ -1,5 +1,6 @@
-"""The store of --hicache-storage-backend nixl: the files of kv_transfer/file_store.py, whose bytes NIXL's
-POSIX plugin moves, asynchronously in the kernel. Its folders may be shared with the file store.
+"""The store of --hicache-storage-backend nixl: the files of kv_transfer/file_store.py, whose
+bytes NIXL's POSIX plugin moves, asynchronously in the kernel. Its folders may be shared with the
+file store.
 
 An agent is used by one thread at a time, so there is one for writes and one for reads; each has a
 buffer that is registered once.

@@ -15,7 +15,7 @@ import numpy as np
 from banyan.base.ids import PageId
 from banyan.base.log import logger
 from banyan.kv_transfer.store import Damaged, Missing, Store
-from banyan.messages.disaggregation import RoomNews, RoomOrder
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
 
 log = logger(__name__)
@@ -56,8 +56,8 @@ class PageMover(Protocol):
         ...
 
     def look(self, lookups: list[Lookup]) -> None: ...
-    def obey(self, orders: list[RoomOrder]) -> None: ...
-    def ended(self) -> list[CopyResult | Held | RoomNews]: ...
+    def obey(self, orders: list[KVTransferOp]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]: ...
     def close(self) -> None: ...
 
 
@@ -90,7 +90,7 @@ class Mover:
         self._pages = pages
         self._wake = wake
         self._open_lane: Callable[[str], Lane] = open_lane or _Thread
-        self._ended: SimpleQueue[CopyResult | Held | RoomNews] = SimpleQueue()
+        self._ended: SimpleQueue[CopyResult | Held | KVTransferEvent] = SimpleQueue()
         self._carrier: _Carrier | None = None
         if store is not None:
             self.attach(store)
@@ -133,11 +133,11 @@ class Mover:
             else:
                 carrier.look(lookup)
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         """A store has no rooms."""
         assert not orders
 
-    def ended(self) -> list[CopyResult | Held | RoomNews]:
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
         """What has ended since the last call."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from banyan.layers.side_stream import Lane
-from banyan.lora.targets import AdapterSeats
+from banyan.lora.targets import LoRATargets
 from banyan.moe.expert_map import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
@@ -36,7 +36,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     kv_units: tuple[float, ...] = ()
-    adapters: AdapterSeats | None = None
+    adapters: LoRATargets | None = None
     watch: ExpertWatch | None = None
     places: ExpertMap | None = None
     sends_rows: bool = False

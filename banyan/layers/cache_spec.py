@@ -1,6 +1,7 @@
 """What layers keep between steps: each declares its tensors, and one function makes groups of them.
 
-Knows no page counts and no owners; `kv_cache/sizing.py` counts pages, `runner/kvstore.py` holds them.
+Knows no page counts and no owners; `kv_cache/sizing.py` counts pages, `runner/kvstore.py` holds
+them.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelCard
+from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,12 @@ def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]
     return found
 
 
-def align_groups(card: ModelCard, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
+def align_groups(model_config: ModelConfig, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
     """The groups of the whole model, of which this rank may hold no layer; where the card knows
     of none that is ours, ours are all."""
-    layers = range(0 if card.is_encoder else card.num_layers)
-    kinds = [kind for layer in layers for kind in card.kept_by(layer)]
-    keys = dict.fromkeys((kind, card.window if kind == WINDOW else 0) for kind in kinds)
+    layers = range(0 if model_config.is_encoder else model_config.num_layers)
+    kinds = [kind for layer in layers for kind in model_config.kept_by(layer)]
+    keys = dict.fromkeys((kind, model_config.window if kind == WINDOW else 0) for kind in kinds)
     held = {(group.kind, group.window): group for group in mine}
     if not held.keys() <= keys.keys():
         return tuple(mine)

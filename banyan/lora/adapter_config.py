@@ -1,4 +1,4 @@
-"""AdapterCard: what a low-rank adapter says of itself, whatever form it is stored in. No tensors;
+"""AdapterConfig: what a low-rank adapter says of itself, whatever form it is stored in. No tensors;
 whether it fits a model is found out where that is loaded (`lora/load.py`).
 """
 
@@ -81,7 +81,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
-class AdapterCard:
+class AdapterConfig:
     """
     Attributes:
         format: "safetensors" (PEFT's folder) or "gguf" (llama.cpp's file).

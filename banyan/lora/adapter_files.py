@@ -1,4 +1,5 @@
-"""Adapters that operators name: where each is, and its card, whatever form it is stored in."""
+"""Adapters that operators name: where each is, and its configuration, whatever form it is stored
+in."""
 
 import os
 import re
@@ -7,14 +8,14 @@ from dataclasses import dataclass
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import printable
-from banyan.lora.adapter_config import CONFIG, WEIGHTS, AdapterCard
+from banyan.lora.adapter_config import CONFIG, WEIGHTS, AdapterConfig
 from banyan.lora.adapter_gguf import read_gguf
 from banyan.lora.adapter_peft import read_peft
 from banyan.lora.adapter_tokens import highest_token
 
 
-def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
-    """The card of the adapter in a folder as PEFT saves it, or in a GGUF file.
+def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:
+    """The configuration of the adapter in a folder as PEFT saves it, or in a GGUF file.
 
     Args:
         max_rank: highest that may be served; 0 = any.
@@ -32,15 +33,15 @@ def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
             "downloaded",
         )
     try:
-        card = read_gguf(path) if is_file else read_peft(path)
+        adapter_config = read_gguf(path) if is_file else read_peft(path)
     except ModelError as error:
         raise ConfigError(error.text, hint=error.hint) from None
-    if max_rank and card.rank > max_rank:
+    if max_rank and adapter_config.rank > max_rank:
         raise ConfigError(
-            f"adapter {folder!r} has rank {card.rank}, --max-lora-rank is {max_rank}",
+            f"adapter {folder!r} has rank {adapter_config.rank}, --max-lora-rank is {max_rank}",
             hint="raise it, or leave it out to serve what --lora-paths names",
         )
-    return card
+    return adapter_config
 
 
 def names_token(folder: str, token: int) -> bool:

@@ -9,14 +9,14 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
-from banyan.lora.adapter_config import MAX_RANK, AdapterCard, LowRank, check_types
+from banyan.lora.adapter_config import MAX_RANK, AdapterConfig, LowRank, check_types
 from banyan.lora.adapter_stacks import stacked
 
 _MATRIX = re.compile(r"(.+)\.weight\.lora_(a|b)")
 
 
-def read_gguf(path: str) -> AdapterCard:
-    """The card of the adapter in a file.
+def read_gguf(path: str) -> AdapterConfig:
+    """The configuration of the adapter in a file.
 
     Raises:
         ConfigError, ModelError: one that cannot be served; says which and why.
@@ -37,7 +37,7 @@ def read_gguf(path: str) -> AdapterCard:
         if not found:
             raise ConfigError(f"adapter {folder!r} has no tensors", hint="convert it again")
         modules = {name: _low_rank(name, both, alpha, folder) for name, both in found.items()}
-        return AdapterCard(path, str(base or ""), modules, file.size_bytes, "gguf")
+        return AdapterConfig(path, str(base or ""), modules, file.size_bytes, "gguf")
 
 
 def _alpha(file: GGUFFile, folder: str) -> float:

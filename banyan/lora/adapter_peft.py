@@ -17,7 +17,7 @@ from banyan.lora.adapter_config import (
     HEAD,
     MAX_RANK,
     WEIGHTS,
-    AdapterCard,
+    AdapterConfig,
     LowRank,
     Whole,
     check_types,
@@ -54,8 +54,8 @@ _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the base's weights too."""
 
 
-def read_peft(path: str) -> AdapterCard:
-    """The card of the adapter in a folder.
+def read_peft(path: str) -> AdapterConfig:
+    """The configuration of the adapter in a folder.
 
     Raises:
         ConfigError, ModelError: one that cannot be served; says which and why.
@@ -71,14 +71,14 @@ def read_peft(path: str) -> AdapterCard:
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
     brought = (_claimed(raw), saved, _stacked(raw), tokens, highest_token(path))
-    card = AdapterCard(path, base, modules, size, "safetensors", *brought)
-    if raw.get("ensure_weight_tying") and card.kinds & {EMBEDDING, HEAD}:
+    adapter_config = AdapterConfig(path, base, modules, size, "safetensors", *brought)
+    if raw.get("ensure_weight_tying") and adapter_config.kinds & {EMBEDDING, HEAD}:
         raise ConfigError(
             f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
             f"one of {EMBEDDING} and {HEAD} counts for the other too",
             hint="merge it into the weights",
         )
-    return card
+    return adapter_config
 
 
 def _check_files(path: str, folder: str) -> None:

@@ -4,9 +4,9 @@ Which adapter comes or goes is decided in `lora/scheduling.py`.
 
 from collections.abc import Sequence
 
-from banyan.messages.control_ops import OrderReply
+from banyan.messages.control_ops import ControlOpReply
 from banyan.messages.events import Reply
-from banyan.messages.requests import GiveOrders, LoadAdapter, UnloadAdapter
+from banyan.messages.requests import LoadAdapter, RunControlOps, UnloadAdapter
 from banyan.scheduler.scheduler import Scheduler
 
 
@@ -20,24 +20,24 @@ def change_adapters(scheduler: Scheduler, message: LoadAdapter | UnloadAdapter) 
     else:
         text = adapters.unload(message.name, call)
     if text:
-        scheduler.roster.events.append(Reply(call, False, text))
+        scheduler.request_table.events.append(Reply(call, False, text))
 
 
-def wanted_adapters(scheduler: Scheduler) -> GiveOrders | None:
+def wanted_adapters(scheduler: Scheduler) -> RunControlOps | None:
     """The orders that bring and take adapters, if any are due."""
-    adapters, roster = scheduler.adapters, scheduler.roster
+    adapters, request_table = scheduler.adapters, scheduler.request_table
     if adapters is None:
         return None
-    wanted = adapters.wanted(roster.waiting, roster.running)
+    wanted = adapters.wanted(request_table.waiting, request_table.running)
     if wanted is None or wanted.orders:
         return wanted
     adapters.has_left(wanted.call)
-    roster.events.append(Reply(wanted.call, True, "The adapter has been unloaded."))
+    request_table.events.append(Reply(wanted.call, True, "The adapter has been unloaded."))
     return None
 
 
 def end_adapters(
-    scheduler: Scheduler, given: GiveOrders, ok: bool, told: Sequence[OrderReply], text: str
+    scheduler: Scheduler, given: RunControlOps, ok: bool, told: Sequence[ControlOpReply], text: str
 ) -> str | None:
     """Orders have ended: whoever waits for an adapter that did not come is told why.
 
@@ -47,7 +47,7 @@ def end_adapters(
     Returns:
         What whoever gave them is told; None where they will be given again.
     """
-    adapters, roster = scheduler.adapters, scheduler.roster
+    adapters, request_table = scheduler.adapters, scheduler.request_table
     if adapters is None:
         return text
     if ok:
@@ -58,6 +58,6 @@ def end_adapters(
         return None
     text = end.text or text
     if end.name:
-        for request in [r for r in roster.waiting if r.generate.adapter == end.name]:
-            roster.fail(request, 400, f"The adapter {end.name!r} cannot be loaded: {text}")
+        for request in [r for r in request_table.waiting if r.generate.adapter == end.name]:
+            request_table.fail(request, 400, f"The adapter {end.name!r} cannot be loaded: {text}")
     return text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from banyan.lora.targets import AdapterSeats
+from banyan.lora.targets import LoRATargets
 from banyan.moe.layer import ExpertBlock, Experts, ExpertWeights
 from banyan.ops.experts_api import PackedExperts
 from banyan.ops.lora_experts import ExpertSides, ExpertTable
@@ -16,16 +16,20 @@ class AdaptedExperts:
     """Packed experts with the adapters beside them."""
 
     def __init__(
-        self, packed: PackedExperts, gate_up: ExpertTable, down: ExpertTable, seats: AdapterSeats
+        self,
+        packed: PackedExperts,
+        gate_up: ExpertTable,
+        down: ExpertTable,
+        lora_targets: LoRATargets,
     ) -> None:
-        self._packed, self._seats = packed, seats
+        self._packed, self._lora_targets = packed, lora_targets
         self._gate_up, self._down = gate_up, down
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
     ) -> Tensor:
         assert sides is None
-        own = ExpertSides(self._gate_up, self._down, self._seats.tokens_of(gathers=True))
+        own = ExpertSides(self._gate_up, self._down, self._lora_targets.tokens_of(gathers=True))
         return self._packed(x, ids, weights, own)
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -45,24 +49,28 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, ExpertBlock]]:
             yield name, module
 
 
-def seat_experts(name: str, experts: Experts, seats: AdapterSeats) -> None:
+def seat_experts(name: str, experts: Experts, lora_targets: LoRATargets) -> None:
     """Make room for what adapters bring for a layer's experts."""
     for side, weights in (("gate_up", experts.gate_up), ("down", experts.down)):
-        width = seats.max_rank * len(weights.parts)
-        seats.experts.setdefault(
+        width = lora_targets.max_rank * len(weights.parts)
+        lora_targets.experts.setdefault(
             f"{name}.{side}",
             ExpertTable(
-                own_inputs(weights), len(weights.mine), width, seats.capacity, seats.is_rounded
+                own_inputs(weights),
+                len(weights.mine),
+                width,
+                lora_targets.capacity,
+                lora_targets.is_rounded,
             ),
         )
 
 
-def wrap_experts(name: str, experts: Experts, seats: AdapterSeats) -> None:
+def wrap_experts(name: str, experts: Experts, lora_targets: LoRATargets) -> None:
     """Let adapters lie beside filled experts; weights that come later find the same ones."""
-    seat_experts(name, experts, seats)
+    seat_experts(name, experts, lora_targets)
     assert experts.packed is not None
-    gate_up, down = (seats.experts[f"{name}.{side}"] for side in ("gate_up", "down"))
-    experts.packed = AdaptedExperts(experts.packed, gate_up, down, seats)
+    gate_up, down = (lora_targets.experts[f"{name}.{side}"] for side in ("gate_up", "down"))
+    experts.packed = AdaptedExperts(experts.packed, gate_up, down, lora_targets)
 
 
 def own_inputs(weights: ExpertWeights) -> int:

@@ -20,7 +20,7 @@ from banyan.lora.adapter_config import (
     EXPERTS,
     HEAD,
     ROUTER,
-    AdapterCard,
+    AdapterConfig,
     LowRank,
     TokenRows,
     Whole,
@@ -38,8 +38,8 @@ from banyan.lora.load_experts import (
 )
 from banyan.lora.load_heads import ENDING
 from banyan.lora.load_rows import BODY, MERGE, Share, check_end, check_tokens
-from banyan.lora.targets import HEADS, AdapterSeats
-from banyan.model_config.model_config import ModelCard
+from banyan.lora.targets import HEADS, LoRATargets
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.names import Place, place_of
 
 _T = TypeVar("_T")
@@ -56,21 +56,21 @@ class Base:
         experts: the projections of experts.
     """
 
-    card: ModelCard
+    model_config: ModelConfig
     stage: range
-    seats: AdapterSeats
+    lora_targets: LoRATargets
     shares: Mapping[str, Share]
     experts: Mapping[str, ExpertSlot]
 
 
-def in_full(card: AdapterCard, base: Base) -> AdapterCard:
+def in_full(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
     """An adapter with the names of a whole model: made for the body alone (`AutoModel`), it leaves
     out what stands in front of them. What it does to the pooler of an encoder without classes,
     which no vector goes through, counts for nothing."""
-    names = FAMILIES.load(base.card.architecture).names.get(card.format)
+    names = FAMILIES.load(base.model_config.architecture).names.get(adapter_config.format)
     if names is None:
-        return card
-    ignored = names.ignored if base.card.is_encoder and not base.card.labels else ()
+        return adapter_config
+    ignored = names.ignored if base.model_config.is_encoder and not base.model_config.labels else ()
 
     def renamed(named: Mapping[str, _T]) -> dict[str, _T]:
         found: dict[str, _T] = {}
@@ -81,8 +81,10 @@ def in_full(card: AdapterCard, base: Base) -> AdapterCard:
                 found[longer if is_short and longer not in named else name] = value
         return found
 
-    modules, saved = renamed(card.modules), renamed(card.saved)
-    return replace(card, modules=modules, saved=saved, tokens=renamed(card.tokens))
+    modules, saved = renamed(adapter_config.modules), renamed(adapter_config.saved)
+    return replace(
+        adapter_config, modules=modules, saved=saved, tokens=renamed(adapter_config.tokens)
+    )
 
 
 def _is_known(name: str, names: NameMap) -> bool:
@@ -92,25 +94,28 @@ def _is_known(name: str, names: NameMap) -> bool:
 class Fit:
     """Whether an adapter belongs to a model."""
 
-    def __init__(self, base: Base, card: AdapterCard) -> None:
-        self._card = card
+    def __init__(self, base: Base, adapter_config: AdapterConfig) -> None:
+        self._adapter_config = adapter_config
         self._base = base
-        self._folder = printable(card.path, 200)
-        names = FAMILIES.load(base.card.architecture).names
-        if card.format not in names or (card.format == "gguf" and base.card.state is not None):
+        self._folder = printable(adapter_config.path, 200)
+        names = FAMILIES.load(base.model_config.architecture).names
+        if adapter_config.format not in names or (
+            adapter_config.format == "gguf" and base.model_config.state is not None
+        ):
             raise ConfigError(
-                f"adapter {self._folder!r}: GGUF adapters of {base.card.architecture} are not "
+                f"adapter {self._folder!r}: GGUF adapters of {base.model_config.architecture} "
+                "are not "
                 "served",
                 hint="take the adapter in PEFT's form",
             )
         self._check_tokenizer()
-        self._names = names[card.format]
+        self._names = names[adapter_config.format]
         self.is_interleaved = self._names.has_gates_between
 
     def _check_tokenizer(self) -> None:
         """ConfigError where a tokenizer came with the adapter that has tokens beyond the base's; of
         some bases the tokenizer itself has such."""
-        base, highest = self._base.card, self._card.highest_token
+        base, highest = self._base.model_config, self._adapter_config.highest_token
         if highest < base.vocab_size or names_token(base.path, highest):
             return
         try:
@@ -129,9 +134,9 @@ class Fit:
             ConfigError: the model has no such experts.
         """
         place = expert_place(name, self._names)
-        if place is None or self._base.card.experts is None:
+        if place is None or self._base.model_config.experts is None:
             return None
-        if not 0 <= place.layer < self._base.card.num_layers:
+        if not 0 <= place.layer < self._base.model_config.num_layers:
             raise self._stranger(name, None)
         if place.layer not in self._base.stage:
             return place
@@ -155,11 +160,11 @@ class Fit:
             return self._end(name, place, low_rank)
         layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
         number = int(layer) if layer.isdecimal() else -1
-        if place is None or not 0 <= number < self._base.card.num_layers:
+        if place is None or not 0 <= number < self._base.model_config.num_layers:
             raise self._stranger(name, place)
         if number not in self._base.stage:
             return None
-        slot = self._base.seats.slots.get(place.module)
+        slot = self._base.lora_targets.slots.get(place.module)
         if slot is None or any(part not in slot.shapes for part in place.parts):
             raise self._stranger(name, place)
         if place.module.endswith(ENDING):
@@ -168,7 +173,7 @@ class Fit:
             self._check_room(ROUTER, name)
             if low_rank.magnitude:
                 raise self._not_served(name, "DoRA")
-        elif place.module not in self._base.seats.tables:
+        elif place.module not in self._base.lora_targets.tables:
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)}, which "
                 "--lora-target-modules leaves out",
@@ -189,8 +194,8 @@ class Fit:
 
     def _check_heads(self, name: str, low_rank: LowRank) -> None:
         self._check_room(EXPANSION, name)
-        if low_rank.magnitude or self._card.format == "gguf":
-            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+        if low_rank.magnitude or self._adapter_config.format == "gguf":
+            what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
 
     def _not_served(self, name: str, what: str) -> ConfigError:
@@ -206,7 +211,7 @@ class Fit:
             ConfigError: no weight of the base may be replaced there, or by that.
         """
         heads = {CLASSES, ENCODER_CLASSES}.intersection(name.split("."))
-        if heads and not self._base.card.labels:
+        if heads and not self._base.model_config.labels:
             raise ConfigError(
                 f"adapter {self._folder!r} brings a head of classes ({heads.pop()}), and the base "
                 "scores none",
@@ -246,7 +251,7 @@ class Fit:
             return f"{EMBEDDING} and {ENCODER_CLASSES}"
         if "head" not in self._base.shares:
             return EMBEDDING
-        return f"{EMBEDDING} and {CLASSES if self._base.card.labels else HEAD}"
+        return f"{EMBEDDING} and {CLASSES if self._base.model_config.labels else HEAD}"
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
         """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
@@ -259,28 +264,28 @@ class Fit:
         if place is None or place.module not in self._base.shares:
             raise self._stranger(name, place)
         ends = [place.module]
-        is_tied = self._base.card.tie_embeddings and not self._base.card.labels
-        if is_tied and len(self._card.tokens) == 1:
+        is_tied = self._base.model_config.tie_embeddings and not self._base.model_config.labels
+        if is_tied and len(self._adapter_config.tokens) == 1:
             ends = [end for end in ("embedding", "head") if end in self._base.shares]
-        twice = {*self._card.modules, *self._card.saved}
+        twice = {*self._adapter_config.modules, *self._adapter_config.saved}
         if name in twice:
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)} as a whole and by single "
                 "tokens",
                 hint=MERGE,
             )
-        if "head" in ends and self._base.card.labels:
+        if "head" in ends and self._base.model_config.labels:
             raise self._not_served(name, "Single rows of scores")
-        rows = max(self._base.card.vocab_size, max(tokens.ids) + 1)
+        rows = max(self._base.model_config.vocab_size, max(tokens.ids) + 1)
         for end in ends:
             self._check_room(_END_KINDS[end], name)
             self._check_end(name, end, True, (rows, tokens.width))
         return ends
 
     def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
-        is_looked_up = place.module == "embedding" or self._base.card.tie_embeddings
-        if low_rank.magnitude or self._card.format == "gguf" and is_looked_up:
-            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+        is_looked_up = place.module == "embedding" or self._base.model_config.tie_embeddings
+        if low_rank.magnitude or self._adapter_config.format == "gguf" and is_looked_up:
+            what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
         self._check_room(_END_KINDS[place.module], name)
         shape = (low_rank.outputs, low_rank.inputs)
@@ -290,7 +295,7 @@ class Fit:
 
     def _check_end(self, name: str, module: str, is_whole: bool, shape: tuple[int, ...]) -> None:
         try:
-            check_end(self._base.card, module, is_whole, *shape)
+            check_end(self._base.model_config, module, is_whole, *shape)
         except ConfigError as error:
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)}: {error.text}",
@@ -298,7 +303,7 @@ class Fit:
             ) from None
 
     def _check_room(self, kind: str, name: str) -> None:
-        if kind not in self._base.seats.kinds:
+        if kind not in self._base.lora_targets.kinds:
             flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)} ({kind}), and the server "
@@ -309,13 +314,15 @@ class Fit:
     def check_claims(self) -> None:
         """ConfigError when a layer lacks a projection that the adapter says it changes, or a head
         one of the two that it brings."""
-        there = {module_place(name, self._names) for name in self._card.modules}
+        there = {module_place(name, self._names) for name in self._adapter_config.modules}
         claimed: dict[Place | None, str] = {}  # a body may have two names
         for name in self._claimed():
             claimed.setdefault(module_place(name, self._names), name)
         lacking = [name for place, name in claimed.items() if place not in there]
-        lacking += lacking_experts(self._card, self._names, self._base.experts)
-        inside = [name for name in self._card.saved if ENCODER_CLASSES in name.split(".")[:-1]]
+        lacking += lacking_experts(self._adapter_config, self._names, self._base.experts)
+        inside = [
+            name for name in self._adapter_config.saved if ENCODER_CLASSES in name.split(".")[:-1]
+        ]
         if len(inside) == 1:
             raise ConfigError(
                 f"adapter {self._folder!r} brings {printable(inside[0], 100)} alone of a head of "
@@ -337,7 +344,7 @@ class Fit:
             template
             for template, target in self._names.modules.items()
             if counts[target] == 1
-            and template.rpartition(".")[2] in self._card.targets
+            and template.rpartition(".")[2] in self._adapter_config.targets
             and target.startswith("layers.{}.")
             and template.count("{}") == 1
         ]
@@ -346,7 +353,7 @@ class Fit:
             for template in templates:
                 name = template.format(number)
                 place = place_of(f"{name}.weight", self._names)
-                slot = None if place is None else self._base.seats.slots.get(place.module)
+                slot = None if place is None else self._base.lora_targets.slots.get(place.module)
                 if slot and place and all(part in slot.shapes for part in place.parts):
                     found.append(name)
         return found
@@ -364,4 +371,8 @@ class Fit:
         )
 
     def _made_for(self) -> str:
-        return f" (it was made for {printable(self._card.base, 80)})" if self._card.base else ""
+        return (
+            f" (it was made for {printable(self._adapter_config.base, 80)})"
+            if self._adapter_config.base
+            else ""
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from banyan.layers.latent_attention import HeadExpansion
-from banyan.lora.targets import AdapterSeats
+from banyan.lora.targets import LoRATargets
 from banyan.ops.api import Ops
 from banyan.ops.lora import AdapterTable
 from banyan.ops.packed import PackedHeadLinear
@@ -24,17 +24,17 @@ class AdaptedHeads:
         self,
         weight: PackedHeadLinear,
         tables: Sequence[AdapterTable],
-        seats: AdapterSeats,
+        lora_targets: LoRATargets,
         ops: Ops,
     ) -> None:
         self._weight, self._tables = weight, tables
-        self._seats, self._ops = seats, ops
+        self._lora_targets, self._ops = lora_targets, ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, heads, in]; returns [tokens, heads, out]."""
         out = self._weight(x)
         for head, table in enumerate(self._tables):
-            self._ops.adapt(out[:, head], x[:, head], table, self._seats.tokens)
+            self._ops.adapt(out[:, head], x[:, head], table, self._lora_targets.tokens)
         return out
 
 
@@ -46,7 +46,7 @@ def expansions(model: nn.Module) -> Iterator[tuple[str, HeadExpansion]]:
 
 
 def seat_heads(
-    name: str, expansion: HeadExpansion, seats: AdapterSeats
+    name: str, expansion: HeadExpansion, lora_targets: LoRATargets
 ) -> tuple[list[AdapterTable], list[AdapterTable]]:
     """Room for what adapters bring for the heads of this rank: into the latent space, and back."""
     facts, found = expansion.facts, ([], [])
@@ -54,18 +54,18 @@ def seat_heads(
         sizes = (facts.plain_dim, facts.rank), (facts.rank, facts.value_dim)
         for side, tables, (inputs, outputs) in zip(("into", "back"), found, sizes, strict=True):
             at = f"{name}.{side}.{head}"
-            if at not in seats.tables:
-                seats.tables[at] = seats.table(inputs, [outputs])
-            tables.append(seats.tables[at])
+            if at not in lora_targets.tables:
+                lora_targets.tables[at] = lora_targets.table(inputs, [outputs])
+            tables.append(lora_targets.tables[at])
     return found
 
 
-def wrap_heads(name: str, expansion: HeadExpansion, seats: AdapterSeats, ops: Ops) -> None:
+def wrap_heads(name: str, expansion: HeadExpansion, lora_targets: LoRATargets, ops: Ops) -> None:
     """Let adapters lie beside a filled expansion; weights that come later find the same ones."""
     assert expansion.into is not None and expansion.back is not None
-    into, back = seat_heads(name, expansion, seats)
-    expansion.into = AdaptedHeads(expansion.into, into, seats, ops)
-    expansion.back = AdaptedHeads(expansion.back, back, seats, ops)
+    into, back = seat_heads(name, expansion, lora_targets)
+    expansion.into = AdaptedHeads(expansion.into, into, lora_targets, ops)
+    expansion.back = AdaptedHeads(expansion.back, back, lora_targets, ops)
 
 
 def heads_of(expansion: HeadExpansion) -> int:

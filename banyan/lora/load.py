@@ -21,7 +21,7 @@ from banyan.layers.build import Build
 from banyan.layers.weight_slot import WeightSlot
 from banyan.lora.adapter_config import (
     KINDS,
-    AdapterCard,
+    AdapterConfig,
 )
 from banyan.lora.adapter_files import read_adapter
 from banyan.lora.fit import Base, Fit, in_full
@@ -46,8 +46,8 @@ from banyan.lora.load_rows import (
     token_part,
     whole_part,
 )
-from banyan.lora.targets import HEAD, AdapterSeats
-from banyan.model_config.model_config import ModelCard
+from banyan.lora.targets import HEAD, LoRATargets
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -83,48 +83,54 @@ class LoadedAdapter:
     rank: int
 
 
-def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
+def open_projections(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
     """Wrap the projections that adapters may change."""
     assert isinstance(model, DecoderLM | EncoderLM)
-    for name, projection in _open(model, seats):
-        wrap(seats, name, projection, ops)
-    open_heads(model, seats, ops)
-    open_experts(model, seats)
-    wrap_ends(seats, model.embedding, model.head, ops)
-    if HEAD in seats.kinds and isinstance(model.head, ClassHead):
-        wrap_head(seats, DENSE, model.head.dense, ops, has_bias=True)
-        wrap_head(seats, OUT, model.head.out, ops, has_bias=True)
+    for name, projection in _open(model, lora_targets):
+        wrap(lora_targets, name, projection, ops)
+    open_heads(model, lora_targets, ops)
+    open_experts(model, lora_targets)
+    wrap_ends(lora_targets, model.embedding, model.head, ops)
+    if HEAD in lora_targets.kinds and isinstance(model.head, ClassHead):
+        wrap_head(lora_targets, DENSE, model.head.dense, ops, has_bias=True)
+        wrap_head(lora_targets, OUT, model.head.out, ops, has_bias=True)
 
 
-def base_on_paper(card: ModelCard, ops: Ops) -> Base:
+def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
     """What adapters of a model must fit, without its weights."""
     model: DecoderLM | EncoderLM
-    if card.is_encoder:
-        model = EncoderLM(card, Build(ops))
+    if model_config.is_encoder:
+        model = EncoderLM(model_config, Build(ops))
     else:
-        model = DecoderLM(card, FAMILIES.load(card.architecture), Build(ops), _SHORT)
-    seats = AdapterSeats(max_rank=1, capacity=0, kinds=KINDS)
-    for name, _ in _open(model, seats):
-        seats.seat(name)
-    seat_on_paper(model, seats)
-    seat_experts_on_paper(model, seats)
-    return base_of(model, seats)
+        model = DecoderLM(
+            model_config, FAMILIES.load(model_config.architecture), Build(ops), _SHORT
+        )
+    lora_targets = LoRATargets(max_rank=1, capacity=0, kinds=KINDS)
+    for name, _ in _open(model, lora_targets):
+        lora_targets.seat(name)
+    seat_on_paper(model, lora_targets)
+    seat_experts_on_paper(model, lora_targets)
+    return base_of(model, lora_targets)
 
 
-def _open(model: DecoderLM | EncoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projection]]:
+def _open(
+    model: DecoderLM | EncoderLM, lora_targets: LoRATargets
+) -> Iterator[tuple[str, Projection]]:
     """The projections that adapters may change; of those that are closed, the sizes are kept."""
-    named = _named(model.card)
+    named = _named(model.model_config)
     for name, projection in projections(model):
         if stems := named.get(_template(name), ()):
-            seats.slots[name] = projection.slots()["weight"]
-            if not seats.targets or any(stem in seats.targets for stem in stems):
+            lora_targets.slots[name] = projection.slots()["weight"]
+            if not lora_targets.targets or any(stem in lora_targets.targets for stem in stems):
                 yield name, projection
 
 
-def base_of(model: Model, seats: AdapterSeats) -> Base:
+def base_of(model: Model, lora_targets: LoRATargets) -> Base:
     """What adapters of `model` must fit, once its projections are open."""
     assert isinstance(model, DecoderLM | EncoderLM)
-    return Base(model.card, model.stage, seats, shares_of(model), expert_slots(model))
+    return Base(
+        model.model_config, model.stage, lora_targets, shares_of(model), expert_slots(model)
+    )
 
 
 def load_adapter(path: str, base: Base) -> LoadedAdapter:
@@ -133,17 +139,17 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     Raises:
         ConfigError: it cannot be served, or does not fit the model.
     """
-    card = in_full(read_adapter(path, base.seats.max_rank), base)
-    fit = Fit(base, card)
+    adapter_config = in_full(read_adapter(path, base.lora_targets.max_rank), base)
+    fit = Fit(base, adapter_config)
     found: dict[str, list[Part]] = {}
     rows: dict[str, RowPart] = {}
     scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
     experts: Found = {}
-    with _opened(card) as file:
-        for name, low_rank in card.modules.items():
+    with _opened(adapter_config) as file:
+        for name, low_rank in adapter_config.modules.items():
             if (at := fit.expert_place(name, low_rank)) is not None:
                 if at.layer in base.stage:
-                    both = tuple(_stored(file, tensor, card) for tensor in low_rank.names)
+                    both = tuple(_stored(file, tensor, adapter_config) for tensor in low_rank.names)
                     dense = both[0].dense, both[1].dense
                     slot = base.experts[at.module]
                     take_experts(experts, at, slot, low_rank, dense, fit.is_interleaved)
@@ -151,44 +157,44 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
             place = fit.place_of(name, low_rank)
             if place is None:
                 continue  # of a layer that another rank has
-            down, up = (_stored(file, tensor, card) for tensor in low_rank.names)
+            down, up = (_stored(file, tensor, adapter_config) for tensor in low_rank.names)
             if place.module in base.shares:
                 share = base.shares[place.module]
                 both = (down.dense, up.dense)
                 rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
                 continue
-            slot = base.seats.slots[place.module]
+            slot = base.lora_targets.slots[place.module]
             if place.module.endswith(ENDING):
-                assert base.card.latent is not None
-                facts = (base.card.latent, down, up, low_rank.scale)
+                assert base.model_config.latent is not None
+                facts = (base.model_config.latent, down, up, low_rank.scale)
                 found.update(head_parts(place.module, slot, *facts))
                 continue
             mine = _parts(slot, place, down, up, low_rank.scale)
             found.setdefault(place.module, []).extend(mine)
             if low_rank.magnitude:
                 change = low_rank.scale * (up.dense.float() @ down.dense.float())
-                length = _stored(file, low_rank.magnitude, card).dense.float()
+                length = _stored(file, low_rank.magnitude, adapter_config).dense.float()
                 scaled[f"{name}.weight"] = (place, change, length)
-        for name, whole in card.saved.items():
+        for name, whole in adapter_config.saved.items():
             place = fit.place_of_whole(name, whole)
             if not whole.is_copy:
-                weight = _stored(file, whole.name, card).dense
+                weight = _stored(file, whole.name, adapter_config).dense
                 rows[place.module] = whole_part(place.module, base.shares[place.module], weight)
                 if whole.bias:
-                    bias = _stored(file, whole.bias, card).dense
+                    bias = _stored(file, whole.bias, adapter_config).dense
                     rows[bias_of(place.module)] = bias_part(bias)
-        for name, tokens in card.tokens.items():
-            weight = _stored(file, tokens.name, card).dense
+        for name, tokens in adapter_config.tokens.items():
+            weight = _stored(file, tokens.name, adapter_config).dense
             for end in fit.ends_of(name, tokens):
                 part = token_part(end, base.shares[end], weight, tokens.ids)
                 rows |= {} if part is None else {end: part}
     fit.check_claims()
-    rows |= _gains(card, base, scaled)
-    return LoadedAdapter(found, experts, rows, _digest(card), card.rank)
+    rows |= _gains(adapter_config, base, scaled)
+    return LoadedAdapter(found, experts, rows, _digest(adapter_config), adapter_config.rank)
 
 
 def _gains(
-    card: AdapterCard, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
+    adapter_config: AdapterConfig, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
 ) -> dict[str, RowPart]:
     """Rows of weight and matrices together are brought to the lengths that the adapter says.
 
@@ -197,68 +203,70 @@ def _gains(
     """
     if not scaled:
         return {}
-    gains = Gains(base.seats.slots, base.seats.biases)
-    for name, weight in base_weights(base.card, set(scaled), printable(card.path, 200)):
+    gains = Gains(base.lora_targets.slots, base.lora_targets.biases)
+    for name, weight in base_weights(
+        base.model_config, set(scaled), printable(adapter_config.path, 200)
+    ):
         place, change, length = scaled[name]
         gains.add(place, length / (weight + change).norm(dim=1))
     return gains.parts()
 
 
-def check_numbers(card: AdapterCard) -> None:
+def check_numbers(adapter_config: AdapterConfig) -> None:
     """ConfigError when a number of the adapter is none."""
-    with _opened(card) as file:
-        for low_rank in card.modules.values():
+    with _opened(adapter_config) as file:
+        for low_rank in adapter_config.modules.values():
             for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
-                _stored(file, tensor, card)
-        for other in (*card.saved.values(), *card.tokens.values()):
-            _stored(file, other.name, card)
-        for whole in card.saved.values():
+                _stored(file, tensor, adapter_config)
+        for other in (*adapter_config.saved.values(), *adapter_config.tokens.values()):
+            _stored(file, other.name, adapter_config)
+        for whole in adapter_config.saved.values():
             if whole.bias:
-                _stored(file, whole.bias, card)
+                _stored(file, whole.bias, adapter_config)
 
 
-def _opened(card: AdapterCard) -> MappedFile:
-    if card.format == "gguf":
-        return GGUFFile.open(card.weights, has_words=False)
-    return SafetensorsFile.open(card.weights)
+def _opened(adapter_config: AdapterConfig) -> MappedFile:
+    if adapter_config.format == "gguf":
+        return GGUFFile.open(adapter_config.weights, has_words=False)
+    return SafetensorsFile.open(adapter_config.weights)
 
 
-def _stored(file: MappedFile, name: str, card: AdapterCard) -> StoredWeight:
+def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> StoredWeight:
     """In memory of its own, as the file may be written anew while it is used."""
     tensor = file.tensors[name]
     raw = as_tensor(file.bytes_of(name)).clone()
     stored = StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
     if wrong := int((~stored.dense.isfinite()).sum()):
         raise ConfigError(
-            f"adapter {printable(card.path, 200)!r}: {wrong:,} numbers of "
+            f"adapter {printable(adapter_config.path, 200)!r}: {wrong:,} numbers of "
             f"{printable(name, 120)} are not finite (NaN or infinite)",
             hint="its training has failed, or the file is damaged",
         )
     return stored
 
 
-def check_fit(card: AdapterCard, base: Base) -> None:
+def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
     """ConfigError when an adapter does not belong to a model; says why."""
-    card = in_full(card, base)
-    fit = Fit(base, card)
-    for name, low_rank in card.modules.items():
+    adapter_config = in_full(adapter_config, base)
+    fit = Fit(base, adapter_config)
+    for name, low_rank in adapter_config.modules.items():
         if fit.expert_place(name, low_rank) is None:
             fit.place_of(name, low_rank)
-    for name, whole in card.saved.items():
+    for name, whole in adapter_config.saved.items():
         fit.place_of_whole(name, whole)
-    for name, tokens in card.tokens.items():
+    for name, tokens in adapter_config.tokens.items():
         fit.ends_of(name, tokens)
     fit.check_claims()
 
 
-def _named(card: ModelCard) -> dict[str, list[str]]:
+def _named(model_config: ModelConfig) -> dict[str, list[str]]:
     """Projections of blocks that take adapters, with {} for the layer -> the last parts of the
     names under which checkpoints have them."""
-    names = FAMILIES.load(card.architecture).names["safetensors"]
+    names = FAMILIES.load(model_config.architecture).names["safetensors"]
     found: dict[str, list[str]] = {}
     for template, target in names.modules.items():
         module = target.partition(":")[0]
-        is_latent = card.latent is not None and ".attention." in module
+        is_latent = model_config.latent is not None and ".attention." in module
         if is_latent and module.rpartition(".")[2] not in _LATENT:
             continue
         if module.startswith("layers.{}.") and module.count("{}") == 1:
@@ -285,10 +293,10 @@ def _parts(
     return found
 
 
-def _digest(card: AdapterCard) -> str:
+def _digest(adapter_config: AdapterConfig) -> str:
     """Of the configuration and the weights: equal ones mean equal answers."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in card.files:
+    for name in adapter_config.files:
         with Path(name).open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)

@@ -16,13 +16,13 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.families.names import NameMap
 from banyan.layers.weight_slot import ShardRule
-from banyan.lora.adapter_config import EXPERTS, ROUTER, AdapterCard, LowRank
+from banyan.lora.adapter_config import EXPERTS, ROUTER, AdapterConfig, LowRank
 from banyan.lora.expert_layers import (
     expert_blocks,
     seat_experts,
     wrap_experts,
 )
-from banyan.lora.targets import AdaptedRouter, AdapterSeats
+from banyan.lora.targets import AdaptedRouter, LoRATargets
 from banyan.models.weights.names import Place, place_of
 from banyan.moe.layer import ExpertWeights
 from banyan.ops.lora_experts import ExpertPart
@@ -86,25 +86,25 @@ class ExpertPlace:
         return int(self.module.split(".")[1])
 
 
-def open_experts(model: nn.Module, seats: AdapterSeats) -> None:
+def open_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
     """Let adapters lie beside experts and routers, where they were asked for."""
     for name, block in expert_blocks(model):
         router = f"{name}.router"
-        seats.slots[router] = block.router.slots()["weight"]
-        if ROUTER in seats.kinds:
-            seats.seat(router, is_exact=True)
+        lora_targets.slots[router] = block.router.slots()["weight"]
+        if ROUTER in lora_targets.kinds:
+            lora_targets.seat(router, is_exact=True)
             gathers = block.group.gathers and not block.sends_rows
-            block.router.adapted = AdaptedRouter(seats.tables[router], seats, gathers)
-        if EXPERTS in seats.kinds:
-            wrap_experts(f"{name}.experts", block.experts, seats)
+            block.router.adapted = AdaptedRouter(lora_targets.tables[router], lora_targets, gathers)
+        if EXPERTS in lora_targets.kinds:
+            wrap_experts(f"{name}.experts", block.experts, lora_targets)
 
 
-def seat_experts_on_paper(model: nn.Module, seats: AdapterSeats) -> None:
+def seat_experts_on_paper(model: nn.Module, lora_targets: LoRATargets) -> None:
     """The same for a model without weights."""
     for name, block in expert_blocks(model):
-        seats.slots[f"{name}.router"] = block.router.slots()["weight"]
-        seats.seat(f"{name}.router")
-        seat_experts(f"{name}.experts", block.experts, seats)
+        lora_targets.slots[f"{name}.router"] = block.router.slots()["weight"]
+        lora_targets.seat(f"{name}.router")
+        seat_experts(f"{name}.experts", block.experts, lora_targets)
 
 
 def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
@@ -208,21 +208,21 @@ def _of_expert(low_rank: LowRank, down: Tensor, up: Tensor, expert: int) -> tupl
 
 
 def lacking_experts(
-    card: AdapterCard, names: NameMap, slots: Mapping[str, ExpertSlot]
+    adapter_config: AdapterConfig, names: NameMap, slots: Mapping[str, ExpertSlot]
 ) -> Iterator[str]:
     """What the configuration says an adapter brings, and it does not: stacks of whole layers, and
     experts of a layer where it has others."""
     stacks, single = set[tuple[str, str]](), dict[tuple[str, str], set[int]]()
-    for name in card.modules:
+    for name in adapter_config.modules:
         place = expert_place(name, names)
         last = name.rpartition(".")[2]
         if place is None:
             continue
         if place.expert is None:
             stacks.add((place.module, last))
-        elif last in card.targets:
+        elif last in adapter_config.targets:
             single.setdefault((place.module, last), set()).add(place.expert)
-    for last in card.stacked:
+    for last in adapter_config.stacked:
         if last in _PARTS_OF:
             side = "down" if _PARTS_OF[last] == ("",) else "gate_up"
             for module in slots:

@@ -9,7 +9,7 @@ from torch import nn
 from banyan.layers.weight_slot import WeightSlot
 from banyan.lora.adapter_config import EXPANSION
 from banyan.lora.head_layers import expansions, seat_heads, wrap_heads
-from banyan.lora.targets import AdapterSeats
+from banyan.lora.targets import LoRATargets
 from banyan.model_config.model_config import LatentFacts
 from banyan.ops.api import Ops
 from banyan.ops.lora import Part
@@ -19,19 +19,19 @@ ENDING = ".attention.expansion"
 """Of the module's name in the model."""
 
 
-def open_heads(model: nn.Module, seats: AdapterSeats, ops: Ops) -> None:
+def open_heads(model: nn.Module, lora_targets: LoRATargets, ops: Ops) -> None:
     """Wrap expansions, where they were asked for."""
     for name, expansion in expansions(model):
-        seats.slots[name] = expansion.slots()["weight"]
-        if EXPANSION in seats.kinds:
-            wrap_heads(name, expansion, seats, ops)
+        lora_targets.slots[name] = expansion.slots()["weight"]
+        if EXPANSION in lora_targets.kinds:
+            wrap_heads(name, expansion, lora_targets, ops)
 
 
-def seat_on_paper(model: nn.Module, seats: AdapterSeats) -> None:
+def seat_on_paper(model: nn.Module, lora_targets: LoRATargets) -> None:
     """The same for a model without weights."""
     for name, expansion in expansions(model):
-        seats.slots[name] = expansion.slots()["weight"]
-        seat_heads(name, expansion, seats)
+        lora_targets.slots[name] = expansion.slots()["weight"]
+        seat_heads(name, expansion, lora_targets)
 
 
 def head_parts(

@@ -14,7 +14,7 @@ from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.weight_slot import WeightSlot
 from banyan.lora.targets import HEADS, own_outputs
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
@@ -59,24 +59,27 @@ def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
     if isinstance(model.head, Logits):
         found["head"] = Share(model.head.share.first, model.head.share.last)
     if isinstance(model.head, ColumnLinear):
-        found["head"] = Share(0, len(model.card.labels))
+        found["head"] = Share(0, len(model.model_config.labels))
     if isinstance(model.head, ClassHead):
-        found[DENSE] = Share(0, model.card.hidden_size)
-        found[OUT] = Share(0, len(model.card.labels))
+        found[DENSE] = Share(0, model.model_config.hidden_size)
+        found[OUT] = Share(0, len(model.model_config.labels))
     return found
 
 
-def check_tokens(card: ModelCard, count: int) -> None:
+def check_tokens(model_config: ModelConfig, count: int) -> None:
     """ConfigError, without the adapter's name, for ids up to `count` that the base has not."""
-    if count > card.vocab_size:
+    if count > model_config.vocab_size:
         raise ConfigError(
-            f"it adds {count - card.vocab_size} tokens to the {card.vocab_size} of the base: texts "
+            f"it adds {count - model_config.vocab_size} tokens to the {model_config.vocab_size} "
+            "of the base: texts "
             "and logits have the base's, the same for all requests",
             hint=RESIZE,
         )
 
 
-def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: int) -> None:
+def check_end(
+    model_config: ModelConfig, module: str, is_whole: bool, rows: int, width: int
+) -> None:
     """Whether an adapter may change the embedding or the head so.
 
     Args:
@@ -86,43 +89,47 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
         ConfigError: without the adapter's name, which the caller knows.
     """
     if module == DENSE:
-        if (rows, width) != (card.hidden_size, card.hidden_size):
+        if (rows, width) != (model_config.hidden_size, model_config.hidden_size):
             raise ConfigError(
-                f"it is of another base: {width} values to {rows} there, {card.hidden_size} to as "
+                f"it is of another base: {width} values to {rows} there, "
+                f"{model_config.hidden_size} to as "
                 "many here",
                 hint="serve the model that it was made for",
             )
         return
-    if module in ("head", OUT) and card.labels:
-        _check_classes(card, rows, width)
+    if module in ("head", OUT) and model_config.labels:
+        _check_classes(model_config, rows, width)
         return
-    if module == "head" and card.has_normed_head:
+    if module == "head" and model_config.has_normed_head:
         raise ConfigError("the model norms the columns of its head", hint=MERGE)
-    if module == "head" and is_whole and card.head_bias:
+    if module == "head" and is_whole and model_config.head_bias:
         raise ConfigError("the head has a bias, which it does not bring", hint=MERGE)
-    if width == card.hidden_size:
-        check_tokens(card, rows)
-        if is_whole and rows < card.vocab_size:
+    if width == model_config.hidden_size:
+        check_tokens(model_config, rows)
+        if is_whole and rows < model_config.vocab_size:
             raise ConfigError(
-                f"it has {rows} tokens and the base {card.vocab_size}, as the base was cut to the "
+                f"it has {rows} tokens and the base {model_config.vocab_size}, as the base was "
+                "cut to the "
                 "words of its tokenizer before (resize_token_embeddings): texts and logits have "
                 "the base's, the same for all requests",
                 hint=RESIZE,
             )
-    if (rows, width) != (card.vocab_size, card.hidden_size):
+    if (rows, width) != (model_config.vocab_size, model_config.hidden_size):
         raise ConfigError(
-            f"it is of another base: {rows} tokens of width {width} there, {card.vocab_size} of "
-            f"{card.hidden_size} here",
+            f"it is of another base: {rows} tokens of width {width} there, "
+            f"{model_config.vocab_size} of "
+            f"{model_config.hidden_size} here",
             hint="serve the model that it was made for",
         )
 
 
-def _check_classes(card: ModelCard, classes: int, width: int) -> None:
-    if (classes, width) == (len(card.labels), card.hidden_size):
+def _check_classes(model_config: ModelConfig, classes: int, width: int) -> None:
+    if (classes, width) == (len(model_config.labels), model_config.hidden_size):
         return
     raise ConfigError(
-        f"it scores {classes} classes from {width} values, the base {len(card.labels)} from "
-        f"{card.hidden_size}",
+        f"it scores {classes} classes from {width} values, the base {len(model_config.labels)} "
+        "from "
+        f"{model_config.hidden_size}",
         hint="serve the model that it was made for, saved with as many classes (num_labels)",
     )
 
@@ -214,15 +221,17 @@ class Gains:
         return RowPart(GAIN, gain, shifts=shifts)
 
 
-def base_weights(card: ModelCard, names: set[str], folder: str) -> Iterator[tuple[str, Tensor]]:
+def base_weights(
+    model_config: ModelConfig, names: set[str], folder: str
+) -> Iterator[tuple[str, Tensor]]:
     """Weights of the base's checkpoint by their names, one after another, [out, in] fp32.
 
     Raises:
         ConfigError: it has not all of them.
     """
     lacking = set(names)
-    for short, tensor in tensors_of(card):
-        is_bare = card.pooling is not None and short not in lacking
+    for short, tensor in tensors_of(model_config):
+        is_bare = model_config.pooling is not None and short not in lacking
         name = f"{BODY}{short}" if is_bare else short
         if name in lacking and not isinstance(tensor, RawTensor):
             lacking.remove(name)

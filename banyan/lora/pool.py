@@ -1,4 +1,4 @@
-"""AdapterRack: the adapters that one rank holds, by their number. Knows files and tensors; which
+"""LoRAPool: the adapters that one rank holds, by their number. Knows files and tensors; which
 adapters there are and when one comes or goes is the engine's business.
 """
 
@@ -18,8 +18,8 @@ from banyan.layers.build import Build
 from banyan.lora.adapter_config import CONFIG, EXPANSION, ROUTER, WEIGHTS
 from banyan.lora.adapter_files import AdapterPlace, named_adapters
 from banyan.lora.load import Base, LoadedAdapter, base_of, load_adapter
-from banyan.lora.targets import GAINS, AdapterSeats, Stacked
-from banyan.messages.control_ops import DropAdapter, Order, TakeAdapter
+from banyan.lora.targets import GAINS, LoRATargets, Stacked
+from banyan.messages.control_ops import ControlOp, DropAdapter, TakeAdapter
 from banyan.models.base import Model
 from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.lora import PlacedParts
@@ -37,13 +37,13 @@ _STACKED = (EXPANSION, ROUTER)
 """Kinds of changes beside those of projections that devices compute too."""
 
 
-def open_seats(
+def open_lora_targets(
     lora: LoraConfig,
     traits: Traits,
     is_rounded: bool = False,
     keeps_parts: bool = True,
     stacked: Stacked | None = None,
-) -> AdapterSeats | None:
+) -> LoRATargets | None:
     """What adapters lie in beside the model that is loaded next; None where none are asked for.
 
     Args:
@@ -58,7 +58,7 @@ def open_seats(
         return None
     sizes = (lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
     if traits.is_host:
-        return AdapterSeats(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
+        return LoRATargets(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
     if not traits.stacks_adapters:
         raise ConfigError(
             f"--enable-lora on {traits.name}: adapters are not computed there",
@@ -70,30 +70,30 @@ def open_seats(
             f"{' and '.join(_STACKED)} are computed there",
             hint="leave them out of --lora-paths and --lora-target-modules, or use --device cpu",
         )
-    return AdapterSeats(*sizes, stacked=stacked)
+    return LoRATargets(*sizes, stacked=stacked)
 
 
-def open_rack(
+def open_lora_pool(
     lora: LoraConfig, model: Model, build: Build, stream: Stream = nullcontext
-) -> "AdapterRack | None":
+) -> "LoRAPool | None":
     """The rack of one rank with the adapters of the start; None where there is no room for any. All
     ranks must call this.
 
     Args:
-        stream: as for AdapterRack.
+        stream: as for LoRAPool.
 
     Raises:
         ConfigError: one of them cannot be served, or does not fit.
     """
     if build.adapters is None:
         return None
-    rack = AdapterRack(base_of(model, build.adapters), stream)
-    if rack.laid_out_bytes:
-        _check_the_room(lora, rack.laid_out_bytes)
+    lora_pool = LoRAPool(base_of(model, build.adapters), stream)
+    if lora_pool.laid_out_bytes:
+        _check_the_room(lora, lora_pool.laid_out_bytes)
     places = named_adapters(lora.paths)
-    rack.take_first(places)
-    rack.agree(places, build.groups.everyone, build.device)
-    return rack
+    lora_pool.take_first(places)
+    lora_pool.agree(places, build.groups.everyone, build.device)
+    return lora_pool
 
 
 def _check_the_room(lora: LoraConfig, size_bytes: int) -> None:
@@ -109,7 +109,7 @@ def _check_the_room(lora: LoraConfig, size_bytes: int) -> None:
         )
 
 
-class AdapterRack:
+class LoRAPool:
     """
     Args:
         base: what adapters must fit, and the tables that its projections read.
@@ -119,7 +119,7 @@ class AdapterRack:
     def __init__(self, base: Base, stream: Stream = nullcontext) -> None:
         self._base = base
         self._stream = stream
-        self.seats = base.seats
+        self.lora_targets = base.lora_targets
         self._ranks: dict[int, int] = {}
         """Number -> rank, of those that are there."""
         self.first: list[FirstLoad] = []
@@ -172,20 +172,22 @@ class AdapterRack:
     def laid_out_bytes(self) -> int:
         """What all that may be loaded have on the device from the start on; 0 where memory is taken
         as they come."""
-        return self.seats.stacked_bytes
+        return self.lora_targets.stacked_bytes
 
     def has(self, number: int) -> bool:
         return number in self._ranks
 
-    def prepare_take(self, order: Order) -> Finish:
+    def prepare_take(self, order: ControlOp) -> Finish:
         """
         Raises:
             ConfigError: the adapter cannot be served, does not fit, or is not what it was.
             NoRoom: it needs more memory than it may have.
         """
         assert isinstance(order, TakeAdapter)
-        if order.number in self._ranks or not 1 <= order.number <= self.seats.capacity:
-            raise ConfigError(f"adapter {order.number} of {self.seats.capacity} cannot be taken")
+        if order.number in self._ranks or not 1 <= order.number <= self.lora_targets.capacity:
+            raise ConfigError(
+                f"adapter {order.number} of {self.lora_targets.capacity} cannot be taken"
+            )
         self._read = read = self._read_again(order) or self._read_anew(order)
         size = read.placed.size_bytes
         if 0 <= order.room_bytes < size:
@@ -223,17 +225,17 @@ class AdapterRack:
             )
         return _Read(stamp, loaded.digest, self._place(loaded))
 
-    def prepare_drop(self, order: Order) -> Finish:
+    def prepare_drop(self, order: ControlOp) -> Finish:
         assert isinstance(order, DropAdapter)
 
         def drop() -> Said:
             self._ranks.pop(order.number, None)
             with self._stream():
-                for table in self.seats.tables.values():
+                for table in self.lora_targets.tables.values():
                     table.enter(order.number, ())
-            for rows in self.seats.rows.values():
+            for rows in self.lora_targets.rows.values():
                 rows.enter(order.number, None)
-            for experts in self.seats.experts.values():
+            for experts in self.lora_targets.experts.values():
                 experts.enter(order.number, {})
             return Said("The adapter has been unloaded.")
 
@@ -242,8 +244,8 @@ class AdapterRack:
     def beside(self, take_weights: Carrier) -> Carrier:
         """What takes other weights, where adapters do not depend on those of the start."""
 
-        def prepare(order: Order) -> Finish:
-            if GAINS in self.seats.kinds:
+        def prepare(order: ControlOp) -> Finish:
+            if GAINS in self.lora_targets.kinds:
                 raise ConfigError(
                     "other weights are not taken where DoRA adapters are served: what scales their "
                     "outputs is made of the weights of the start",
@@ -255,22 +257,26 @@ class AdapterRack:
 
     def _place(self, loaded: LoadedAdapter) -> "_Placed":
         """Put an adapter where kernels read it, under no number yet."""
-        arena, seats = Arena(HUGE_PAGE), self.seats
-        parts = {name: seats.tables[name].place(its, arena) for name, its in loaded.parts.items()}
-        experts = {n: seats.experts[n].place(its, arena) for n, its in loaded.experts.items()}
+        arena, lora_targets = Arena(HUGE_PAGE), self.lora_targets
+        parts = {
+            name: lora_targets.tables[name].place(its, arena) for name, its in loaded.parts.items()
+        }
+        experts = {
+            n: lora_targets.experts[n].place(its, arena) for n, its in loaded.experts.items()
+        }
         loose = [*parts.values(), *experts.values()]
         size = arena.size_bytes + sum(placed.loose_bytes for placed in loose)
         if self.laid_out_bytes:  # also of projections that it has nothing for
-            size = self.laid_out_bytes // seats.capacity
+            size = self.laid_out_bytes // lora_targets.capacity
         size += sum(rows.size_bytes for rows in loaded.rows.values())
         return _Placed(parts, experts, loaded.rows, loaded.rank, size)
 
     def _enter(self, number: int, placed: "_Placed") -> None:
-        for name, table in self.seats.tables.items():
+        for name, table in self.lora_targets.tables.items():
             table.enter(number, placed.parts.get(name, ()))
-        for name, rows in self.seats.rows.items():
+        for name, rows in self.lora_targets.rows.items():
             rows.enter(number, placed.rows.get(name))
-        for name, experts in self.seats.experts.items():
+        for name, experts in self.lora_targets.experts.items():
             experts.enter(number, placed.experts.get(name, {}))
         self._ranks[number] = placed.rank
 

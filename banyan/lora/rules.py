@@ -9,9 +9,9 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.lora.adapter_config import DORA, EXPERTS, HEAD, KINDS, MAX_RANK, ROUTER, AdapterCard
+from banyan.lora.adapter_config import DORA, EXPERTS, HEAD, KINDS, MAX_RANK, ROUTER, AdapterConfig
 from banyan.lora.adapter_files import named_adapters, read_adapter
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.moe.rules import are_placed
 
 log = logger(__name__)
@@ -31,7 +31,9 @@ MOST_LOADED = 256
 """Adapters in memory where nobody says how many, and memory is taken as they come."""
 
 
-def plan_the_adapters(config: Config, card: ModelCard, environment: Environment) -> Config:
+def plan_the_adapters(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     lora = config.lora
     if lora.paths and not lora.is_enabled:
         log.debug("set enable-lora=True because --lora-paths names adapters")
@@ -41,9 +43,9 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
         return config
     _check(config)
     places = named_adapters(lora.paths)
-    cards = [read_adapter(place.path, lora.max_rank) for place in places]
-    ranks = [found.rank for found in cards if found.rank]
-    if not lora.max_rank and not cards:
+    adapter_configs = [read_adapter(place.path, lora.max_rank) for place in places]
+    ranks = [found.rank for found in adapter_configs if found.rank]
+    if not lora.max_rank and not adapter_configs:
         raise ConfigError(
             f"{_FLAG}: without --lora-paths nothing tells how large adapters may be",
             hint="give --max-lora-rank, as 64",
@@ -64,12 +66,12 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
             hint="requests that run together need their adapters in memory together",
         )
     rank = lora.max_rank or max(ranks, default=1)
-    kinds = _kinds(lora.targets, cards, card)
+    kinds = _kinds(lora.targets, adapter_configs, model_config)
     _check_the_joined(config, kinds)
     if DORA in kinds:
         _check_the_base(config)
     if EXPERTS in kinds or ROUTER in kinds:
-        _check_the_experts(config, card)
+        _check_the_experts(config, model_config)
     targets = tuple(target for target in lora.targets if target not in KINDS)
     if lora.targets and not targets:
         targets = (NO_PROJECTION,)
@@ -78,15 +80,15 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
 
 
 def _kinds(
-    targets: tuple[str, ...], cards: Sequence[AdapterCard], model: ModelCard
+    targets: tuple[str, ...], adapter_configs: Sequence[AdapterConfig], model: ModelConfig
 ) -> tuple[str, ...]:
     """What there is room for beside projections: what is named, and what the adapters of the start
     have. It costs a little at each step, so that nobody has it who does not need it."""
     absent = () if model.experts else (EXPERTS, ROUTER)
-    brought = {kind for card in cards for kind in card.kinds if kind not in absent}
+    brought = {kind for found in adapter_configs for kind in found.kinds if kind not in absent}
     if model.labels:
         brought |= {HEAD}  # PEFT saves a head of its own with every adapter of a classifier
-    if model.tie_embeddings and any(card.tokens for card in cards):
+    if model.tie_embeddings and any(found.tokens for found in adapter_configs):
         brought |= {HEAD}
     return tuple(kind for kind in KINDS if kind in targets or kind in brought)
 
@@ -118,7 +120,7 @@ def _check_the_joined(config: Config, kinds: Sequence[str]) -> None:
     """Refuse what joined replicas cannot agree on: each has a number for every adapter, and makes
     logits for others."""
     parallel = config.parallel
-    if not parallel.is_joined:
+    if not parallel.uses_dp_attention:
         return
     if not config.lora.paths:
         raise ConfigError(
@@ -134,9 +136,9 @@ def _check_the_joined(config: Config, kinds: Sequence[str]) -> None:
         )
 
 
-def _check_the_experts(config: Config, card: ModelCard) -> None:
+def _check_the_experts(config: Config, model_config: ModelConfig) -> None:
     """Refuse what does not go with adapters of experts and routers."""
-    if card.experts is None:
+    if model_config.experts is None:
         raise ConfigError(
             "adapters of experts and routers were asked for, and the model has no experts",
             hint="leave experts and router out of --lora-target-modules, or serve another adapter",

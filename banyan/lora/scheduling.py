@@ -11,10 +11,10 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.lora.namespaces import AdapterNames
-from banyan.messages.control_ops import DropAdapter, Order, OrderReply, TakeAdapter
-from banyan.messages.requests import NO_CALL, Generate, GiveOrders
+from banyan.messages.control_ops import ControlOp, ControlOpReply, DropAdapter, TakeAdapter
+from banyan.messages.requests import NO_CALL, Generate, RunControlOps
 from banyan.scheduler.request import WAITING, Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 LRU, FIFO = "lru", "fifo"
 _LOOKS = 256
@@ -195,7 +195,9 @@ class Adapters:
 
     # -- what is to be done -------------------------------------------------------------------
 
-    def wanted(self, waiting: Sequence[Request], running: Sequence[Request]) -> GiveOrders | None:
+    def wanted(
+        self, waiting: Sequence[Request], running: Sequence[Request]
+    ) -> RunControlOps | None:
         """What every rank should do next, if anything; `done` or `failed` must follow."""
         if self._under_way is not None:
             return None
@@ -204,8 +206,8 @@ class Adapters:
             if adapter.leave_call != NO_CALL and adapter.name not in busy:
                 if any(request.generate.adapter == adapter.name for request in waiting):
                     continue
-                orders: list[Order] = [DropAdapter(adapter.number)] if adapter.number else []
-                return GiveOrders(adapter.leave_call, orders)
+                orders: list[ControlOp] = [DropAdapter(adapter.number)] if adapter.number else []
+                return RunControlOps(adapter.leave_call, orders)
         load, kept = self._next_load(waiting)
         if load is None:
             return None
@@ -218,7 +220,7 @@ class Adapters:
             return None
         return self._orders_of(load, going)
 
-    def done(self, order: Order, reply: OrderReply) -> None:
+    def done(self, order: ControlOp, reply: ControlOpReply) -> None:
         """Every rank has carried it out."""
         if isinstance(order, DropAdapter):
             adapter = next(a for a in self.known.values() if a.number == order.number)
@@ -317,13 +319,13 @@ class Adapters:
         rest = [a.size_bytes for a in others if not a.is_pinned and adapter.is_pinned]
         return self.rules.max_bytes - pinned - max(rest, default=0)
 
-    def _orders_of(self, load: _Load, going: Sequence[Adapter]) -> GiveOrders:
+    def _orders_of(self, load: _Load, going: Sequence[Adapter]) -> RunControlOps:
         self._under_way = load
         free = self.rules.max_bytes - self.used_bytes + sum(a.size_bytes for a in going)
         room = min(free, self._reach(load.adapter)) if self.rules.max_bytes else -1
         number = going[-1].number if going else self._free[-1]
         take = TakeAdapter(number, load.adapter.path, load.adapter.digest, max(room, -1))
-        return GiveOrders(load.call, [*(DropAdapter(a.number) for a in going), take])
+        return RunControlOps(load.call, [*(DropAdapter(a.number) for a in going), take])
 
     def _has_come(self, adapter: Adapter, number: int) -> None:
         adapter.number, adapter.stamp = number, self._next_stamp()
@@ -333,9 +335,11 @@ class Adapters:
         return self._stamp
 
 
-def has_place(request: Request, adapters: Adapters | None, roster: Roster, now: float) -> bool:
+def has_place(
+    request: Request, adapters: Adapters | None, request_table: RequestTable, now: float
+) -> bool:
     """As `Adapters.may_enter`; yes where there are none."""
-    return adapters is None or adapters.may_enter(request, roster.running, now)
+    return adapters is None or adapters.may_enter(request, request_table.running, now)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.lora.pool import AdapterRack
-from banyan.lora.targets import AdapterSeats
+from banyan.lora.pool import LoRAPool
+from banyan.lora.targets import LoRATargets
 from banyan.ops.lora import AdapterTokens
 from banyan.parallel.groups import Group, Groups
 
@@ -22,10 +22,10 @@ class StepAdapters:
     """
 
     def __init__(
-        self, seats: AdapterSeats, max_tokens: int, max_outputs: int, sharers: int
+        self, lora_targets: LoRATargets, max_tokens: int, max_outputs: int, sharers: int
     ) -> None:
-        self.own = seats.new_tokens(max_tokens)
-        self.gathered = seats.new_tokens(max_tokens * sharers) if sharers > 1 else None
+        self.own = lora_targets.new_tokens(max_tokens)
+        self.gathered = lora_targets.new_tokens(max_tokens * sharers) if sharers > 1 else None
         self.outputs = AdapterTokens(max_outputs)
 
 
@@ -37,12 +37,12 @@ class AdapterSlots:
         groups: of this rank.
     """
 
-    def __init__(self, slots: int, rack: AdapterRack, groups: Groups) -> None:
+    def __init__(self, slots: int, lora_pool: LoRAPool, groups: Groups) -> None:
         self._numbers = np.zeros(slots, np.int64)
         self._of_step = self._numbers
         """Of each token of the step at hand; of a divided one of all shares."""
-        self._rack = rack
-        stacked = rack.seats.stacked
+        self._lora_pool = lora_pool
+        stacked = lora_pool.lora_targets.stacked
         self._on_device: Tensor | None = None
         """The same for the device, where its memory is not the host's."""
         if stacked is not None:
@@ -58,7 +58,7 @@ class AdapterSlots:
 
     def problem(self, number: int) -> str:
         """Why a slot cannot have this adapter; "" when it can."""
-        if not number or self._rack.has(number):
+        if not number or self._lora_pool.has(number):
             return ""
         return f"the request wants adapter {number}, which is not loaded"
 
@@ -69,12 +69,12 @@ class AdapterSlots:
 
     def room(self, max_tokens: int, max_outputs: int) -> StepAdapters:
         """For steps of that size."""
-        return StepAdapters(self._rack.seats, max_tokens, max_outputs, self._sharers)
+        return StepAdapters(self._lora_pool.lora_targets, max_tokens, max_outputs, self._sharers)
 
     def show(self, step: StepAdapters) -> None:
         """Let what is computed or recorded next read these."""
-        seats = self._rack.seats
-        seats.tokens, seats.gathered = step.own, step.gathered
+        lora_targets = self._lora_pool.lora_targets
+        lora_targets.tokens, lora_targets.gathered = step.own, step.gathered
 
     def fill(self, step: StepAdapters, slots: np.ndarray, of_all: np.ndarray | None) -> None:
         """Enter a step, at the same time as the other replicas that work on it.
@@ -96,7 +96,7 @@ class AdapterSlots:
         has_room = len(everyone) <= len(step.gathered.order)
         gathered = step.gathered if has_room else AdapterTokens(len(everyone))
         gathered.fill(everyone)
-        self._rack.seats.gathered = gathered
+        self._lora_pool.lora_targets.gathered = gathered
 
     def mark(self, step: StepAdapters, slot_of: Tensor) -> None:
         """`fill` on the device, in the stream at hand or in what is captured: of a divided step
@@ -116,9 +116,9 @@ class AdapterSlots:
     def _gather(self, gathered: AdapterTokens, numbers: Tensor) -> None:
         assert gathered.others is not None
         if len(numbers) > len(gathered.others):
-            gathered = self._rack.seats.new_tokens(len(numbers))
+            gathered = self._lora_pool.lora_targets.new_tokens(len(numbers))
         gathered.mark(numbers)
-        self._rack.seats.gathered = gathered
+        self._lora_pool.lora_targets.gathered = gathered
 
     def turn_to(self, slots: np.ndarray) -> None:
         """Let `choose` be of a step that was entered before. slots: [tokens], as for `fill`."""
@@ -127,11 +127,11 @@ class AdapterSlots:
     @property
     def has_outputs(self) -> bool:
         """Logits depend on adapters of their own."""
-        return self._rack.seats.has_outputs
+        return self._lora_pool.lora_targets.has_outputs
 
     def show_outputs(self, outputs: AdapterTokens) -> None:
         """Let logits that are made or recorded next read these."""
-        self._rack.seats.outputs = outputs
+        self._lora_pool.lora_targets.outputs = outputs
 
     def choose(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:
         """chosen: [n], tokens of the step whose logits are wanted."""

@@ -28,7 +28,7 @@ class Stacked:
     device: torch.device
 
 
-class AdapterSeats:
+class LoRATargets:
     """The tables of one rank by projection, and the tokens of the step that is being computed.
 
     Args:
@@ -119,12 +119,12 @@ class AdaptedRouter:
         gathers: it scores rows that were gathered.
     """
 
-    def __init__(self, table: AdapterTable, seats: AdapterSeats, gathers: bool) -> None:
-        self._table, self._seats, self._gathers = table, seats, gathers
+    def __init__(self, table: AdapterTable, lora_targets: LoRATargets, gathers: bool) -> None:
+        self._table, self._lora_targets, self._gathers = table, lora_targets, gathers
 
     def now(self) -> tuple[AdapterTable, AdapterTokens]:
         """Of the step at hand."""
-        return self._table, self._seats.tokens_of(self._gathers)
+        return self._table, self._lora_targets.tokens_of(self._gathers)
 
 
 def own_outputs(slot: WeightSlot) -> list[int]:

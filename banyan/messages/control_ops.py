@@ -132,7 +132,7 @@ class DetachStore(msgspec.Struct, frozen=True, array_like=True, tag="detach_stor
     """Only see whether it can be let go."""
 
 
-Order = (
+ControlOp = (
     TakeWeights
     | ReleaseMemory
     | ResumeMemory
@@ -149,7 +149,7 @@ Order = (
 )
 
 
-class OrderReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class ControlOpReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Outcome of one order, of all ranks together; while it is gathered, of one of them."""
 
     ok: bool

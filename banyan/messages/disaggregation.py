@@ -88,7 +88,7 @@ def replica_of(room: bytes, replicas: int) -> int:
     return int.from_bytes(room[:8], "little") % replicas
 
 
-RoomOrder = OpenRoom | SeekRoom | TakeRoom | HandOff | CloseRoom
+KVTransferOp = OpenRoom | SeekRoom | TakeRoom | HandOff | CloseRoom
 """From a core to its mover."""
-RoomNews = RoomFound | HandOff | RoomLost | RoomClosed
+KVTransferEvent = RoomFound | HandOff | RoomLost | RoomClosed
 """From a mover to its core."""

@@ -1,4 +1,4 @@
-"""Reads a ModelCard from a checkpoint: a GGUF file or a folder of safetensors.
+"""Reads a ModelConfig from a checkpoint: a GGUF file or a folder of safetensors.
 
 Knows where each form keeps its facts; `card_hub.py` and `card_gguf.py` know what they are called.
 """
@@ -10,19 +10,19 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.model_config.from_gguf import read_gguf
 from banyan.model_config.from_hf import read_hub_folder
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 """What is fetched of a repository: weights that are safe to open, and what belongs to them."""
 
 
-def read_card(
+def read_model_config(
     path: str,
     load_format: str = "auto",
     overrides: Mapping[str, object] | None = None,
     is_foreign: bool = False,
-) -> ModelCard:
+) -> ModelConfig:
     """Facts of the checkpoint at `path`.
 
     Args:
@@ -51,7 +51,7 @@ def read_card(
     return read_hub_folder(path, overrides)
 
 
-def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelCard:
+def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelConfig:
     if not os.path.isdir(path):
         raise ConfigError(
             f"--model-impl transformers needs a folder with config.json, not {printable(path)!r}",
@@ -65,7 +65,7 @@ def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelCar
     return read_hub_folder(path, is_foreign=True)
 
 
-def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelCard:
+def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelConfig:
     if path.endswith(PICKLED):
         raise pickled(path)
     if path.endswith(".safetensors"):

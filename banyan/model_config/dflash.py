@@ -1,5 +1,6 @@
 """Models that draft a block at once for another one (DFlash, arXiv 2602.06036): what their
-configurations say, and what they do not go with. Part of `model_config/draft_model.py`; loads no weights.
+configurations say, and what they do not go with. Part of `model_config/draft_model.py`; loads no
+weights.
 
 Source of the form: the authors' reference (z-lab/dflash) and the checkpoints that they published.
 """
@@ -10,10 +11,10 @@ from dataclasses import replace
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
-from banyan.config.schema import Config, ModelConfig
-from banyan.model_config.checkpoint import read_card
+from banyan.config.schema import Config, LoadConfig
+from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import FULL, EagleFacts, ModelCard
+from banyan.model_config.model_config import FULL, EagleFacts, ModelConfig
 
 log = logger(__name__)
 
@@ -31,7 +32,7 @@ _USUAL_BLOCK, _MOST_BLOCK = 16, 64
 _MOST_TAPS = 16
 
 
-def card_of_the_dflash(model: ModelConfig, served: ModelCard) -> ModelCard:
+def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
     """Card of a draft model, for the model of `served`.
 
     Raises:
@@ -47,12 +48,18 @@ def card_of_the_dflash(model: ModelConfig, served: ModelCard) -> ModelCard:
             f"{printable(str(named), 80)}",
             hint=_ANOTHER,
         )
-    card = read_card(model.path, model.load_format, overrides={"architectures": [_BODY]})
+    model_config = read_model_config(
+        model.path, model.load_format, overrides={"architectures": [_BODY]}
+    )
     told = facts.part("dflash_config") or Facts({}, where)
     given = facts.any("dflash_config")
     others = sorted(set(given) - _KNOWN) if is_object(given) else []
     kinds = {str(kind) for kind in facts.listed("layer_types")} - {"full_attention"}
-    if others or kinds or any(card.kind_of(layer) != FULL for layer in range(card.num_layers)):
+    if (
+        others
+        or kinds
+        or any(model_config.kind_of(layer) != FULL for layer in range(model_config.num_layers))
+    ):
         what = [f"dflash_config.{printable(key)}" for key in others] or ["layer_types"]
         raise ConfigError(
             f"{name} says {', '.join(what)}: draft models of DFlash's first form are read, whose "
@@ -64,17 +71,19 @@ def card_of_the_dflash(model: ModelConfig, served: ModelCard) -> ModelCard:
     mask = told if told.has("mask_token_id") else facts
     eagle = EagleFacts(
         served.vocab_size,
-        _taps_of(told if told.has("target_layer_ids") else facts, card, served, name),
+        _taps_of(told if told.has("target_layer_ids") else facts, model_config, served, name),
         block=block,
         mask=mask.integer("mask_token_id", 0, served.vocab_size - 1),
     )
-    return replace(card, eagle=eagle, tie_embeddings=False)
+    return replace(model_config, eagle=eagle, tie_embeddings=False)
 
 
-def _taps_of(facts: Facts, card: ModelCard, served: ModelCard, name: str) -> tuple[int, ...]:
+def _taps_of(
+    facts: Facts, model_config: ModelConfig, served: ModelConfig, name: str
+) -> tuple[int, ...]:
     """The served model's layers whose inputs it reads. What is listed are layers whose outputs it
     reads, and the last one's are behind a norm."""
-    listed = facts.listed("target_layer_ids") or _usual(served.num_layers, card.num_layers)
+    listed = facts.listed("target_layer_ids") or _usual(served.num_layers, model_config.num_layers)
     ids = [each for each in listed if isinstance(each, int) and not isinstance(each, bool)]
     is_whole = len(ids) == len(listed) <= _MOST_TAPS
     if not is_whole or any(not 0 <= each < served.num_layers - 1 for each in ids):
@@ -99,19 +108,22 @@ def _usual(layers: int, drafts: int) -> list[object]:
     return [round(1 + at * (layers - 4) / (drafts - 1)) for at in range(drafts)]
 
 
-def check_the_dflash(config: Config, card: ModelCard, draft: ModelCard, name: str) -> None:
+def check_the_dflash(
+    config: Config, model_config: ModelConfig, draft: ModelConfig, name: str
+) -> None:
     """Refuse a model that cannot read what comes to the served one's layers."""
     speculative = config.speculative
-    if card.architecture not in _FOLLOWED or config.model.implementation == "transformers":
+    if model_config.architecture not in _FOLLOWED or config.model.implementation == "transformers":
         raise ConfigError(
-            f"--speculative-algorithm DFLASH: {printable(card.architecture)} is not drafted for; "
+            f"--speculative-algorithm DFLASH: {printable(model_config.architecture)} is not "
+            "drafted for; "
             f"{', '.join(_FOLLOWED)} are",
             hint=_ANOTHER,
         )
-    if draft.hidden_size != card.hidden_size:
+    if draft.hidden_size != model_config.hidden_size:
         raise ConfigError(
             f"{name} reads hidden states of {draft.hidden_size:,} numbers, those of the served "
-            f"model have {card.hidden_size:,}",
+            f"model have {model_config.hidden_size:,}",
             hint="name the one that was trained for this model",
         )
     tokens, block = speculative.num_tokens, speculative.block_size

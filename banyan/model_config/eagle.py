@@ -9,11 +9,11 @@ from dataclasses import replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list
 from banyan.base.log import printable
-from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
+from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.families.base import MAX_WIDTH
-from banyan.model_config.checkpoint import PICKLED, read_card
+from banyan.model_config.checkpoint import PICKLED, read_model_config
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import EagleFacts, ModelCard
+from banyan.model_config.model_config import EagleFacts, ModelConfig
 
 _PLAIN = "LlamaForCausalLM"
 _THIRD = "EAGLE3"
@@ -30,9 +30,9 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 _MOST_TAPS = 8
 
 
-def card_of_the_eagle(
-    speculative: SpeculativeConfig, model: ModelConfig, served: ModelCard
-) -> ModelCard:
+def eagle_model_config(
+    speculative: SpeculativeConfig, model: LoadConfig, served: ModelConfig
+) -> ModelConfig:
     """Card of a draft model, for the model of `served`.
 
     Raises:
@@ -58,12 +58,18 @@ def card_of_the_eagle(
             'v in torch.load("pytorch_model.bin", weights_only=True).items()}, '
             '"model.safetensors")\'',
         )
-    card = read_card(model.path, model.load_format, overrides={"architectures": [_PLAIN]})
+    model_config = read_model_config(
+        model.path, model.load_format, overrides={"architectures": [_PLAIN]}
+    )
     if kind != _THIRD:
         tokens = _mapped(speculative.token_map, served.vocab_size)
-        return replace(card, eagle=EagleFacts(len(tokens), tokens=tokens)) if tokens else card
-    eagle = _eagle_facts(Facts(facts, where), card, served, name)
-    return replace(card, eagle=eagle, tie_embeddings=False)
+        return (
+            replace(model_config, eagle=EagleFacts(len(tokens), tokens=tokens))
+            if tokens
+            else model_config
+        )
+    eagle = _eagle_facts(Facts(facts, where), model_config, served, name)
+    return replace(model_config, eagle=eagle, tie_embeddings=False)
 
 
 def _mapped(path: str, vocab_size: int) -> tuple[int, ...]:
@@ -110,12 +116,16 @@ def _is_pickled(folder: str) -> bool:
     return not has_others and any(name.endswith(PICKLED) for name in names)
 
 
-def _eagle_facts(facts: Facts, card: ModelCard, served: ModelCard, name: str) -> EagleFacts:
+def _eagle_facts(
+    facts: Facts, model_config: ModelConfig, served: ModelConfig, name: str
+) -> EagleFacts:
     """What a draft model of EAGLE3 says beside the sizes of its block."""
-    known = facts.integer("draft_vocab_size", 1, card.vocab_size, default=card.vocab_size)
+    known = facts.integer(
+        "draft_vocab_size", 1, model_config.vocab_size, default=model_config.vocab_size
+    )
     told = facts.part("eagle_config") or Facts({}, "")
     apart = {
-        "num_hidden_layers": card.num_layers != 1,
+        "num_hidden_layers": model_config.num_layers != 1,
         "use_aux_hidden_state": not told.flag("use_aux_hidden_state", default=True),
         "norm_before_residual": facts.flag("norm_before_residual", default=False),
         "target_hidden_size": facts.integer("target_hidden_size", 0, MAX_WIDTH, default=0)
@@ -145,18 +155,20 @@ def _eagle_facts(facts: Facts, card: ModelCard, served: ModelCard, name: str) ->
     return EagleFacts(known, tuple(numbers))
 
 
-def check_the_eagle(config: Config, card: ModelCard, draft: ModelCard, name: str) -> None:
+def check_the_eagle(
+    config: Config, model_config: ModelConfig, draft: ModelConfig, name: str
+) -> None:
     """Refuse a model that cannot read the served one's hidden states."""
-    if card.architecture not in _FOLLOWED or config.model.implementation == "transformers":
+    if model_config.architecture not in _FOLLOWED or config.model.implementation == "transformers":
         raise ConfigError(
             f"--speculative-algorithm {config.speculative.algorithm}: "
-            f"{printable(card.architecture)} is not drafted for by its hidden states; "
+            f"{printable(model_config.architecture)} is not drafted for by its hidden states; "
             f"{', '.join(_FOLLOWED)} are",
             hint=_ANOTHER,
         )
-    if draft.hidden_size != card.hidden_size:
+    if draft.hidden_size != model_config.hidden_size:
         raise ConfigError(
             f"{name} reads hidden states of {draft.hidden_size:,} numbers, those of the served "
-            f"model have {card.hidden_size:,}",
+            f"model have {model_config.hidden_size:,}",
             hint="name the one that was trained for this model",
         )

@@ -12,7 +12,7 @@ from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import CLS, LAST, MEAN, ModelCard, Pooling
+from banyan.model_config.model_config import CLS, LAST, MEAN, ModelConfig, Pooling
 
 MAX_LABELS = 1 << 16
 MAX_IDS = 1 << 22
@@ -56,7 +56,7 @@ def separator_of(path: str) -> int:
     return -1
 
 
-def read_pooling(card: ModelCard) -> Pooling:
+def read_pooling(model_config: ModelConfig) -> Pooling:
     """How this model's prompts become vectors.
 
     A head of classes reads the first token of an encoder, the last one of a decoder, and its scores
@@ -65,10 +65,10 @@ def read_pooling(card: ModelCard) -> Pooling:
     Raises:
         ModelError: the folder asks for a pooling or a module that is not known here.
     """
-    kind = CLS if card.is_encoder else LAST
-    if card.labels:
+    kind = CLS if model_config.is_encoder else LAST
+    if model_config.labels:
         return Pooling(kind, normalize=False)
-    modules = os.path.join(card.path, "modules.json")
+    modules = os.path.join(model_config.path, "modules.json")
     if not os.path.isfile(modules):
         return Pooling(kind)
     pooling = Pooling(kind, normalize=False)
@@ -79,7 +79,9 @@ def read_pooling(card: ModelCard) -> Pooling:
                 hint=f"known: {', '.join(_KNOWN)}",
             )
         if name == "Pooling":
-            pooling = replace(pooling, kind=_kind(os.path.join(card.path, folder, "config.json")))
+            pooling = replace(
+                pooling, kind=_kind(os.path.join(model_config.path, folder, "config.json"))
+            )
         if name == "Normalize":
             pooling = replace(pooling, normalize=True)
     return pooling

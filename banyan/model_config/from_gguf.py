@@ -1,4 +1,4 @@
-"""ModelCard of a GGUF file.
+"""ModelConfig of a GGUF file.
 
 Source: the standardized keys of the GGUF specification (docs/gguf.md of ggml-org/ggml).
 """
@@ -22,7 +22,7 @@ from banyan.model_config.from_hf import (
     refuse_unread,
     unknown_architecture,
 )
-from banyan.model_config.model_config import FULL, WINDOW, ModelCard, RopeFacts
+from banyan.model_config.model_config import FULL, WINDOW, ModelConfig, RopeFacts
 
 _ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 _UNSCALED = ("none", "default", "")
@@ -30,7 +30,7 @@ _LLAMA3_LENGTH = 8192
 """Trained length before stretching of every published Llama 3 model; GGUF does not carry it."""
 
 
-def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> ModelCard:
+def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
     """Card of the GGUF file at `path`.
 
     Args:
@@ -52,15 +52,20 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         facts = Facts(metadata, path, f"{name}.", asked)
         facts = facts.with_values(family.respelled(facts))
         tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
-        card = family.more(facts, _card(file, facts, tokens, name, family))
-        card = family.of_tensors(file.tensors, card)
-        if card.experts is None and facts.integer("expert_count", 0, 1 << 16, default=0) > 1:
+        model_config = family.more(facts, _model_config(file, facts, tokens, name, family))
+        model_config = family.of_tensors(file.tensors, model_config)
+        if (
+            model_config.experts is None
+            and facts.integer("expert_count", 0, 1 << 16, default=0) > 1
+        ):
             raise unknown_architecture(f"{name} with experts", path, known_gguf())
         refuse_unread(overrides, asked)
-        return card
+        return model_config
 
 
-def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm) -> ModelCard:
+def _model_config(
+    file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm
+) -> ModelConfig:
     """What every family has."""
     num_heads, num_kv_heads, head_dim = _heads(facts, family)
     vocab_size = _vocab_size(file, facts)
@@ -72,7 +77,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
         kinds, window = _kinds(facts, num_layers, family.window_period)
     rotary_dim = _rotary_dim(facts, head_dim)
     has_norms = family.may_norm_heads and "blk.0.attn_q_norm.weight" in file.tensors
-    return ModelCard(
+    return ModelConfig(
         path=file.path,
         format="gguf",
         architecture=family.architecture,

@@ -1,4 +1,4 @@
-"""ModelCard of a folder in Hugging Face's form: config.json, generation_config.json.
+"""ModelConfig of a folder in Hugging Face's form: config.json, generation_config.json.
 
 Source: the configuration classes' documented keys; `rope_parameters` is the later spelling of
 `rope_scaling` plus `rope_theta`.
@@ -23,7 +23,7 @@ from banyan.model_config.encoders import (
     separator_of,
 )
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import ModelCard, QuantFacts, RopeFacts
+from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.quantization import form_of
 
 MAX_LAYERS = 1024
@@ -39,7 +39,7 @@ _MAX_DESCRIPTION = 64 << 20
 
 def read_hub_folder(
     path: str, overrides: Mapping[str, object] | None = None, is_foreign: bool = False
-) -> ModelCard:
+) -> ModelConfig:
     """Card of the folder at `path`.
 
     Args:
@@ -55,7 +55,7 @@ def read_hub_folder(
     raw = read_json(os.path.join(path, "config.json"), is_needed=True)
     facts = Facts({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
     if is_foreign:
-        return _foreign_card(facts, path)
+        return _foreign_model_config(facts, path)
     architecture = _architecture(facts, path)
     family = FAMILIES.load(architecture).hub
     text = raw.get("text_config")
@@ -63,19 +63,19 @@ def read_hub_folder(
         values = {**raw, **text, **overrides}
         facts = Facts(values, os.path.join(path, "config.json"), asked=asked)
     facts = facts.with_values(family.respelled(facts))
-    card = family.more(facts, _card(facts, path, architecture, family))
-    card = replace(card, quant=_quant(facts, path))
+    model_config = family.more(facts, _model_config(facts, path, architecture, family))
+    model_config = replace(model_config, quant=_quant(facts, path))
     if is_classifier(architecture):
-        card = replace(card, labels=labels_of(facts))
-        if card.num_segments > 1:
-            card = replace(card, separator_id=separator_of(path))
-    if card.is_encoder or card.labels or is_bare(architecture):
-        card = replace(card, pooling=read_pooling(card))
+        model_config = replace(model_config, labels=labels_of(facts))
+        if model_config.num_segments > 1:
+            model_config = replace(model_config, separator_id=separator_of(path))
+    if model_config.is_encoder or model_config.labels or is_bare(architecture):
+        model_config = replace(model_config, pooling=read_pooling(model_config))
     refuse_unread(overrides, asked)
-    return card
+    return model_config
 
 
-def _foreign_card(facts: Facts, path: str) -> ModelCard:
+def _foreign_model_config(facts: Facts, path: str) -> ModelConfig:
     """Sizes of a model that is not ours, under the keys most configurations share."""
     architecture = next(iter(facts.listed("architectures")), None)
     if not isinstance(architecture, str):
@@ -86,7 +86,7 @@ def _foreign_card(facts: Facts, path: str) -> ModelCard:
     num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     kinds, window = window_everywhere(facts, num_layers)
-    return ModelCard(
+    return ModelConfig(
         path=path,
         format="safetensors",
         architecture=architecture,
@@ -145,7 +145,7 @@ def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
     )
 
 
-def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelCard:
+def _model_config(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelConfig:
     """What every family has."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=family.context)
@@ -159,7 +159,7 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
     window_dim = _rotary_dim(facts, family, head_dim, "sliding_attention")
     if window_rope is not None and window_dim != rotary_dim:
         window_rope = replace(window_rope, dim=window_dim or head_dim)
-    return ModelCard(
+    return ModelConfig(
         path=path,
         format="safetensors",
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""ModelCard: plain facts of a checkpoint, the same whether it came as GGUF or safetensors.
+"""ModelConfig: plain facts of a checkpoint, the same whether it came as GGUF or safetensors.
 
 Knows no tensors and no devices. `model_config/checkpoint.py` reads cards from files.
 """
@@ -264,7 +264,7 @@ class Pooling:
 
 
 @dataclass(frozen=True)
-class ModelCard:
+class ModelConfig:
     """What every room may know about the model.
 
     Attributes:

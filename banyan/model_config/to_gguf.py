@@ -12,7 +12,7 @@ from banyan.base.log import printable
 from banyan.families import FAMILIES, GGUF, known_gguf
 from banyan.families.base import GgufForm
 from banyan.model_config.from_gguf import llama3_divisors
-from banyan.model_config.model_config import FULL, WINDOW, ExpertFacts, ModelCard, RopeFacts
+from banyan.model_config.model_config import FULL, WINDOW, ExpertFacts, ModelConfig, RopeFacts
 
 _SOFTMAX, _SIGMOID = 1, 2
 _OTHER_NAMES = {"MixtralForCausalLM": "llama", "MistralForCausalLM": "llama"}
@@ -25,39 +25,41 @@ _CLOSE = 1e-5
 """Numbers are kept in fp32."""
 
 
-def gguf_keys(card: ModelCard) -> dict[str, object]:
+def gguf_keys(model_config: ModelConfig) -> dict[str, object]:
     """The keys of the architecture, and ids of the vocabulary.
 
     Raises:
         ModelError: no GGUF architecture is known for the model's class.
     """
-    name, form = _architecture(card)
+    name, form = _architecture(model_config)
     own: dict[str, object] = {
-        "block_count": card.num_layers,
-        "context_length": card.context_length,
-        "embedding_length": card.hidden_size,
-        "feed_forward_length": card.intermediate_size,
-        "attention.head_count": card.num_heads,
-        "attention.head_count_kv": card.num_kv_heads,
-        "attention.key_length": card.head_dim,
-        "attention.value_length": card.head_dim,
-        form.eps_key: float(card.norm_eps),
-        "rope.dimension_count": card.rotary_dim or card.head_dim,
-        "vocab_size": card.vocab_size,
-        **_rope(card.rope),
-        **_factors(card),
+        "block_count": model_config.num_layers,
+        "context_length": model_config.context_length,
+        "embedding_length": model_config.hidden_size,
+        "feed_forward_length": model_config.intermediate_size,
+        "attention.head_count": model_config.num_heads,
+        "attention.head_count_kv": model_config.num_kv_heads,
+        "attention.key_length": model_config.head_dim,
+        "attention.value_length": model_config.head_dim,
+        form.eps_key: float(model_config.norm_eps),
+        "rope.dimension_count": model_config.rotary_dim or model_config.head_dim,
+        "vocab_size": model_config.vocab_size,
+        **_rope(model_config.rope),
+        **_factors(model_config),
     }
-    if card.window:
-        own["attention.sliding_window"] = card.window
-        if not form.window_period and FULL in card.layer_kinds:
-            kinds = [card.kind_of(layer) == WINDOW for layer in range(card.num_layers)]
+    if model_config.window:
+        own["attention.sliding_window"] = model_config.window
+        if not form.window_period and FULL in model_config.layer_kinds:
+            kinds = [
+                model_config.kind_of(layer) == WINDOW for layer in range(model_config.num_layers)
+            ]
             own["attention.sliding_window_pattern"] = kinds
-    if card.experts is not None:
-        own |= _experts(card.experts)
+    if model_config.experts is not None:
+        own |= _experts(model_config.experts)
         if name in _WITH_PERIODS:
             own["interleave_moe_layer_step"] = 1
-    ids = {f"{key}_token_id": id for key, id in zip(_EOS_KEYS, card.eos_ids, strict=False)}
-    ids |= {f"{key}_token_id": id for key, id in _other_ids(card) if id is not None}
+    ids = {f"{key}_token_id": id for key, id in zip(_EOS_KEYS, model_config.eos_ids, strict=False)}
+    ids |= {f"{key}_token_id": id for key, id in _other_ids(model_config) if id is not None}
     return {
         "general.architecture": name,
         **{f"{name}.{key}": value for key, value in own.items()},
@@ -65,20 +67,26 @@ def gguf_keys(card: ModelCard) -> dict[str, object]:
     }
 
 
-def rope_divisors(card: ModelCard) -> list[float]:
+def rope_divisors(model_config: ModelConfig) -> list[float]:
     """What a file keeps of Llama 3's stretching, under "rope_freqs.weight"; [] for other kinds."""
-    is_stretched = card.rope.kind == "llama3"
-    return llama3_divisors(card.rope, card.rotary_dim or card.head_dim) if is_stretched else []
+    is_stretched = model_config.rope.kind == "llama3"
+    return (
+        llama3_divisors(model_config.rope, model_config.rotary_dim or model_config.head_dim)
+        if is_stretched
+        else []
+    )
 
 
-def differences(card: ModelCard, written: ModelCard) -> list[str]:
+def differences(model_config: ModelConfig, written: ModelConfig) -> list[str]:
     """The facts that a file does not say as the model does, each in words."""
     mistral = {"MistralForCausalLM", "LlamaForCausalLM"}  # one and the same, but for a window
     found: list[str] = []
-    for name, mine, its in _unlike("", card, written):
-        if name in _NOT_HELD or (name == "eos_ids" and {*card.eos_ids} == {*written.eos_ids}):
+    for name, mine, its in _unlike("", model_config, written):
+        if name in _NOT_HELD or (
+            name == "eos_ids" and {*model_config.eos_ids} == {*written.eos_ids}
+        ):
             continue
-        if name == "architecture" and {card.architecture, written.architecture} == mistral:
+        if name == "architecture" and {model_config.architecture, written.architecture} == mistral:
             continue
         found.append(f"{name} is {printable(str(mine), 80)}, not {printable(str(its), 80)}")
     return found
@@ -96,20 +104,20 @@ def _unlike(name: str, mine: object, its: object) -> Iterator[tuple[str, object,
         yield name, mine, its
 
 
-def _architecture(card: ModelCard) -> tuple[str, GgufForm]:
-    wanted = _OTHER_NAMES.get(card.architecture, "")
+def _architecture(model_config: ModelConfig) -> tuple[str, GgufForm]:
+    wanted = _OTHER_NAMES.get(model_config.architecture, "")
     for name in known_gguf():
         form = FAMILIES.load(GGUF + name).gguf
-        if form is not None and (name == wanted or form.architecture == card.architecture):
+        if form is not None and (name == wanted or form.architecture == model_config.architecture):
             return name, form
     raise ModelError(
-        f"no GGUF architecture is known for {printable(card.architecture)}",
+        f"no GGUF architecture is known for {printable(model_config.architecture)}",
         hint="choose one of the types that folders have",
     )
 
 
-def _other_ids(card: ModelCard) -> tuple[tuple[str, int | None], ...]:
-    return ("bos", card.bos_id), ("padding", card.pad_id)
+def _other_ids(model_config: ModelConfig) -> tuple[tuple[str, int | None], ...]:
+    return ("bos", model_config.bos_id), ("padding", model_config.pad_id)
 
 
 def _rope(rope: RopeFacts) -> dict[str, object]:
@@ -125,22 +133,26 @@ def _rope(rope: RopeFacts) -> dict[str, object]:
     return keys
 
 
-def _factors(card: ModelCard) -> dict[str, object]:
+def _factors(model_config: ModelConfig) -> dict[str, object]:
     """Those that are not one, or not off."""
     told = {
-        "embedding_scale": (card.embedding_scale, 1.0),
-        "residual_scale": (card.residual_scale, 1.0),
-        "attention.scale": (card.attention_scale, 0.0),
-        "logit_scale": (_logit_scale(card), 1.0),
-        "attn_logit_softcapping": (card.attention_cap, 0.0),
-        "final_logit_softcapping": (card.logit_cap, 0.0),
+        "embedding_scale": (model_config.embedding_scale, 1.0),
+        "residual_scale": (model_config.residual_scale, 1.0),
+        "attention.scale": (model_config.attention_scale, 0.0),
+        "logit_scale": (_logit_scale(model_config), 1.0),
+        "attn_logit_softcapping": (model_config.attention_cap, 0.0),
+        "final_logit_softcapping": (model_config.logit_cap, 0.0),
     }
     return {key: float(value) for key, (value, plain) in told.items() if value != plain}
 
 
-def _logit_scale(card: ModelCard) -> float:
+def _logit_scale(model_config: ModelConfig) -> float:
     """Granite's files say what logits are divided by."""
-    return 1 / card.logit_scale if card.architecture.startswith("Granite") else card.logit_scale
+    return (
+        1 / model_config.logit_scale
+        if model_config.architecture.startswith("Granite")
+        else model_config.logit_scale
+    )
 
 
 def _experts(experts: ExpertFacts) -> dict[str, object]:

@@ -9,7 +9,7 @@ classes of transformers.
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.families import FAMILIES
-from banyan.model_config.model_config import FULL, ExpertFacts, LatentFacts, ModelCard, RopeFacts
+from banyan.model_config.model_config import FULL, ExpertFacts, LatentFacts, ModelConfig, RopeFacts
 
 _MODEL_TYPES = {
     **{"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"},
@@ -32,7 +32,7 @@ _MODEL_TYPES = {
 Keys = dict[str, object]
 
 
-def hub_keys(card: ModelCard, dtype: str) -> Keys:
+def hub_keys(model_config: ModelConfig, dtype: str) -> Keys:
     """
     Args:
         dtype: of what is no projection: float32 | bfloat16 | float16.
@@ -40,43 +40,54 @@ def hub_keys(card: ModelCard, dtype: str) -> Keys:
     Raises:
         ModelError: no configuration is made for the model's class.
     """
-    model_type = _MODEL_TYPES.get(card.architecture)
+    model_type = _MODEL_TYPES.get(model_config.architecture)
     if model_type is None:
         raise ModelError(
-            f"no config.json is made for {printable(card.architecture)}, which this GGUF file of "
-            f"the architecture {printable(card.model_type)} holds",
+            f"no config.json is made for {printable(model_config.architecture)}, which this "
+            "GGUF file of "
+            f"the architecture {printable(model_config.model_type)} holds",
             hint="choose one of the types that GGUF files have, or name the folder it was made of",
         )
-    form = FAMILIES.load(card.architecture).hub
+    form = FAMILIES.load(model_config.architecture).hub
     keys: Keys = {
-        "architectures": [card.architecture],
+        "architectures": [model_config.architecture],
         "model_type": model_type,
         "torch_dtype": dtype,
-        "vocab_size": card.vocab_size,
-        "hidden_size": card.hidden_size,
-        "intermediate_size": card.intermediate_size,
-        "num_hidden_layers": card.num_layers,
-        "num_attention_heads": card.num_heads,
-        "num_key_value_heads": card.num_kv_heads,
-        "max_position_embeddings": card.context_length,
-        form.eps_key: card.norm_eps,
+        "vocab_size": model_config.vocab_size,
+        "hidden_size": model_config.hidden_size,
+        "intermediate_size": model_config.intermediate_size,
+        "num_hidden_layers": model_config.num_layers,
+        "num_attention_heads": model_config.num_heads,
+        "num_key_value_heads": model_config.num_kv_heads,
+        "max_position_embeddings": model_config.context_length,
+        form.eps_key: model_config.norm_eps,
         form.activation_key: form.activation,
-        "tie_word_embeddings": card.tie_embeddings,
-        "bos_token_id": card.bos_id,
-        "eos_token_id": _one_or_all(card.eos_ids),
-        "pad_token_id": card.pad_id,
+        "tie_word_embeddings": model_config.tie_embeddings,
+        "bos_token_id": model_config.bos_id,
+        "eos_token_id": _one_or_all(model_config.eos_ids),
+        "pad_token_id": model_config.pad_id,
     }
-    if card.latent is None:
-        keys["head_dim"] = card.head_dim
-        if card.rotary_dim:
-            keys["partial_rotary_factor"] = card.rotary_dim / card.head_dim
+    if model_config.latent is None:
+        keys["head_dim"] = model_config.head_dim
+        if model_config.rotary_dim:
+            keys["partial_rotary_factor"] = model_config.rotary_dim / model_config.head_dim
     else:
-        keys |= _latent(card.latent)
-    rope = card.rope if card.rope.kind != "none" else card.window_rope or card.rope
-    keys |= _rope(rope, card.context_length)
-    if card.window_rope is not None and form.window_theta:
-        keys["rope_local_base_freq"] = card.window_rope.theta
-    return keys | _biases(card) | _windows(card) | _factors(card) | _experts(card)
+        keys |= _latent(model_config.latent)
+    rope = (
+        model_config.rope
+        if model_config.rope.kind != "none"
+        else model_config.window_rope or model_config.rope
+    )
+    keys |= _rope(rope, model_config.context_length)
+    if model_config.window_rope is not None and form.window_theta:
+        keys["rope_local_base_freq"] = model_config.window_rope.theta
+    return (
+        keys
+        | _biases(model_config)
+        | _windows(model_config)
+        | _factors(model_config)
+        | _experts(model_config)
+    )
 
 
 def _one_or_all(ids: tuple[int, ...]) -> object:
@@ -107,49 +118,49 @@ def _rope(rope: RopeFacts, context_length: int) -> Keys:
     return keys | {"rope_scaling": scaling}
 
 
-def _biases(card: ModelCard) -> Keys:
+def _biases(model_config: ModelConfig) -> Keys:
     """Families tell them in several ways; those that have one way only ignore the others."""
-    has_any = card.attention_bias or card.output_bias or card.mlp_bias
-    if card.architecture.startswith(("Ernie4_5", "Starcoder2")):
+    has_any = model_config.attention_bias or model_config.output_bias or model_config.mlp_bias
+    if model_config.architecture.startswith(("Ernie4_5", "Starcoder2")):
         return {"use_bias": has_any}
-    if card.architecture == "Qwen2MoeForCausalLM":
-        return {"qkv_bias": card.attention_bias}
-    if card.architecture == "Qwen2ForCausalLM":
+    if model_config.architecture == "Qwen2MoeForCausalLM":
+        return {"qkv_bias": model_config.attention_bias}
+    if model_config.architecture == "Qwen2ForCausalLM":
         return {}
-    keys: Keys = {"attention_bias": card.attention_bias}
-    return keys | ({"mlp_bias": True} if card.mlp_bias else {})
+    keys: Keys = {"attention_bias": model_config.attention_bias}
+    return keys | ({"mlp_bias": True} if model_config.mlp_bias else {})
 
 
-def _windows(card: ModelCard) -> Keys:
-    if not card.window:
+def _windows(model_config: ModelConfig) -> Keys:
+    if not model_config.window:
         return {"sliding_window": None}
-    kinds = [card.kind_of(layer) for layer in range(card.num_layers)]
+    kinds = [model_config.kind_of(layer) for layer in range(model_config.num_layers)]
     listed = ["full_attention" if kind == FULL else "sliding_attention" for kind in kinds]
-    keys: Keys = {"sliding_window": card.window, "layer_types": listed}
-    if card.architecture.startswith(("Qwen", "Dots1")):
+    keys: Keys = {"sliding_window": model_config.window, "layer_types": listed}
+    if model_config.architecture.startswith(("Qwen", "Dots1")):
         keys |= {"use_sliding_window": True, "max_window_layers": 0}
     return keys
 
 
-def _factors(card: ModelCard) -> Keys:
+def _factors(model_config: ModelConfig) -> Keys:
     """Of the families that have them."""
-    if card.architecture.startswith("Gemma"):
+    if model_config.architecture.startswith("Gemma"):
         return {
-            "query_pre_attn_scalar": _whole(card.attention_scale**-2),
-            "attn_logit_softcapping": card.attention_cap or None,
-            "final_logit_softcapping": card.logit_cap or None,
+            "query_pre_attn_scalar": _whole(model_config.attention_scale**-2),
+            "attn_logit_softcapping": model_config.attention_cap or None,
+            "final_logit_softcapping": model_config.logit_cap or None,
         }
-    if card.architecture.startswith("Granite"):
+    if model_config.architecture.startswith("Granite"):
         return {
-            "embedding_multiplier": card.embedding_scale,
-            "residual_multiplier": card.residual_scale,
-            "attention_multiplier": card.attention_scale,
-            "logits_scaling": 1 / card.logit_scale,
+            "embedding_multiplier": model_config.embedding_scale,
+            "residual_multiplier": model_config.residual_scale,
+            "attention_multiplier": model_config.attention_scale,
+            "logits_scaling": 1 / model_config.logit_scale,
         }
-    if card.architecture.startswith("Cohere"):
-        return {"logit_scale": card.logit_scale}
-    if card.architecture == "Glm4MoeForCausalLM":
-        return {"use_qk_norm": card.qk_norm == "head"}
+    if model_config.architecture.startswith("Cohere"):
+        return {"logit_scale": model_config.logit_scale}
+    if model_config.architecture == "Glm4MoeForCausalLM":
+        return {"use_qk_norm": model_config.qk_norm == "head"}
     return {}
 
 
@@ -168,18 +179,18 @@ def _latent(latent: LatentFacts) -> Keys:
     }
 
 
-def _experts(card: ModelCard) -> Keys:
+def _experts(model_config: ModelConfig) -> Keys:
     """In the words of the family."""
-    experts = card.experts
+    experts = model_config.experts
     if experts is None:
         return {}
-    name = card.architecture
+    name = model_config.architecture
     if name.startswith(("Deepseek", "Glm4", "Dots1")):
-        return _like_deepseek(card, experts)
+        return _like_deepseek(model_config, experts)
     if name.startswith("Ernie4_5"):
-        return _like_ernie(card, experts)
+        return _like_ernie(model_config, experts)
     if name.startswith("HunYuan"):
-        shared = experts.shared_inner // max(1, card.intermediate_size)
+        shared = experts.shared_inner // max(1, model_config.intermediate_size)
         keys: Keys = {"num_experts": experts.count, "moe_topk": experts.per_token}
         return keys | {"moe_intermediate_size": experts.inner, "num_shared_expert": shared}
     if name.startswith("Qwen"):
@@ -196,7 +207,7 @@ def _experts(card: ModelCard) -> Keys:
     return keys | {"intermediate_size": experts.inner}
 
 
-def _like_deepseek(card: ModelCard, experts: ExpertFacts) -> Keys:
+def _like_deepseek(model_config: ModelConfig, experts: ExpertFacts) -> Keys:
     keys: Keys = {
         "n_routed_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
@@ -208,14 +219,16 @@ def _like_deepseek(card: ModelCard, experts: ExpertFacts) -> Keys:
         "norm_topk_prob": experts.is_normalised,
         "routed_scaling_factor": experts.scale,
     }
-    if card.architecture == "DeepseekV2ForCausalLM":
+    if model_config.architecture == "DeepseekV2ForCausalLM":
         keys["topk_method"] = "greedy" if experts.groups == 1 else "group_limited_greedy"
         return keys | {"scoring_func": experts.scoring}
     return keys | {"scoring_func": experts.scoring, "topk_method": "noaux_tc"}
 
 
-def _like_ernie(card: ModelCard, experts: ExpertFacts) -> Keys:
-    sparse = [layer for layer in range(card.num_layers) if layer not in experts.dense_layers]
+def _like_ernie(model_config: ModelConfig, experts: ExpertFacts) -> Keys:
+    sparse = [
+        layer for layer in range(model_config.num_layers) if layer not in experts.dense_layers
+    ]
     steps = {b - a for a, b in zip(sparse, sparse[1:], strict=False)}
     interval = steps.pop() if len(steps) == 1 else 1
     return {
@@ -223,8 +236,8 @@ def _like_ernie(card: ModelCard, experts: ExpertFacts) -> Keys:
         "moe_k": experts.per_token,
         "moe_intermediate_size": experts.inner,
         "moe_num_shared_experts": experts.shared_inner // experts.inner,
-        "moe_layer_start_index": sparse[0] if sparse else card.num_layers,
-        "moe_layer_end_index": card.num_layers - 1,
+        "moe_layer_start_index": sparse[0] if sparse else model_config.num_layers,
+        "moe_layer_end_index": model_config.num_layers - 1,
         "moe_layer_interval": interval,
     }
 

@@ -1,4 +1,4 @@
-"""AheadLM: a layer that a checkpoint brings for drafting (multi-token prediction: DeepSeek-V3,
+"""MTPModel: a layer that a checkpoint brings for drafting (multi-token prediction: DeepSeek-V3,
 arXiv 2412.19437, section 2.2).
 
 It reads a token together with what the whole model made of the token before, and tells the token
@@ -21,7 +21,7 @@ from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import ShardRule
-from banyan.model_config.model_config import FULL, ModelCard
+from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 
@@ -41,12 +41,12 @@ class PageEnds(Caching):
         self.cache = LayerCache(layer, {END: kept}, FULL)
 
 
-class AheadLayer(DecoderLayer):
+class MTPLayer(DecoderLayer):
     """A block, what brings tokens and states together before it, and the norm behind it."""
 
-    def __init__(self, card: ModelCard, family: Family, build: Build) -> None:
-        super().__init__(card, family, 0, build)
-        size, eps = card.hidden_size, card.norm_eps
+    def __init__(self, model_config: ModelConfig, family: Family, build: Build) -> None:
+        super().__init__(model_config, family, 0, build)
+        size, eps = model_config.hidden_size, model_config.norm_eps
         self.token_norm = RMSNorm(size, eps, build)
         self.state_norm = RMSNorm(size, eps, build)
         outputs, rules = {"": size}, {"": ShardRule()}
@@ -77,23 +77,27 @@ class FollowingLM(nn.Module):
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         layers: dict[str, nn.Module],
         build: Build,
         page_size: int,
         served_length: int = 0,
     ) -> None:
         super().__init__()
-        self.card = card
-        self.width = card.hidden_size
+        self.model_config = model_config
+        self.width = model_config.hidden_size
         self.layers = nn.ModuleDict(layers)
         self.ends = PageEnds(len(layers), self.width, page_size, build)
         self.caches: list[LayerCache] = caches_of(self)
         self.rotary: Rotary | None = None
-        if self.card.rope.kind != "none":
+        if self.model_config.rope.kind != "none":
             self.rotary = Rotary(
-                *(card.rotary_dim or card.head_dim, card.rope, card.context_length),
-                *(served_length or card.context_length, build.ops, build.device),
+                *(
+                    model_config.rotary_dim or model_config.head_dim,
+                    model_config.rope,
+                    model_config.context_length,
+                ),
+                *(served_length or model_config.context_length, build.ops, build.device),
             )
         self.ops, self.context = build.ops, build.groups.context
         self.embedding: Embedding | None = None
@@ -139,10 +143,10 @@ class FollowingLM(nn.Module):
         logits = self.head(hidden)
         if self.known is None:
             return logits
-        return self.ops.spread_columns(logits, self.known, self.card.vocab_size)
+        return self.ops.spread_columns(logits, self.known, self.model_config.vocab_size)
 
 
-class AheadLM(FollowingLM):
+class MTPModel(FollowingLM):
     """
     Args:
         card: of the whole model.
@@ -151,20 +155,22 @@ class AheadLM(FollowingLM):
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         family: Family,
         name: str,
         build: Build,
         page_size: int,
         served_length: int = 0,
     ) -> None:
-        experts = None if card.experts is None else replace(card.experts, dense_layers=())
-        mine = replace(card, layer_kinds=(), experts=experts)
-        layer = AheadLayer(mine, family, build)
+        experts = (
+            None if model_config.experts is None else replace(model_config.experts, dense_layers=())
+        )
+        mine = replace(model_config, layer_kinds=(), experts=experts)
+        layer = MTPLayer(mine, family, build)
         super().__init__(mine, {name: layer}, build, page_size, served_length)
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
     ) -> Tensor:
         (layer,) = self.layers.values()
-        return cast(AheadLayer, layer).read(tokens, states, angles, step)
+        return cast(MTPLayer, layer).read(tokens, states, angles, step)

@@ -17,7 +17,7 @@ from banyan.base.torch_parts import complete_torch
 from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
-from banyan.model_config.model_config import WINDOW, ModelCard
+from banyan.model_config.model_config import WINDOW, ModelConfig
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedLinear
 from banyan.ops.stored import StoredWeight
@@ -116,10 +116,10 @@ class ForeignLM(nn.Module):
 
     narrows = False
 
-    def __init__(self, model: nn.Module, card: ModelCard, build: Build) -> None:
+    def __init__(self, model: nn.Module, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
         prefix = cast(str, model.base_model_prefix)
-        self.card = card
+        self.model_config = model_config
         self.dtype = build.dtype
         self.body = model.get_submodule(prefix)
         self.given = _Given()
@@ -163,7 +163,7 @@ class ForeignLM(nn.Module):
             seen[spec.layer] = spec
             return q
 
-        card, name = self.card, printable(self.card.architecture)
+        model_config, name = self.model_config, printable(self.model_config.architecture)
         tokens = torch.zeros(2, dtype=torch.int64)
         try:
             hidden = self._run(tokens, torch.arange(2), call)
@@ -173,23 +173,23 @@ class ForeignLM(nn.Module):
                 f"{name} cannot run with another attention: {printable(str(error), 200)}",
                 hint=_ELSEWHERE,
             ) from error
-        for layer in range(card.num_layers):
-            _check_layer(card, layer, seen.get(layer))
-        if logits.shape != (2, card.vocab_size):
+        for layer in range(model_config.num_layers):
+            _check_layer(model_config, layer, seen.get(layer))
+        if logits.shape != (2, model_config.vocab_size):
             raise ModelError(f"{name} gives logits {list(logits.shape)}, not [2, vocabulary]")
-        return [seen[layer] for layer in range(card.num_layers)]
+        return [seen[layer] for layer in range(model_config.num_layers)]
 
 
-def _check_layer(card: ModelCard, layer: int, spec: AttentionSpec | None) -> None:
-    name = printable(card.architecture)
+def _check_layer(model_config: ModelConfig, layer: int, spec: AttentionSpec | None) -> None:
+    name = printable(model_config.architecture)
     if spec is None:
         raise ModelError(
             f"{name}: layer {layer} does not attend through the library's interface",
             hint=_ELSEWHERE,
         )
-    window = card.window if card.kind_of(layer) == WINDOW else 0
+    window = model_config.window if model_config.kind_of(layer) == WINDOW else 0
     asked = (spec.heads, spec.kv_heads, spec.head_dim, spec.window)
-    stated = (card.num_heads, card.num_kv_heads, card.head_dim, window)
+    stated = (model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, window)
     if asked != stated:
         raise ModelError(
             f"{name}: layer {layer} attends with heads, kv heads, head size and window {asked}, "
@@ -209,7 +209,7 @@ def _pack_projections(model: nn.Module, head: nn.Module | None, ops: Ops) -> Non
                 setattr(parent, name, _Packed(packed, bias))
 
 
-def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> ForeignLM:
+def load_foreign(model_config: ModelConfig, build: Build, load_format: str = "auto") -> ForeignLM:
     """Build and fill a model of the library.
 
     Raises:
@@ -229,10 +229,12 @@ def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> Fo
             hint="run: pip install transformers",
         ) from None
     AttentionInterface.register(_INTERFACE, _attention)
-    config = AutoConfig.from_pretrained(card.path, local_files_only=True, trust_remote_code=False)
-    _check_ropes(config.to_dict().get("rope_parameters"), card)
+    config = AutoConfig.from_pretrained(
+        model_config.path, local_files_only=True, trust_remote_code=False
+    )
+    _check_ropes(config.to_dict().get("rope_parameters"), model_config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        card.path,
+        model_config.path,
         config=config,
         dtype=build.dtype,
         attn_implementation=_INTERFACE,
@@ -247,10 +249,10 @@ def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> Fo
             found = ", ".join(printable(str(key)) for key in sorted(account[kind], key=str)[:5])
             raise ModelError(f"the checkpoint has {kind.replace('_', ' ')}: {found}")
     with torch.inference_mode():
-        return ForeignLM(model.to(build.device).eval(), card, build).eval()
+        return ForeignLM(model.to(build.device).eval(), model_config, build).eval()
 
 
-def _check_ropes(parameters: object, card: ModelCard) -> None:
+def _check_ropes(parameters: object, model_config: ModelConfig) -> None:
     """Refuse frequencies that the library chooses by the longest position of a batch."""
     if not isinstance(parameters, dict):
         return
@@ -258,7 +260,8 @@ def _check_ropes(parameters: object, card: ModelCard) -> None:
         kind = part.get("rope_type") if isinstance(part, dict) else None
         if kind in _BATCH_DEPENDENT_ROPES:
             raise ModelError(
-                f"{printable(card.architecture)} has RoPE of kind {kind}, which the library "
+                f"{printable(model_config.architecture)} has RoPE of kind {kind}, which the "
+                "library "
                 "chooses by the longest sequence of a batch",
                 hint="leave --model-impl at auto if the family is known here",
             )

@@ -16,8 +16,8 @@ from torch import nn
 from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
 from banyan.layers.build import Build
-from banyan.messages.control_ops import Order, PlaceExperts
-from banyan.model_config.model_config import ModelCard
+from banyan.messages.control_ops import ControlOp, PlaceExperts
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.moe.expert_map import ExpertMap
 from banyan.moe.expert_mover import ExpertMover
@@ -30,19 +30,19 @@ log = logger(__name__)
 
 
 def open_balancer(
-    config: Config, card: ModelCard, build: Build, ring: Callable[[], None]
+    config: Config, model_config: ModelConfig, build: Build, ring: Callable[[], None]
 ) -> "ExpertBalancer | None":
     """None where experts stay where they are.
 
     Args:
         ring: called, from any thread, when an order is due.
     """
-    facts = card.experts
+    facts = model_config.experts
     if not config.experts.balances or facts is None or build.watch is None or build.places is None:
         return None
     if balances_by_itself(config):
         return None
-    layers = ExpertLayers.of(facts, card.num_layers)
+    layers = ExpertLayers.of(facts, model_config.num_layers)
     groups = groups_and_nodes(config, facts)
     balancer = ExpertBalancer(config.experts, layers, build.places, groups, ring)
     build.watch.heard.append(balancer.ran)
@@ -50,18 +50,18 @@ def open_balancer(
 
 
 def balance_between_steps(
-    config: Config, card: ModelCard, build: Build, model: Callable[[], Model | None]
+    config: Config, model_config: ModelConfig, build: Build, model: Callable[[], Model | None]
 ) -> None:
     """Let this rank move experts by itself, where that is how they move. model: the one that runs.
 
     All ranks that share experts do so.
     """
-    facts, watch, places, loaded = card.experts, build.watch, build.places, model()
+    facts, watch, places, loaded = model_config.experts, build.watch, build.places, model()
     if not balances_by_itself(config) or facts is None or watch is None or places is None:
         return
     assert isinstance(loaded, nn.Module)
     mine = tuple(sorted(m.layer for m in loaded.modules() if isinstance(m, Experts)))
-    layers = ExpertLayers(facts.count, facts.per_token, card.num_layers, mine)
+    layers = ExpertLayers(facts.count, facts.per_token, model_config.num_layers, mine)
     balancer = ExpertBalancer(
         *(config.experts, layers, places, groups_and_nodes(config, facts)),
         tells=not build.groups.experts.rank,
@@ -118,7 +118,7 @@ class ExpertBalancer:
             self._plan()
             self._begin()
 
-    def due(self) -> list[Order]:
+    def due(self) -> list[ControlOp]:
         """The order that the next plan should be, if any."""
         if not self._waiting or not self._has_run:
             return []

@@ -4,7 +4,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.schema import Config
 from banyan.lora.adapter_config import EXPERTS
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.moe.dispatch_rules import LIMIT, is_fused, sends_rows
 from banyan.moe.rules import are_placed
 from banyan.platform.base import Traits
@@ -32,18 +32,18 @@ def fused_mode(config: Config) -> int:
     return config.experts.fuse_mode if sends_rows(config) and is_fused(config) else 0
 
 
-def check_the_fusing(config: Config, card: ModelCard, traits: Traits) -> None:
+def check_the_fusing(config: Config, model_config: ModelConfig, traits: Traits) -> None:
     """
     Raises:
         ConfigError: no operator of this device sends rows and runs the experts of this model.
     """
-    experts, facts = config.experts, card.experts
+    experts, facts = config.experts, model_config.experts
     flag, hint = f"--moe-a2a-backend {experts.a2a} on {traits.name}", "give deepep"
     if experts.fuse_mode > len(traits.fusing):
         raise ConfigError(f"{flag}: only Ascend A3s have an operator that does so", hint=hint)
     limits = traits.fusing[experts.fuse_mode - 1]
     assert facts is not None
-    width, ranks = facts.latent or card.hidden_size, config.parallel.ep
+    width, ranks = facts.latent or model_config.hidden_size, config.parallel.ep
     size = (experts.a2a_tokens, width, 2 * facts.inner, facts.per_token, ranks, facts.count)
     why = _beside(config) or fusing_obstacle(limits, *size)
     if not why and config.model.activation_dtype != "bfloat16":
@@ -62,14 +62,14 @@ def check_the_fusing(config: Config, card: ModelCard, traits: Traits) -> None:
     log.info(told, experts.a2a_tokens, ranks, -(-needed // MIB))
 
 
-def check_the_sending(config: Config, card: ModelCard, traits: Traits) -> None:
+def check_the_sending(config: Config, model_config: ModelConfig, traits: Traits) -> None:
     """
     Raises:
         ConfigError: this device, which is not the host, does not do it so.
     """
     mode = config.experts.a2a_mode
     if is_fused(config):
-        return check_the_fusing(config, card, traits)
+        return check_the_fusing(config, model_config, traits)
     if not traits.shares_steps:
         raise ConfigError(
             f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
@@ -83,16 +83,16 @@ def check_the_sending(config: Config, card: ModelCard, traits: Traits) -> None:
             f"{_MODE} {mode}: {traits.name} has no exchanges of a fixed size",
             hint=f"give {_MODE} normal",
         )
-    if why := _obstacle(config, card, traits):
+    if why := _obstacle(config, model_config, traits):
         raise ConfigError(f"{_MODE} {mode} on {traits.name}: {why}", hint=f"give {_MODE} normal")
 
 
-def _obstacle(config: Config, card: ModelCard, traits: Traits) -> str:
-    experts, facts, ranks = config.experts, card.experts, config.parallel.ep
+def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
+    experts, facts, ranks = config.experts, model_config.experts, config.parallel.ep
     assert facts is not None and traits.dispatch is not None
     if why := _beside(config):
         return why
-    width = facts.latent or card.hidden_size
+    width = facts.latent or model_config.hidden_size
     size = (experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
     if why := obstacle(traits.dispatch, *size):
         bound = f"; {LIMIT} is {experts.a2a_tokens}"

@@ -7,7 +7,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.moe.rules import are_placed
 
 log = logger(__name__)
@@ -20,13 +20,15 @@ _LINE = 64
 """Bytes that what ranks put before each other is a multiple of."""
 
 
-def share_the_experts(config: Config, card: ModelCard, environment: Environment) -> Config:
+def share_the_experts(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Before the ranks are counted: each has some experts whole."""
     parallel, experts = config.parallel, config.experts
     if experts.a2a == "none":
         return config
     flag = f"{_FLAG} {experts.a2a}"
-    if card.experts is None:
+    if model_config.experts is None:
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     if config.model.implementation == "transformers":
         raise ConfigError(
@@ -59,15 +61,15 @@ def sends_rows(config: Config) -> bool:
     return config.experts.a2a != "none" and config.parallel.ep > 1
 
 
-def slot_bytes(config: Config, card: ModelCard) -> int:
+def slot_bytes(config: Config, model_config: ModelConfig) -> int:
     """What a rank must be able to put before the others at once; 0 = as much as is usual."""
-    parallel, experts, facts = config.parallel, config.experts, card.experts
+    parallel, experts, facts = config.parallel, config.experts, model_config.experts
     if not sends_rows(config) or experts.a2a_mode == "normal" or facts is None:
         return 0
     # Of each token one row comes back from a rank, or all of its pairs.
     rows = facts.per_token if are_placed(config) else 1
     tokens = experts.a2a_tokens * parallel.tp
-    size = tokens * rows * (facts.latent or card.hidden_size) * 4
+    size = tokens * rows * (facts.latent or model_config.hidden_size) * 4
     return -(-size // _LINE) * _LINE
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.layers.build import Build
-from banyan.messages.control_ops import Order, PlaceExperts
+from banyan.messages.control_ops import ControlOp, PlaceExperts
 from banyan.models.base import Model
 from banyan.moe.expert_map import ExpertMap
 from banyan.moe.layer import Experts
@@ -36,7 +36,7 @@ class ExpertMover:
         self._places, self._group = build.places, build.groups.experts
         self._model = model
 
-    def prepare(self, order: Order) -> Finish:
+    def prepare(self, order: ControlOp) -> Finish:
         """
         Raises:
             DeviceError: the weights are not there, or the order is not for this model.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.dp_attention.joint_batch import JointRows
+from banyan.dp_attention.batch import DPAttentionRows
 from banyan.ops.api import Recorder
 from banyan.parallel.groups import Group
 
@@ -34,7 +34,7 @@ class ExpertWatch:
     def __init__(
         self,
         recorder: Recorder | None,
-        joint: JointRows | None = None,
+        joint: DPAttentionRows | None = None,
         stages: Group | None = None,
         layers: Sequence[int] = (),
         per_token: int = 1,

@@ -7,7 +7,7 @@ from banyan.base.json_types import is_object, unique_json
 from banyan.base.read_file import read_whole
 from banyan.config.schema import Config
 from banyan.formats.arrays import read_arrays
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.moe.expert_map import ExpertMap
 from banyan.moe.load_balancing import balanced, trivial
 from banyan.moe.rules import TRIVIAL, are_placed
@@ -20,14 +20,14 @@ _MAX_BYTES = 64 << 20
 
 
 def open_expert_map(
-    config: Config, card: ModelCard, groups: Groups, traits: Traits
+    config: Config, model_config: ModelConfig, groups: Groups, traits: Traits
 ) -> ExpertMap | None:
     """None where experts lie in their order, once.
 
     Raises:
         ConfigError: the location is not one of this model's, or the device does not move experts.
     """
-    if card.experts is None or not are_placed(config):
+    if model_config.experts is None or not are_placed(config):
         return None
     if not traits.is_host:
         raise ConfigError(
@@ -35,12 +35,12 @@ def open_expert_map(
             hint="leave --ep-num-redundant-experts, --init-expert-location, "
             "--ep-dispatch-algorithm and --enable-eplb out, or use --device cpu",
         )
-    count, experts = card.experts.count, config.experts
+    count, experts = model_config.experts.count, config.experts
     places, ranks = count + experts.redundant, groups.experts.size
-    logical = trivial(card.num_layers, count, places)
+    logical = trivial(model_config.num_layers, count, places)
     if experts.location != TRIVIAL:
         found = read_location(experts.location)
-        logical = map_of(found, card.num_layers, count, places, ranks)
+        logical = map_of(found, model_config.num_layers, count, places, ranks)
     return ExpertMap(logical, count, groups.experts.rank, ranks, experts.dispatch or "static")
 
 

@@ -17,8 +17,8 @@ from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
 from banyan.formats.arrays import write_arrays
 from banyan.layers.build import Build
-from banyan.messages.control_ops import Order, RecordExperts
-from banyan.model_config.model_config import ExpertFacts, ModelCard
+from banyan.messages.control_ops import ControlOp, RecordExperts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 from banyan.models.decoder import layers_of
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.moe.rules import balances_by_itself
@@ -33,14 +33,18 @@ USUAL_PASSES = 1000
 
 
 def open_expert_watch(
-    config: Config, card: ModelCard, groups: Groups, traits: Traits, recorder: Recorder | None
+    config: Config,
+    model_config: ModelConfig,
+    groups: Groups,
+    traits: Traits,
+    recorder: Recorder | None,
 ) -> ExpertWatch | None:
     """What is told of choices in the model that is loaded next; None where nobody asks.
 
     Raises:
         ConfigError: the device keeps them to itself.
     """
-    experts, facts, stages = config.experts, card.experts, groups.stages
+    experts, facts, stages = config.experts, model_config.experts, groups.stages
     if facts is None or not (experts.recorder or experts.balances or experts.are_told):
         return None
     if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
@@ -51,8 +55,8 @@ def open_expert_watch(
             f"on {traits.name}: choices of experts are read on CPUs only",
             hint="leave them out, or use --device cpu",
         )
-    sparse = ExpertLayers.of(facts, card.num_layers).sparse
-    parts = [layers_of(card.num_layers, stage, stages.size) for stage in range(stages.size)]
+    sparse = ExpertLayers.of(facts, model_config.num_layers).sparse
+    parts = [layers_of(model_config.num_layers, stage, stages.size) for stage in range(stages.size)]
     return ExpertWatch(
         recorder,
         None if groups.joint is None else groups.joint.tokens,
@@ -63,19 +67,19 @@ def open_expert_watch(
     )
 
 
-def refuse_to_record(order: Order) -> Finish:
+def refuse_to_record(order: ControlOp) -> Finish:
     raise RequestError(
         "Choices of experts are not recorded: start with --expert-distribution-recorder-mode."
     )
 
 
-def prepare_nothing(order: Order) -> Finish:
+def prepare_nothing(order: ControlOp) -> Finish:
     """What ranks do that keep no record."""
     return lambda: Said("")
 
 
 def open_expert_record(
-    experts: ExpertsConfig, card: ModelCard, build: Build, name: str, report_every: int
+    experts: ExpertsConfig, model_config: ModelConfig, build: Build, name: str, report_every: int
 ) -> "ExpertRecord | None":
     """None on ranks that keep none. Of replicas that work on one batch the first counts the choices
     of all; each keeps those of its own tokens where they are wanted one by one.
@@ -85,11 +89,11 @@ def open_expert_record(
         report_every: passes from one line in the log to the next.
     """
     watch, groups, keeps_tokens = build.watch, build.groups, experts.recorder == "per_token"
-    if not experts.recorder or watch is None or card.experts is None:
+    if not experts.recorder or watch is None or model_config.experts is None:
         return None
     if (groups.world if keeps_tokens else groups.everyone).rank:
         return None
-    facts, layers = card.experts, card.num_layers
+    facts, layers = model_config.experts, model_config.num_layers
     places = ExpertLayers.of(facts, layers)
     if groups.everyone.rank:  # the first one reports on all
         experts = replace(experts, reports=False)
@@ -171,7 +175,7 @@ class ExpertRecord:
         else:
             self._counts.append(counts)
 
-    def prepare(self, order: Order) -> Finish:
+    def prepare(self, order: ControlOp) -> Finish:
         """
         Raises:
             RequestError: nothing has been recorded, or the file cannot be written.

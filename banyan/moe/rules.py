@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ExpertFacts, ModelCard
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 log = logger(__name__)
 
@@ -20,20 +20,22 @@ _BALANCE = "--enable-eplb"
 TRIVIAL = "trivial"
 
 
-def check_the_expert_flags(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_expert_flags(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     if config.experts.are_told:
-        _check_the_library(config, card, _TOLD)
-        _check_what_is_told(config, card)
+        _check_the_library(config, model_config, _TOLD)
+        _check_what_is_told(config, model_config)
     if config.experts.recorder:
-        _check_the_library(config, card, _MODE)
+        _check_the_library(config, model_config, _MODE)
         _check_the_folder(config)
     if config.experts.balances:
-        _check_the_library(config, card, _BALANCE)
+        _check_the_library(config, model_config, _BALANCE)
         _check_the_folder(config)
         _check_the_balance(config)
-        groups_and_nodes(config, card.experts or ExpertFacts(1, 1, 1))
+        groups_and_nodes(config, model_config.experts or ExpertFacts(1, 1, 1))
     for flag in _placing(config):
-        _check_the_places(config, card, flag)
+        _check_the_places(config, model_config, flag)
     return config
 
 
@@ -45,7 +47,7 @@ def are_placed(config: Config) -> bool:
 def balances_by_itself(config: Config) -> bool:
     """Whether every rank counts choices and moves experts between its own steps: those of several
     replicas and stages have no plan in common that an order could be."""
-    return config.experts.balances and (config.parallel.is_joined or config.parallel.pp > 1)
+    return config.experts.balances and (config.parallel.uses_dp_attention or config.parallel.pp > 1)
 
 
 def _placing(config: Config) -> Iterator[str]:
@@ -61,8 +63,8 @@ def _placing(config: Config) -> Iterator[str]:
         yield _BALANCE
 
 
-def _check_the_places(config: Config, card: ModelCard, flag: str) -> None:
-    facts, experts, ep = card.experts, config.experts, config.parallel.ep
+def _check_the_places(config: Config, model_config: ModelConfig, flag: str) -> None:
+    facts, experts, ep = model_config.experts, config.experts, config.parallel.ep
     if facts is None:
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     if ep == 1:
@@ -87,7 +89,7 @@ def _check_the_places(config: Config, card: ModelCard, flag: str) -> None:
 
 
 def _check_the_fake(config: Config, facts: ExpertFacts) -> None:
-    if config.parallel.is_joined:
+    if config.parallel.uses_dp_attention:
         raise ConfigError(
             f"{_DISPATCH} fake and --enable-dp-attention do not go together",
             hint="use --data-parallel-size alone",
@@ -115,18 +117,18 @@ def _check_the_location(location: str) -> None:
         )
 
 
-def _check_the_library(config: Config, card: ModelCard, flag: str) -> None:
+def _check_the_library(config: Config, model_config: ModelConfig, flag: str) -> None:
     if config.model.implementation == "transformers":
         raise ConfigError(
             f"{flag} and --model-impl transformers do not go together",
             hint="leave --model-impl at auto",
         )
-    if card.experts is None:
+    if model_config.experts is None:
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
 
 
-def _check_what_is_told(config: Config, card: ModelCard) -> None:
-    if card.pooling is not None:
+def _check_what_is_told(config: Config, model_config: ModelConfig) -> None:
+    if model_config.pooling is not None:
         raise ConfigError(f"{_TOLD}: this model is served for vectors", hint="leave it out")
     if config.handoff.role:
         raise ConfigError(

@@ -247,8 +247,8 @@ class BoundOps:
         object.__setattr__(self, "_spec", spec)
 
     def joins_index(self, shape: IndexShape) -> bool:
-        is_joined = self._spec.toolkit.joins_index(shape)
-        return is_joined and not self.is_reference("choose_positions")
+        uses_dp_attention = self._spec.toolkit.joins_index(shape)
+        return uses_dp_attention and not self.is_reference("choose_positions")
 
     def open_prologue(self, shape: PrologueShape) -> LatentPrologue | None:
         if self.is_reference("write_latent"):

@@ -125,7 +125,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose among experts; the words are those of `config.card.ExpertFacts`."""
+    """How tokens choose among experts; the words are those of `config.model_config.ExpertFacts`."""
 
     per_token: int
     scoring: str = "softmax"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import RUNNING, Request
-from banyan.scheduler.step_plan_builder import PlanSheet
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
 FEW = 8
 """Rows that take about as long as one."""
@@ -21,7 +21,7 @@ class StageShare:
         self._stages = limits.token_gap + 1
         self._most = limits.micro_batch
 
-    def of(self, running: list[Request], sheet: PlanSheet) -> Iterator[Request]:
+    def of(self, running: list[Request], builder: StepPlanBuilder) -> Iterator[Request]:
         """Those to plan, in their order; asked while rows are added to the sheet."""
         if self._stages == 1:
             yield from list(running)
@@ -31,14 +31,14 @@ class StageShare:
         taken = 0
         for request in sorted(running, key=lambda r: (r.latest_step, r.rank)):
             is_decode = request.state == RUNNING and request.is_decoding
-            if self.is_full(sheet):
+            if self.is_full(builder):
                 return
             if is_decode and taken == share:
                 continue
-            rows = len(sheet.rows)
+            rows = len(builder.rows)
             yield request
-            taken += is_decode and len(sheet.rows) > rows
+            taken += is_decode and len(builder.rows) > rows
 
-    def is_full(self, sheet: PlanSheet) -> bool:
+    def is_full(self, builder: StepPlanBuilder) -> bool:
         """The step has as many requests as one may have."""
-        return 0 < self._most <= len(sheet.rows)
+        return 0 < self._most <= len(builder.rows)

@@ -19,7 +19,7 @@ from banyan.base.errors import DeviceError
 from banyan.messages.plan import CopyResult, StepPlan
 from banyan.parallel.groups import Group
 from banyan.runner.batch import Batch
-from banyan.runner.control_ops import OrderTaker
+from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.control_ops import PendingStep as Pending
 from banyan.runner.pending import Begun, PendingStep, after
 from banyan.runner.runner import MaskOf, ModelRunner
@@ -56,7 +56,7 @@ class Line:
     def __init__(
         self,
         runner: ModelRunner,
-        obeying: OrderTaker,
+        obeying: ControlOpExecutor,
         stages: Group,
         world: Group,
         like: Tensor,

@@ -7,7 +7,7 @@ from banyan.config.schema import Config
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Ready
 from banyan.messages.logit_processors import LOGIT_PROCESSORS
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,
     SEED_BITS,
@@ -27,19 +27,23 @@ def seed_source(server: ServerConfig) -> DrawSeed:
     return lambda: source.getrandbits(SEED_BITS)
 
 
-def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
+def limits_of(
+    config: Config, model_config: ModelConfig, ready: Ready, tokenizer: Tokenizer | None
+) -> Limits:
     """What a request may ask of this model on the engine that said `ready`."""
     return Limits(
-        context_length=config.model.context_length or card.context_length,
-        vocab_size=card.vocab_size,
-        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
+        context_length=config.model.context_length or model_config.context_length,
+        vocab_size=model_config.vocab_size,
+        eos_ids=tuple(
+            dict.fromkeys([*model_config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])
+        ),
         max_request_tokens=ready.max_request_tokens,
         auto_truncate=config.server.allow_auto_truncate,
         has_tokenizer=tokenizer is not None,
-        is_embedding=card.pooling is not None,
-        hidden_size=card.hidden_size,
+        is_embedding=model_config.pooling is not None,
+        hidden_size=model_config.hidden_size,
         hidden_states=config.server.hidden_states,
-        expert_choices=_expert_choices(config, card),
+        expert_choices=_expert_choices(config, model_config),
         processors=tuple(LOGIT_PROCESSORS.names()) if config.server.logit_processors else None,
         max_new_tokens=config.server.max_new_tokens,
         batch_encode=config.server.batch_encode,
@@ -49,10 +53,10 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
     )
 
 
-def _expert_choices(config: Config, card: ModelCard) -> int:
-    if card.experts is None or not config.experts.are_told:
+def _expert_choices(config: Config, model_config: ModelConfig) -> int:
+    if model_config.experts is None or not config.experts.are_told:
         return 0
-    return card.num_layers * card.experts.per_token
+    return model_config.num_layers * model_config.experts.per_token
 
 
 def check_preferred(server: ServerConfig) -> None:

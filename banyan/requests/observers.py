@@ -9,7 +9,7 @@ from banyan.requests.chunks import Chunks, Through
 from banyan.requests.generation import TextChunk
 
 
-class Onlooker(Protocol):
+class RequestObserver(Protocol):
     """Of one request."""
 
     def take(self, chunk: TextChunk) -> None: ...
@@ -23,7 +23,7 @@ class Onlooker(Protocol):
         ...
 
 
-def watched(onlooker: Onlooker, begin: Callable[[], Chunks[TextChunk]]) -> Chunks[TextChunk]:
+def watched(onlooker: RequestObserver, begin: Callable[[], Chunks[TextChunk]]) -> Chunks[TextChunk]:
     """What `begin` gives, seen by `onlooker`, who is also told when it raises RequestError."""
     try:
         return _Watched(begin(), onlooker)
@@ -34,7 +34,7 @@ def watched(onlooker: Onlooker, begin: Callable[[], Chunks[TextChunk]]) -> Chunk
 
 
 class _Watched(Through[TextChunk]):
-    def __init__(self, inner: Chunks[TextChunk], onlooker: Onlooker) -> None:
+    def __init__(self, inner: Chunks[TextChunk], onlooker: RequestObserver) -> None:
         super().__init__(inner)
         self._onlooker = onlooker
         self._has_ended = False

@@ -16,7 +16,7 @@ from banyan.router.body import prompt_of
 from banyan.router.pairs import PATHS
 from banyan.router.policies import ROUTING_KEY, Asked
 from banyan.router.prompt_tokens import tokens_of
-from banyan.router.proxy import Crew, Outgoing
+from banyan.router.proxy import Outgoing, Proxy
 from banyan.router.state import RouterState
 from banyan.router.stream_frames import Frames, is_stream
 from banyan.router.upstream import Answer, Lost, NotReached
@@ -135,12 +135,12 @@ class Course:
         asked = Asked(prompt, exchange.header(ROUTING_KEY), tokens)
         most = len(fleet.workers) if self._again is not AGAIN else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
-            crew = await self._pick(asked)
-            if crew is None:
+            proxy = await self._pick(asked)
+            if proxy is None:
                 break
             if number and self._state.figures is not None:
                 self._state.figures.retried(exchange.route)
-            if await self._is_answered(crew):
+            if await self._is_answered(proxy):
                 return
         if self._kept is not None:
             await exchange.relay(self._kept.status, self._kept.headers)
@@ -148,19 +148,19 @@ class Course:
             return
         raise unavailable(self._why or fleet.trouble() or "no worker took it", "no_worker")
 
-    async def _pick(self, asked: Asked) -> Crew | None:
+    async def _pick(self, asked: Asked) -> Proxy | None:
         """Workers that have not been tried; where there are none, and none has refused, those that
         have been, after a pause."""
-        crew = self._state.fleet.crew(asked, self._tried, self._is_paired)
-        if crew is None and self._tried and self._kept is None:
+        proxy = self._state.fleet.proxy(asked, self._tried, self._is_paired)
+        if proxy is None and self._tried and self._kept is None:
             jitter = random.uniform(-self._retry.jitter, self._retry.jitter)
             await asyncio.sleep(self._pause_s * (1 + jitter))
             self._pause_s = min(self._pause_s * self._retry.growth, self._retry.longest_pause_s)
             self._tried.clear()
-            crew = self._state.fleet.crew(asked, (), self._is_paired)
-        return crew
+            proxy = self._state.fleet.proxy(asked, (), self._is_paired)
+        return proxy
 
-    async def _is_answered(self, crew: Crew) -> bool:
+    async def _is_answered(self, proxy: Proxy) -> bool:
         """Whether the client has its answer. A request that a worker was lost with is sent to one
         more: it may be the reason.
 
@@ -170,15 +170,15 @@ class Course:
         tries: list[Try] = []
         try:
             with ExitStack() as stack:
-                tries += [stack.enter_context(worker.trying()) for worker in crew.workers]
-                async with crew.asking(self._request, tries) as (answer, attempt):
+                tries += [stack.enter_context(worker.trying()) for worker in proxy.workers]
+                async with proxy.asking(self._request, tries) as (answer, attempt):
                     try:
                         if await self._relay(answer, attempt):
                             return True
                     except Lost:
                         attempt.is_good = False
                         raise
-            self._tried += crew.workers
+            self._tried += proxy.workers
             return False
         except (NotReached, Lost) as error:
             self._blame([attempt.worker for attempt in tries if attempt.is_good is False], error)

@@ -62,7 +62,7 @@ class _Side:
 
 
 class Pair:
-    """Implements Crew."""
+    """Implements Proxy."""
 
     def __init__(self, prefill: Worker, decode: Worker) -> None:
         self.workers = (prefill, decode)

@@ -1,4 +1,4 @@
-"""Crew: those who answer one request together, and the request as they get it."""
+"""Proxy: those who answer one request together, and the request as they get it."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -32,7 +32,7 @@ class Outgoing:
         return [*others, (b"authorization", b"Bearer " + worker.spec.api_key.encode())]
 
 
-class Crew(Protocol):
+class Proxy(Protocol):
     """Those who answer one request together."""
 
     @property

@@ -8,7 +8,7 @@ from banyan.base.log import logger
 from banyan.router.config import DECODE, PLAIN, PREFILL, RouterConfig, WorkerSpec
 from banyan.router.pairs import Pair
 from banyan.router.policies import Asked, Policy, open_policy
-from banyan.router.proxy import Alone, Crew
+from banyan.router.proxy import Alone, Proxy
 from banyan.router.upstream import checked_url
 from banyan.router.worker import Worker
 
@@ -87,7 +87,7 @@ class Fleet:
         able = [w for w in self.workers if w.spec.kind == kind and w not in without and w.takes()]
         return self._policies[kind].choose(able, asked) if able else None
 
-    def crew(self, asked: Asked, without: Container[Worker], is_paired: bool) -> Crew | None:
+    def proxy(self, asked: Asked, without: Container[Worker], is_paired: bool) -> Proxy | None:
         """Who answers a request; None when nobody can.
 
         Args:

@@ -80,7 +80,9 @@ class CapturedForward:
         self._shapes = shapes
         self._is_unpadded = is_unpadded
         # What an indexer chooses for is told its lengths on the device.
-        is_sparse = model.card.latent is not None and bool(model.card.latent.index_heads)
+        is_sparse = model.model_config.latent is not None and bool(
+            model.model_config.latent.index_heads
+        )
         self._on_host = platform.traits.lengths_on_host and not is_sparse
         self._joint, self._divided, self._stages = groups.joint, groups.divided, groups.stages
         divided = groups.divided
@@ -280,13 +282,13 @@ class CapturedForward:
         elif self._size < tokens:  # rows that failed are padding
             self._outputs = batch.last
 
-    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+    def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
         return None
 
     def told(self, number: int) -> None:
         return None
 
-    def hurry(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         """There is nothing to end."""
 
     def _shape_of(self, batch: Batch) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.log import logger
 from banyan.context_parallel.attention import GatheredAttention
-from banyan.context_parallel.forward import DividedForward
+from banyan.context_parallel.forward import ContextParallelForward
 from banyan.context_parallel.split import room_for
 from banyan.layers.build import Build
 from banyan.layers.indexer import index_shape
@@ -62,7 +62,7 @@ class RunnerSizes:
     verified: int = 0
     shares_pages: bool = False
     places: Mapping[int, Place] = field(default_factory=dict[int, Place])
-    burst: int = 1
+    multi_step: int = 1
     carried: int = 0
     taps: tuple[int, ...] = ()
     branching: int = 0
@@ -84,7 +84,7 @@ def open_forward(
         return _open(model, table, store, build, sizes, attention, platform)
     attention = GatheredAttention(attention, build.groups.context)
     inner = _open(model, table, store, build, sizes, attention, platform)
-    return DividedForward(inner, divided)
+    return ContextParallelForward(inner, divided)
 
 
 def _open(
@@ -97,7 +97,7 @@ def _open(
     platform: Platform,
 ) -> Forward:
     divided, stages = build.groups.divided, build.groups.stages
-    carried = model.card.hidden_size if stages.rank else sizes.carried
+    carried = model.model_config.hidden_size if stages.rank else sizes.carried
     outputs = sizes.max_slots + sizes.draft_room
     max_tokens, max_rows = sizes.max_tokens, sizes.max_slots
     shares = 1
@@ -132,7 +132,11 @@ def _open(
             )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
-    if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
+    if (
+        platform.traits.programs != BY_SHAPE
+        or not sizes.shapes
+        or model.model_config.pooling is not None
+    ):
         return eager
     why = _obstacle(model, build.ops, platform)
     if build.sends_rows and not build.exchanged:
@@ -161,13 +165,13 @@ def _narrows(model: Model, build: Build, sizes: RunnerSizes) -> bool:
     groups = build.groups
     is_shared = (groups.joint or groups.divided) is not None
     is_told = build.adapters is not None or sizes.reads_all
-    return model.narrows and model.card.pooling is None and not (is_shared or is_told)
+    return model.narrows and model.model_config.pooling is None and not (is_shared or is_told)
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
     """Why steps of this model cannot be captured, "" when they can."""
-    card, traits = model.card, platform.traits
-    latent = card.latent
+    model_config, traits = model.model_config, platform.traits
+    latent = model_config.latent
     attends = ["paged_attention"]
     if latent is not None:
         attends = ["latent_attention", *(["choose_positions"] if latent.index_heads else [])]
@@ -176,10 +180,10 @@ def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
             return "the reference chooses what tokens read, and it waits for the device"
         if latent is not None and (latent.rank, latent.rope_dim) not in traits.latents:
             return "attention over this model's cache waits for the device"
-        if card.attention_cap:
+        if model_config.attention_cap:
             return "the reference attends, and it waits for the device"
     if any(not {"k", "latent"} & set(cache.tensors) for cache in model.caches):
         return "attention over this model's cache waits for the device"
-    needed = [*attends, *(["experts"] if card.experts is not None else [])]
+    needed = [*attends, *(["experts"] if model_config.experts is not None else [])]
     waiting = [op for op in needed if isinstance(ops, BoundOps) and ops.waits(op)]
     return f"what computes {', '.join(waiting)} waits for the device" if waiting else ""

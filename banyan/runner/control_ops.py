@@ -1,4 +1,5 @@
-"""OrderTaker: carries out the orders of a plan together with the other ranks, around a runner.
+"""ControlOpExecutor: carries out the orders of a plan together with the other ranks, around a
+runner.
 
 Every rank gets ready, all of them tell each other whether they are, and only when all are does it
 happen. Knows nothing of what the orders are: one carrier for each kind does.
@@ -13,7 +14,7 @@ import torch
 
 from banyan.base.errors import BanyanError, CapacityError, DeviceError
 from banyan.base.log import logger
-from banyan.messages.control_ops import Order, OrderReply
+from banyan.messages.control_ops import ControlOp, ControlOpReply
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
 from banyan.parallel.groups import Group
 
@@ -31,7 +32,7 @@ class Said:
     text: str
     body: bytes = b""
     size_bytes: int = 0
-    """As OrderReply has it."""
+    """As ControlOpReply has it."""
 
 
 class NoRoom(CapacityError):
@@ -68,7 +69,7 @@ class Alike:
         return self.finish()
 
 
-Carrier = Callable[[Order], Finish]
+Carrier = Callable[[ControlOp], Finish]
 """Gets ready for an order and changes nothing yet; raises what stands in the way."""
 
 
@@ -83,7 +84,7 @@ class Runner(Protocol):
     ) -> PendingStep: ...
 
 
-class OrderTaker:
+class ControlOpExecutor:
     """A runner that takes orders as well.
 
     Args:
@@ -97,7 +98,7 @@ class OrderTaker:
     def __init__(
         self,
         runner: Runner,
-        carriers: Mapping[type[Order], Carrier],
+        carriers: Mapping[type[ControlOp], Carrier],
         ranks: Group | None = None,
         device: torch.device | None = None,
         stepped: Callable[[], None] | None = None,
@@ -113,7 +114,7 @@ class OrderTaker:
             pending = self._runner.launch(plan, mask_of)
             self.has_run(plan)
             return pending
-        replies: list[OrderReply] = []
+        replies: list[ControlOpReply] = []
         with torch.inference_mode(mode=False):  # what they make, others may write to
             for order in plan.orders:
                 replies.append(self._carry_out(order))
@@ -126,44 +127,44 @@ class OrderTaker:
         if self._stepped is not None and plan.rows:
             self._stepped()
 
-    def _carry_out(self, order: Order) -> OrderReply:
+    def _carry_out(self, order: ControlOp) -> ControlOpReply:
         finish: Finish | None = None
         try:
             finish = self._prepare(order)
         except NoRoom as error:
-            mine = OrderReply(False, str(error), size_bytes=error.size_bytes)
+            mine = ControlOpReply(False, str(error), size_bytes=error.size_bytes)
         except BanyanError as error:
-            mine = OrderReply(False, str(error))
+            mine = ControlOpReply(False, str(error))
         except Exception as error:  # what failed is told to whoever asked; the engine goes on
             log.exception("an order cannot be carried out: %s", type(order).__name__)
-            mine = OrderReply(False, f"{type(error).__name__}: {error}")
+            mine = ControlOpReply(False, f"{type(error).__name__}: {error}")
         else:
             mark = finish.mark if isinstance(finish, Alike) else b""
-            mine = OrderReply(True, body=mark)
+            mine = ControlOpReply(True, body=mark)
         told = self._gather(mine)
         if finish is None or not all(reply.ok for reply in told):
             why = _joined([(r, t.text) for r, t in enumerate(told) if not t.ok])
-            return OrderReply(False, why, size_bytes=_most(told))
+            return ControlOpReply(False, why, size_bytes=_most(told))
         if odd := [rank for rank, reply in enumerate(told) if reply.body != told[0].body]:
             what = finish.what if isinstance(finish, Alike) else "it"
-            return OrderReply(False, f"{what} of {_ranks(odd)} is not that of rank 0")
+            return ControlOpReply(False, f"{what} of {_ranks(odd)} is not that of rank 0")
         said = finish()
-        told = self._gather(OrderReply(True, said.text, said.body, said.size_bytes))
+        told = self._gather(ControlOpReply(True, said.text, said.body, said.size_bytes))
         text = _joined([(r, t.text) for r, t in enumerate(told)])
-        return OrderReply(True, text, told[0].body, _most(told))
+        return ControlOpReply(True, text, told[0].body, _most(told))
 
-    def _prepare(self, order: Order) -> Finish:
+    def _prepare(self, order: ControlOp) -> Finish:
         carrier = self._carriers.get(type(order))
         if carrier is None:
             raise DeviceError(f"nothing here carries out {type(order).__name__}")
         return carrier(order)
 
-    def _gather(self, mine: OrderReply) -> list[OrderReply]:
+    def _gather(self, mine: ControlOpReply) -> list[ControlOpReply]:
         """What every rank says, in their order."""
         if self._ranks.size == 1:
             return [mine]
         mine = msgspec.structs.replace(mine, text=mine.text[:_MAX_TEXT])
-        found: list[OrderReply] = []
+        found: list[ControlOpReply] = []
         for source in range(self._ranks.size):
             content = msgspec.msgpack.encode(mine) if source == self._ranks.rank else b""
             size = torch.tensor([len(content)], dtype=torch.int64, device=self._device)
@@ -171,14 +172,14 @@ class OrderTaker:
             padded = content.ljust(-(-length // _WORD_BYTES) * _WORD_BYTES, b"\0")
             words = torch.frombuffer(bytearray(padded), dtype=torch.int64).to(self._device)
             heard = self._ranks.broadcast(words, source).cpu().numpy().tobytes()  # sync: as above
-            found.append(msgspec.msgpack.decode(heard[:length], type=OrderReply))
+            found.append(msgspec.msgpack.decode(heard[:length], type=ControlOpReply))
         return found
 
 
 class _Answered:
     """A step with the replies to its orders."""
 
-    def __init__(self, pending: PendingStep, replies: list[OrderReply]) -> None:
+    def __init__(self, pending: PendingStep, replies: list[ControlOpReply]) -> None:
         self._pending = pending
         self._replies = replies
 
@@ -194,7 +195,7 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > _SHOWN)}"
 
 
-def _most(told: list[OrderReply]) -> int:
+def _most(told: list[ControlOpReply]) -> int:
     return max(reply.size_bytes for reply in told)
 
 

@@ -1,4 +1,4 @@
-"""Bursts: decode steps of a recorded model that run one after another in one call.
+"""MultiSteps: decode steps of a recorded model that run one after another in one call.
 
 The inputs of a step stay where they are, so between two steps little has to change: tokens become
 what was sampled, positions go on by one. Where those lie in their pages is worked out before.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from banyan.ops.api import BurstInputs, Recording
+from banyan.ops.api import MultiStepInputs, Recording
 from banyan.runner.batch import Batch
 from banyan.runner.inputs import StepTensors
 from banyan.runner.slots import SlotTable
@@ -20,7 +20,7 @@ reader, on cores that compute the next step."""
 
 
 @dataclass(frozen=True)
-class Burst:
+class MultiStep:
     """What steps before the last one came to.
 
     Attributes:
@@ -46,7 +46,7 @@ class Running:
     told: np.ndarray
 
 
-class Bursts:
+class MultiSteps:
     """
     Args:
         step: the inputs of the recording.
@@ -65,12 +65,12 @@ class Bursts:
         self._step = step
         self._table = table
         self._sampled, self._best = sampled.numpy(), best.numpy()
-        self._hurry = np.full(1, -1, np.int64)
+        self._interrupt = np.full(1, -1, np.int64)
         self._running: Running | None = None
 
-    def hurry(self, number: int) -> None:
-        """Bursts of steps up to this number end with the step that runs; from any thread."""
-        self._hurry[0] = number
+    def interrupt(self, number: int) -> None:
+        """MultiSteps of steps up to this number end with the step that runs; from any thread."""
+        self._interrupt[0] = number
 
     def told(self, number: int) -> dict[int, bytes] | None:
         """What the rows of plan `number` have sampled in steps that others have followed: index in
@@ -83,19 +83,19 @@ class Bursts:
 
     def run(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> int:
         """Run up to `steps` decode steps of a batch that has been entered (`StepTensors.fill`);
-        returns how many have run. number: of the plan. tell, bell: as in BurstInputs."""
+        returns how many have run. number: of the plan. tell, bell: as in MultiStepInputs."""
         at = self._step.foresee(batch, steps)
         stops = [self._table.join_of(row.slot).sampling.stop_ids for row in batch.rows]
         counts = np.cumsum([0, *map(len, stops)], dtype=np.int32)
         step = self._step
-        inputs = BurstInputs(
+        inputs = MultiStepInputs(
             *(self._sampled, self._best, step.tokens.numpy(), step.positions.numpy()),
             *(step.to_positions.numpy(), step.context_lengths.numpy()),
             [locations.numpy() for locations in step.locations],
             at,
             counts,
             np.array([id for ids in stops for id in ids], np.int32),
-            self._hurry,
+            self._interrupt,
             number,
             np.zeros(1, np.int32),
             tell,
@@ -104,7 +104,7 @@ class Bursts:
         )
         self._running = Running(number, batch, inputs.told)
         try:
-            return self._recording.burst(len(batch.rows), inputs)
+            return self._recording.multi_step(len(batch.rows), inputs)
         finally:
             self._running = None
 

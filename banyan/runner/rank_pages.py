@@ -24,7 +24,7 @@ from torch import Tensor
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
 from banyan.kv_transfer.page_mover import PageMover
-from banyan.messages.disaggregation import RoomNews, RoomOrder
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
@@ -221,10 +221,10 @@ class Ahead:
     def look(self, lookups: list[Lookup]) -> None:
         self._mover.look(lookups)
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         self._mover.obey(orders)
 
-    def ended(self) -> list[CopyResult | Held | RoomNews]:
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
         return self._mover.ended()
 
     def close(self) -> None:

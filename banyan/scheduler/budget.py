@@ -108,13 +108,13 @@ class Limits:
     max_prompts: int = 0
     growth: Growth = Growth()
     draft_room: int = DRAFT_ROOM
-    burst: int = 1
+    multi_step: int = 1
     micro_batch: int = 0
 
     @property
     def starts_are_bounds(self) -> bool:
         """Rows in flight may yield fewer tokens than planned."""
-        return self.drafts > 0 or self.burst > 1
+        return self.drafts > 0 or self.multi_step > 1
 
 
 class NewTokenRatio:

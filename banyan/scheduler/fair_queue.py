@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heapreplace
 
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 
 class Turns:
@@ -85,11 +85,11 @@ class Turns:
         return (0, request.submitted_s) if is_overdue else (1, 0.0)
 
 
-def end_overdue(roster: Roster, limits: Limits, now: float) -> None:
+def end_overdue(request_table: RequestTable, limits: Limits, now: float) -> None:
     """Fail each request that has waited or run for longer than is allowed."""
     if limits.wait_s <= 0 and limits.run_s <= 0:
         return
-    for request in (*roster.waiting, *roster.running):
+    for request in (*request_table.waiting, *request_table.running):
         has_run = request.admitted_s >= 0
         what, limit_s, since_s = (
             ("has run", limits.run_s, request.admitted_s)
@@ -98,4 +98,4 @@ def end_overdue(roster: Roster, limits: Limits, now: float) -> None:
         )
         if 0 < limit_s < now - since_s:
             text = f"The request {what} for {now - since_s:.1f} s; {limit_s:g} s are allowed."
-            roster.fail(request, 503, text, "timed_out")
+            request_table.fail(request, 503, text, "timed_out")

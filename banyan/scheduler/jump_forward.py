@@ -7,7 +7,7 @@ from array import array
 from banyan.grammar.base import Grammar
 from banyan.messages.events import Tokens
 from banyan.scheduler.request import Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 _WORTH_WAITING = 3
 """Certain tokens for which a request leaves out a step: it costs one, and each of them saves one,
@@ -46,7 +46,7 @@ def _is_place(request: Request, grammar: Grammar, known: int, depth: int) -> boo
     return known == request.jumps_at
 
 
-def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
+def jump(request: Request, grammar: Grammar, request_table: RequestTable) -> None:
     """At its place a request takes the tokens that are certain."""
     if request.known != request.jumps_at:
         return
@@ -61,14 +61,14 @@ def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
         return
     if request.flights:  # it was sampled behind drafts that do not count
         request.given_after = request.flights[-1].step
-        roster.void(request)
+        request_table.void(request)
     if request.lease is not None:
         request.planned = request.known - 1
     request.tokens += tokens.tobytes()
     request.has_jumped, request.has_sampled = True, False
     request.next_drafts, request.next_parents = [], []
-    roster.counters.output_tokens += len(tokens)
-    roster.events.append(
+    request_table.counters.output_tokens += len(tokens)
+    request_table.events.append(
         Tokens(
             request.id,
             first,

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Mapping
 from banyan.messages.events import Tokens
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import Flight, Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 
-def steps_of_a_burst(roster: Roster, limits: Limits) -> tuple[int, int]:
+def steps_of_a_multi_step(request_table: RequestTable, limits: Limits) -> tuple[int, int]:
     """How many decode steps the next plan may hold, 1 = it is no burst; and after each how many of
     them readers are told, 0 = at the end alone."""
-    if limits.burst == 1 or roster.waiting or not roster.running:
+    if limits.multi_step == 1 or request_table.waiting or not request_table.running:
         return 1, 0
-    if not all(may_burst(request) for request in roster.running):
+    if not all(may_run_multi_step(request) for request in request_table.running):
         return 1, 0
-    tell = min((r.generate.stride for r in roster.running if r.generate.stride), default=0)
-    return limits.burst, tell if tell < limits.burst else 0
+    tell = min((r.generate.stride for r in request_table.running if r.generate.stride), default=0)
+    return limits.multi_step, tell if tell < limits.multi_step else 0
 
 
-def may_burst(request: Request) -> bool:
+def may_run_multi_step(request: Request) -> bool:
     """Whether its next tokens follow from the one before, whatever else happens."""
     sampling = request.sampling
     is_plain = not (sampling.min_new_tokens or sampling.logit_bias or sampling.processor)

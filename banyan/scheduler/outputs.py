@@ -10,7 +10,7 @@ from banyan.messages.events import Tokens
 from banyan.messages.plan import Mask, RowScores
 from banyan.scheduler.jump_forward import advance, jump
 from banyan.scheduler.request import Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 
 class Answers:
@@ -20,9 +20,11 @@ class Answers:
         depth: plans with rows that may be in flight at once.
     """
 
-    def __init__(self, cache: KVCache, roster: Roster, rooms: Rooms | None, depth: int) -> None:
+    def __init__(
+        self, cache: KVCache, request_table: RequestTable, rooms: Rooms | None, depth: int
+    ) -> None:
         self._cache = cache
-        self._roster = roster
+        self._request_table = request_table
         self._rooms = rooms
         self._depth = depth
 
@@ -45,7 +47,7 @@ class Answers:
             tokens = taken
         first = request.output_len
         request.tokens += tokens.tobytes()
-        self._roster.counters.output_tokens += len(tokens)
+        self._request_table.counters.output_tokens += len(tokens)
         for score in scores:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
         if tokens or scores or vector or hidden:
@@ -53,7 +55,7 @@ class Answers:
             cached = request.cached_tokens
             if self._rooms is not None:
                 self._rooms.scored(request, passed_on)
-            self._roster.events.append(
+            self._request_table.events.append(
                 Tokens(
                     request.id,
                     first,
@@ -81,25 +83,25 @@ class Answers:
             self._finish(request, "length", now)
         else:
             if request.grammar is not None and tokens:
-                jump(request, request.grammar, self._roster)
+                jump(request, request.grammar, self._request_table)
             self._release_mask(request)
 
     def _finish(self, request: Request, reason: str, now: float, matched: int = -1) -> None:
         if self._rooms is not None:
             self._rooms.completed(request)
-        self._roster.finish(request, reason, now, matched)
+        self._request_table.finish(request, reason, now, matched)
         if self._rooms is not None:
-            self._rooms.keep_end(request, self._roster.events)
+            self._rooms.keep_end(request, self._request_table.events)
 
     def _fail_grammar(self, request: Request, token: int) -> None:
         """`token` broke the request's grammar."""
         assert request.grammar is not None
         if problem := request.grammar.problem:
             text = f"The constraint cannot be followed further: {problem}"
-            self._roster.fail(request, 400, text, "invalid_grammar")
+            self._request_table.fail(request, 400, text, "invalid_grammar")
         else:
             text = f"token {token} does not fit the grammar"
-            self._roster.fail(request, 500, text, "grammar_error")
+            self._request_table.fail(request, 500, text, "grammar_error")
 
     def _release_mask(self, request: Request) -> None:
         """The next row in flight can be masked once the token before it is known (rule R4)."""
@@ -110,7 +112,7 @@ class Answers:
             flight.awaits_mask = False
             drafts = request.next_drafts[: flight.samples - 1]
             bits = masks_for(request.grammar, drafts, request.next_parents)
-            self._roster.masks.append(Mask(flight.step, flight.row, bits))
+            self._request_table.masks.append(Mask(flight.step, flight.row, bits))
 
 
 def _cut(request: Request, tokens: "array[int]") -> tuple["array[int]", int]:

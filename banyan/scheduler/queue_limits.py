@@ -6,12 +6,12 @@ from banyan.lora.scheduling import Adapters, unknown_adapter
 from banyan.messages.requests import Generate
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import Request
-from banyan.scheduler.request_table import Roster
+from banyan.scheduler.request_table import RequestTable
 
 
 def check_request(
     generate: Generate,
-    roster: Roster,
+    request_table: RequestTable,
     cache: KVCache,
     limits: Limits,
     adapters: Adapters | None = None,
@@ -22,7 +22,7 @@ def check_request(
     """
     known = len(generate.tokens) // TOKEN_BYTES
     total = known + generate.sampling.max_new_tokens
-    if roster.find(generate.request) is not None:
+    if request_table.find(generate.request) is not None:
         raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
     if generate.adapter and adapters is None:
         raise unknown_adapter(generate.adapter, [])
@@ -46,16 +46,16 @@ def check_request(
             hint="Start the server with --enable-priority-scheduling.",
         )
     if limits.max_queued or limits.max_queued_tokens:
-        _make_room(roster, limits, known, priorities.of(generate.priority))
+        _make_room(request_table, limits, known, priorities.of(generate.priority))
 
 
-def _make_room(roster: Roster, limits: Limits, known: int, priority: int) -> None:
+def _make_room(request_table: RequestTable, limits: Limits, known: int, priority: int) -> None:
     """Requests of which nothing was told give their places in a full queue to a higher one, the
     last of them first; none does where that is not enough. `known`: tokens of the new prompt."""
-    number = len(roster.waiting)
-    tokens = sum(r.prompt_len for r in roster.waiting) if limits.max_queued_tokens else 0
+    number = len(request_table.waiting)
+    tokens = sum(r.prompt_len for r in request_table.waiting) if limits.max_queued_tokens else 0
     leaving: list[Request] = []
-    for last in reversed(roster.waiting):
+    for last in reversed(request_table.waiting):
         if _has_room(limits, number, tokens + known):
             break
         if last.priority >= priority or last.admitted_s >= 0 or last.output_len:
@@ -64,7 +64,7 @@ def _make_room(roster: Roster, limits: Limits, known: int, priority: int) -> Non
         number, tokens = number - 1, tokens - last.prompt_len
     for last in leaving:
         text = "The request is aborted by a higher priority request."
-        roster.fail(last, 503, text, "queue_full")
+        request_table.fail(last, 503, text, "queue_full")
 
 
 def _has_room(limits: Limits, waiting: int, tokens: int) -> bool:

@@ -164,7 +164,8 @@ class Request:
         self.watched = 0
         """Rows for which a draft is made to see whether drafts would be worth their time."""
         self.jumps_at = 0
-        """Once so many tokens are known; none is sampled past them before (scheduler/jump_forward.py)."""
+        """Once so many tokens are known; none is sampled past them before
+        (scheduler/jump_forward.py)."""
         self.has_jumped = False
         """The newest tokens are not the runner's own: the next row gives them to it."""
         self.given_after = NO_STEP

@@ -1,5 +1,5 @@
-"""Roster: which requests are alive, in which state, on which slot. The only place where a request
-changes state; whatever it held is let go here.
+"""RequestTable: which requests are alive, in which state, on which slot. The only place where a
+request changes state; whatever it held is let go here.
 """
 
 from bisect import insort
@@ -13,7 +13,7 @@ from banyan.scheduler.counters import Counters
 from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
 
 
-class Roster:
+class RequestTable:
     """Live requests, free slots, and the outboxes towards front and runner."""
 
     def __init__(

@@ -10,7 +10,7 @@ from banyan.messages.plan import EXPERTS, HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import Flight, Request
 from banyan.scheduler.speculation import Speculation
-from banyan.scheduler.step_plan_builder import PlanSheet
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
 
 class Planned(Enum):
@@ -31,19 +31,19 @@ class RowPlanner:
         self._limits = limits
         self._speculation = speculation
 
-    def plan(self, request: Request, sheet: PlanSheet, restores: bool = False) -> Planned:
+    def plan(self, request: Request, builder: StepPlanBuilder, restores: bool = False) -> Planned:
         """Plan the next row of `request`; `restores` when it starts on a matched state."""
         lease = request.lease
         assert lease is not None
         is_decode = request.is_decoding
-        count, drafts = self._extent(request, sheet)
+        count, drafts = self._extent(request, builder)
         if not count:
             return Planned.NOTHING
         start, pending = request.planned, request.pending
         end = start + count
         is_bound = self._limits.starts_are_bounds
         self._cache.slide(lease, min(start, request.known) if is_bound else start)
-        ahead = self._ahead(request, sheet, end)
+        ahead = self._ahead(request, builder, end)
         room = ahead + bool(ahead and self._limits.block_drafts) if self._limits.paid_drafts else 0
         grants = self._cache.grow(lease, end + room)
         if grants is None and drafts + room:  # they are no reason to retract anybody
@@ -51,35 +51,35 @@ class RowPlanner:
             ahead = 0 if room else ahead
             grants = self._cache.grow(lease, end)
         if grants is None:
-            sheet.is_starved, sheet.starved_of = True, self._cache.missing(lease, end)
+            builder.is_starved, builder.starved_of = True, self._cache.missing(lease, end)
             return Planned.STARVED
-        sheet.grants += grants
-        row = len(sheet.rows)
+        builder.grants += grants
+        row = len(builder.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
         hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
         flight = Flight(
-            request, sheet.step, row, samples, count, is_decode, hidden, restores=restores
+            request, builder.step, row, samples, count, is_decode, hidden, restores=restores
         )
         self._note_drafting(flight, ahead if samples else 0)
         if restores:
-            sheet.copies += self._cache.restores(lease, row, sheet.step)
+            builder.copies += self._cache.restores(lease, row, builder.step)
         if samples and request.grammar is not None:
-            self._mask(request, sheet, flight, drafts)
-        sheet.rows.append(self._row(request, start, count, drafts, flight))
-        sheet.flights.append(flight)
+            self._mask(request, builder, flight, drafts)
+        builder.rows.append(self._row(request, start, count, drafts, flight))
+        builder.flights.append(flight)
         request.flights.append(flight)
         request.planned, request.has_jumped = end, False
-        request.latest_step = sheet.step
+        request.latest_step = builder.step
         if not pending:
-            self._share(request, lease, sheet, end, row)
+            self._share(request, lease, builder, end, row)
         if is_decode:
-            sheet.has_decode = True
-            sheet.draft_room -= drafts if sheet.steps == 1 else 0
+            builder.has_decode = True
+            builder.draft_room -= drafts if builder.steps == 1 else 0
         else:
-            sheet.spend(count)
+            builder.spend(count)
         return Planned.ROW
 
-    def _extent(self, request: Request, sheet: PlanSheet) -> tuple[int, int]:
+    def _extent(self, request: Request, builder: StepPlanBuilder) -> tuple[int, int]:
         """(count, drafts) of the next row; count 0 = no row now.
 
         Decode rows are not counted against the step's budget, so a long prompt never holds up
@@ -91,65 +91,67 @@ class RowPlanner:
         if pending and (
             known + pending >= request.limit
             or 0 < request.jumps_at <= known + pending
-            or not self._gap_is_over(request, sheet)
+            or not self._gap_is_over(request, builder)
         ):
             return 0, 0
         assert request.lease is not None
         border = 0 if pending else self._cache.checkpoint_at(request.lease, known, start)
         if request.is_decoding:
-            drafts = 0 if border else self._drafts(request, pending, sheet)
+            drafts = 0 if border else self._drafts(request, pending, builder)
             return 1 + drafts, drafts
-        count = max(0, min(known - start, sheet.budget))
+        count = max(0, min(known - start, builder.budget))
         if self._limits.whole_prompts and count < known - start:
-            is_first = sheet.budget == self._limits.chunk_tokens
+            is_first = builder.budget == self._limits.chunk_tokens
             return (known - start, 0) if is_first else (0, 0)
         return min(count, border - start) if border else count, 0
 
-    def _drafts(self, request: Request, pending: int, sheet: PlanSheet) -> int:
+    def _drafts(self, request: Request, pending: int, builder: StepPlanBuilder) -> int:
         left = (request.jumps_at or request.limit) - request.known - pending
-        if sheet.steps > 1:
-            return max(0, min(sheet.steps, left) - 1)
+        if builder.steps > 1:
+            return max(0, min(builder.steps, left) - 1)
         if self._speculation is None or left <= 1:
             return 0
         if request.wants_hidden:
             return 0  # they are told of positions that stand
         if request.grammar is not None and self._cache.has_state:
             return 0  # a jump may come before drafts that stand, and a state does not go back
-        wanted = self._speculation.to_verify(request, sheet.running)
-        return max(0, min(wanted, left - 1, sheet.draft_room))
+        wanted = self._speculation.to_verify(request, builder.running)
+        return max(0, min(wanted, left - 1, builder.draft_room))
 
-    def _ahead(self, request: Request, sheet: PlanSheet, end: int) -> int:
+    def _ahead(self, request: Request, builder: StepPlanBuilder, end: int) -> int:
         """How many tokens to draft behind what the next row samples, if it does."""
         if self._speculation is None:
             return 0
         if not self._limits.paid_drafts:
-            return self._speculation.to_tell(request, sheet.running)
+            return self._speculation.to_tell(request, builder.running)
         # The row after it has a token of its own to give, and none beyond the end.
         left = request.limit - 2 - end
         if left <= 0 or request.wants_hidden:
             return 0
-        return min(self._speculation.to_make(request, sheet.running), left)
+        return min(self._speculation.to_make(request, builder.running), left)
 
     def _note_drafting(self, flight: Flight, ahead: int) -> None:
         request = flight.request
         flight.ahead, flight.is_abreast = ahead, request.ahead > 0
         request.ahead = ahead
 
-    def _gap_is_over(self, request: Request, sheet: PlanSheet) -> bool:
-        return sheet.step - request.last_sampled_at > self._limits.token_gap
+    def _gap_is_over(self, request: Request, builder: StepPlanBuilder) -> bool:
+        return builder.step - request.last_sampled_at > self._limits.token_gap
 
     def _samples(self, request: Request, end: int, pending: int, drafts: int) -> int:
         """Most tokens that a row ending at `end` (drafts left out) can yield."""
         reaches_last = pending > 0 or end == request.known
         return drafts + 1 if reaches_last and request.known < request.limit else 0
 
-    def _mask(self, request: Request, sheet: PlanSheet, flight: Flight, drafts: int) -> None:
+    def _mask(
+        self, request: Request, builder: StepPlanBuilder, flight: Flight, drafts: int
+    ) -> None:
         assert request.grammar is not None
         if any(f.samples for f in request.flights):
             flight.awaits_mask = True
             return
         bits = masks_for(request.grammar, request.next_drafts[:drafts], request.next_parents)
-        sheet.masks.append(Mask(sheet.step, flight.row, bits))
+        builder.masks.append(Mask(builder.step, flight.row, bits))
 
     def _row(self, request: Request, start: int, count: int, drafts: int, flight: Flight) -> Row:
         want = SAMPLE if flight.samples else 0
@@ -173,9 +175,11 @@ class RowPlanner:
             propose=flight.ahead,
         )
 
-    def _share(self, request: Request, lease: Lease, sheet: PlanSheet, end: int, row: int) -> None:
+    def _share(
+        self, request: Request, lease: Lease, builder: StepPlanBuilder, end: int, row: int
+    ) -> None:
         """Promise the full units of a row of known tokens to whoever comes next (rule R2)."""
         end = min(end, request.known)
-        self._cache.publish(lease, request.tokens, end, sheet.step, request.id)
+        self._cache.publish(lease, request.tokens, end, builder.step, request.id)
         if self._cache.checkpoint_at(lease, request.known, end - 1) == end:
-            sheet.copies += self._cache.checkpoints(lease, end, row, sheet.step, request.id)
+            builder.copies += self._cache.checkpoints(lease, end, row, builder.step, request.id)

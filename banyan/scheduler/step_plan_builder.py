@@ -1,7 +1,7 @@
-"""PlanSheet: a step plan while it is being put together."""
+"""StepPlanBuilder: a step plan while it is being put together."""
 
 from banyan.base.ids import SlotId, StepId
-from banyan.messages.control_ops import Order
+from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import (
     SAMPLE,
     SCORE,
@@ -16,7 +16,7 @@ from banyan.messages.plan import (
 from banyan.scheduler.request import Flight
 
 
-class PlanSheet:
+class StepPlanBuilder:
     """Collects what goes into one StepPlan, and the flights that will expect its results."""
 
     def __init__(
@@ -35,7 +35,7 @@ class PlanSheet:
         self.copies: list[PageCopy] = []
         self.rows: list[Row] = []
         self.masks: list[Mask] = []
-        self.orders: list[Order] = []
+        self.orders: list[ControlOp] = []
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Known tokens that the step may still take on."""

@@ -1,8 +1,9 @@
 """The composition root for processes: starts an engine in a process or thread of its own.
 
-Importable without torch, so that the API process stays small; `engine/core_process.py` builds what runs inside.
-`python -m banyan.server.processes` is the entry of child processes, whose duty comes on standard input:
-they load their libraries first, so that a child may be started before its duty is known.
+Importable without torch, so that the API process stays small; `engine/core_process.py` builds
+what runs inside. `python -m banyan.server.processes` is the entry of child processes, whose duty
+comes on standard input: they load their libraries first, so that a child may be started before
+its duty is known.
 """
 
 import faulthandler
@@ -28,16 +29,16 @@ from banyan.engine.child_processes import (
     Pulse,
     follow_parent,
     fork_spares,
+    read_process_spec,
     spawn,
-    take_duty,
     watch_parent,
 )
 from banyan.engine.flight_recorder_memory import RecordingMemory
-from banyan.engine.worker_spec import ENGINE, NO_RECORDING, RANK, Duty
+from banyan.engine.process_spec import ENGINE, NO_RECORDING, RANK, ProcessSpec
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 from banyan.messages.transport import remove_folders_of
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.engine.loop import EngineLoop, Link
@@ -61,7 +62,7 @@ class EngineHandle:
 
 
 def start_engine_process(
-    config: Config, card: ModelCard, address: str, on_death: OnDeath, secret: str = ""
+    config: Config, model_config: ModelConfig, address: str, on_death: OnDeath, secret: str = ""
 ) -> EngineHandle:
     """Start the engine in a process of its own, connected to `address`, for a caller that asks for
     no recording, and leads no other nodes.
@@ -76,26 +77,28 @@ def start_engine_process(
             hint="run: banyan serve with the same flags, on each node",
         )
     config = replace(config, observe=replace(config.observe, recorder_bytes=0))
-    return _start(_engine_child(), config, card, address, on_death, secret)
+    return _start(_engine_child(), config, model_config, address, on_death, secret)
 
 
 @contextmanager
 def waiting_engines(
     count: int,
     secret: str = "",
-) -> Iterator[Callable[[Config, ModelCard, str, OnDeath], EngineHandle]]:
+) -> Iterator[Callable[[Config, ModelConfig, str, OnDeath], EngineHandle]]:
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
     processes load their libraries meanwhile. Those that got none end with the block, and so do
     other nodes."""
     waiting = [_engine_child() for _ in range(count)]
     far = FarEngines(secret)
 
-    def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
+    def start(
+        config: Config, model_config: ModelConfig, address: str, on_death: OnDeath
+    ) -> EngineHandle:
         if config.parallel.node_of(config.parallel.replica):
-            far.start(_unlocked(config), card, address, on_death)
+            far.start(_unlocked(config), model_config, address, on_death)
             return EngineHandle(stop=_nothing, put_down=_nothing, pids=list)
         engine = waiting.pop() if waiting else _engine_child()
-        return _start(engine, config, card, address, on_death, secret)
+        return _start(engine, config, model_config, address, on_death, secret)
 
     try:
         yield start
@@ -132,7 +135,7 @@ def _engine_child() -> _Engine:
 def _start(
     engine: _Engine,
     config: Config,
-    card: ModelCard,
+    model_config: ModelConfig,
     address: str,
     on_death: OnDeath,
     secret: str,
@@ -141,15 +144,15 @@ def _start(
     if size:
         memory.give_size(size)
     recording = memory.descriptor if size else NO_RECORDING
-    duty = Duty(
-        *(ENGINE, _unlocked(config), card, address),
+    process_spec = ProcessSpec(
+        *(ENGINE, _unlocked(config), model_config, address),
         secret=secret,
         recording=recording,
     )
-    child.assign(duty.encode())
+    child.assign(process_spec.encode())
     child.watch(on_death)
     if config.model.load_format != "dummy":
-        threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()
+        threading.Thread(target=read_ahead, args=(model_config.path,), daemon=True).start()
 
     def ended(how: Callable[[], None]) -> None:
         how()
@@ -165,7 +168,7 @@ def _start(
 
 
 def start_engine_thread(
-    config: Config, card: ModelCard, link: "Link", on_death: OnDeath
+    config: Config, model_config: ModelConfig, link: "Link", on_death: OnDeath
 ) -> EngineHandle:
     """Start the engine in a thread of this process (offline use, tests)."""
     from banyan.engine.core_process import run_engine
@@ -180,7 +183,7 @@ def start_engine_thread(
 
     def serve() -> None:
         try:
-            run_engine(config, card, link, started)
+            run_engine(config, model_config, link, started)
         except BanyanError as error:
             on_death(str(error))
         except Exception as error:
@@ -211,44 +214,58 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     faulthandler.register(STACKS)
-    duty = Duty.decode(take_duty())
-    spares = fork_spares(_num_beside(duty))
+    process_spec = ProcessSpec.decode(read_process_spec())
+    spares = fork_spares(_num_beside(process_spec))
     if spares is None:  # this is one of them
-        duty = Duty.decode(take_duty())
+        process_spec = ProcessSpec.decode(read_process_spec())
     watch_parent()
-    start_logging(duty.process_name, duty.config.observe.log_level)
-    report_slow_gc(duty.config.observe.slow_gc_s)
+    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
+    report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
-        if duty.role == RANK:
+        if process_spec.role == RANK:
             from banyan.engine.ranks import open_stacks
 
-            faulthandler.register(STACKS, open_stacks(duty.pulse))
-            Pulse(duty.pulse).keep_beating()
-            run_rank(duty.config, duty.card, duty.rank, duty.address, duty.mesh_address)
+            faulthandler.register(STACKS, open_stacks(process_spec.pulse))
+            Pulse(process_spec.pulse).keep_beating()
+            run_rank(
+                process_spec.config,
+                process_spec.model_config,
+                process_spec.rank,
+                process_spec.address,
+                process_spec.mesh_address,
+            )
         else:
-            _serve_engine(duty, spares or ())
+            _serve_engine(process_spec, spares or ())
     except BanyanError as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from None
 
 
-def _num_beside(duty: Duty) -> int:
+def _num_beside(process_spec: ProcessSpec) -> int:
     """Ranks that an engine starts on its own machine."""
-    parallel = duty.config.parallel
-    return 0 if duty.role == RANK or parallel.by_ray else parallel.local_world - 1
+    parallel = process_spec.config.parallel
+    return 0 if process_spec.role == RANK or parallel.by_ray else parallel.local_world - 1
 
 
-def _serve_engine(duty: Duty, spares: Sequence[Process]) -> None:
+def _serve_engine(process_spec: ProcessSpec, spares: Sequence[Process]) -> None:
     from banyan.engine.core_process import run_engine
     from banyan.messages.transport import SocketEngineLink
 
-    link = SocketEngineLink(duty.address)
+    link = SocketEngineLink(process_spec.address)
 
     def started(loop: "EngineLoop") -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:
-        run_engine(duty.config, duty.card, link, started, duty.secret, duty.recording, spares)
+        run_engine(
+            process_spec.config,
+            process_spec.model_config,
+            link,
+            started,
+            process_spec.secret,
+            process_spec.recording,
+            spares,
+        )
     except BanyanError as error:
         link.send([Fatal(str(error), error.exit_code)])  # the front tells it
         raise SystemExit(error.exit_code) from None

@@ -50,8 +50,9 @@ class _Passing:
 
 
 class StagesInLine:
-    """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is as long
-    as its longest stage, and at its end all of them make the logits of the step that is through."""
+    """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is
+    as long as its longest stage, and at its end all of them make the logits of the step that is
+    through."""
 
     def __init__(self, world: World, step_time: StagedTime, stages: int) -> None:
         self._world = world
@@ -117,7 +118,7 @@ class JoinedDevices:
         self._launched = [0] * replicas
 
     def agree(self, replica: int, load: Load) -> list[Load] | None:
-        """See `engine.lockstep.Lockstep`."""
+        """See `engine.lockstep.StepAgreement`."""
         step = self._agreed[replica]
         told = self._loads.setdefault(step, {})
         if not told and not load.tokens:
@@ -153,7 +154,7 @@ class JoinedDevices:
 
 @dataclass(frozen=True)
 class OneOfJoined:
-    """The devices of joined replicas, as one of these sees them: `Device`, and `Lockstep`."""
+    """The devices of joined replicas, as one of these sees them: `Device`, and `StepAgreement`."""
 
     devices: JoinedDevices
     replica: int

@@ -13,7 +13,7 @@ from banyan.base.ids import RequestId, SlotId, StepId
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import plan_hash
 from banyan.kv_cache.cache import TOKEN_BYTES
-from banyan.messages.disaggregation import RoomNews, RoomOrder
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
@@ -105,12 +105,12 @@ class Replica:
         self._core.receive(generate, now)
         self.turn()
 
-    def hear(self, news: CopyResult | RoomNews) -> None:
+    def hear(self, news: CopyResult | KVTransferEvent) -> None:
         """Something that another replica has to do with has happened."""
         self._core.receive(news, self._world.clock.now())
         self.turn()
 
-    def take_room_orders(self) -> list[RoomOrder]:
+    def take_room_orders(self) -> list[KVTransferOp]:
         return self._core.take_room_orders()
 
     @property

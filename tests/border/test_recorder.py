@@ -35,7 +35,9 @@ class Suspicious(FlightRecorder):
         assert self.core is not None
         if self.random.random() < 0.1:
             taken = snapshot.take(self.core)
-            twin = self.spec.build(compile_grammar, _Alone() if self.core.is_joined else None)
+            twin = self.spec.build(
+                compile_grammar, _Alone() if self.core.uses_dp_attention else None
+            )
             snapshot.restore(twin, taken, compile_grammar)
             twin.check()
             assert snapshot.take(twin) == taken

@@ -30,7 +30,7 @@ class Engines:
     timers: list[threading.Timer] = field(default_factory=list)
 
     def start(
-        self, config: object, card: object, address: str, on_death: Callable[[str], None]
+        self, config: object, model_config: object, address: str, on_death: Callable[[str], None]
     ) -> "Engines":
         timer = threading.Timer(PATIENCE_S, on_death, ["nobody noticed the mistake"])
         timer.start()

@@ -9,10 +9,10 @@ from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.config.state_rules import check_the_states
-from banyan.model_config.model_config import FULL, STATE, ModelCard, StateFacts
+from banyan.model_config.model_config import FULL, STATE, ModelConfig, StateFacts
 from tests.support.flags import config_of
 
-PLAIN = ModelCard(
+PLAIN = ModelConfig(
     path="model",
     format="safetensors",
     architecture="Lfm2ForCausalLM",
@@ -30,8 +30,8 @@ HYBRID = replace(PLAIN, layer_kinds=(STATE, FULL), state=StateFacts("conv", 3))
 STORE = "--enable-hierarchical-cache --hicache-storage-backend file"
 
 
-def checked(line: str, card: ModelCard) -> None:
-    resolve(config_of("--model-path", "model", *line.split()), card, Environment())
+def checked(line: str, model_config: ModelConfig) -> None:
+    resolve(config_of("--model-path", "model", *line.split()), model_config, Environment())
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_what_states_do_not_go_with_is_refused_by_name(line: str, named: str) ->
     "line", ["--max-mamba-cache-size 8", "--mamba-full-memory-ratio 2", "--mamba-track-interval 64"]
 )
 def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
-    for card, told in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
+    for model_config, told in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "banyan"):
-            check_the_states(config_of(*line.split()), card, Environment())
+            check_the_states(config_of(*line.split()), model_config, Environment())
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == told
 
 
@@ -82,7 +82,7 @@ def test_other_forms_of_states_are_refused_and_ours_are_taken(line: str) -> None
 
 
 def test_ranks_that_cannot_share_a_state_are_refused_with_what_could() -> None:
-    card = replace(HYBRID, state=StateFacts("delta", 3, heads=6, key_heads=3))
+    model_config = replace(HYBRID, state=StateFacts("delta", 3, heads=6, key_heads=3))
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 .* 3 parts of a state"):
-        checked("--tp 2", card)
+        checked("--tp 2", model_config)
     checked("--tp 2", HYBRID)

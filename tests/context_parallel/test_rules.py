@@ -7,8 +7,8 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
-from banyan.model_config.model_config import ModelCard, Pooling
-from tests.config.test_resolve import CARD, NOTHING
+from banyan.model_config.model_config import ModelConfig, Pooling
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.dp_attention.test_rules import EXPERTS
 from tests.support.flags import config_of
 
@@ -16,44 +16,50 @@ DIVIDED = ("--attn-cp-size", "2", "--tp", "4")
 
 
 def test_heads_are_cut_over_the_ranks_of_one_share() -> None:
-    parallel = resolve(config_of(*DIVIDED), CARD, NOTHING).parallel
+    parallel = resolve(config_of(*DIVIDED), MODEL_CONFIG, NOTHING).parallel
     assert (parallel.attention_ranks, parallel.cp, parallel.world) == (2, 2, 4)
     with pytest.raises(ConfigError, match="4 attention heads"):
-        resolve(config_of("--tp", "8"), CARD, NOTHING)
-    assert resolve(config_of("--tp", "8", *DIVIDED[:2]), CARD, NOTHING).parallel.world == 8
+        resolve(config_of("--tp", "8"), MODEL_CONFIG, NOTHING)
+    assert resolve(config_of("--tp", "8", *DIVIDED[:2]), MODEL_CONFIG, NOTHING).parallel.world == 8
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 6 \(2 shares of prompts have"):
-        resolve(config_of("--tp", "6", *DIVIDED[:2]), CARD, NOTHING)
+        resolve(config_of("--tp", "6", *DIVIDED[:2]), MODEL_CONFIG, NOTHING)
 
 
 def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
-    parallel = resolve(config_of("--tp", "4", "--enable-prefill-cp"), CARD, NOTHING).parallel
+    parallel = resolve(
+        config_of("--tp", "4", "--enable-prefill-cp"), MODEL_CONFIG, NOTHING
+    ).parallel
     assert (parallel.attention_ranks, parallel.cp) == (1, 4)
-    parallel = resolve(config_of(*DIVIDED, "--enable-prefill-cp"), CARD, NOTHING).parallel
+    parallel = resolve(config_of(*DIVIDED, "--enable-prefill-cp"), MODEL_CONFIG, NOTHING).parallel
     assert (parallel.attention_ranks, parallel.cp) == (2, 2)
 
 
 @pytest.mark.parametrize(
     ("flags", "card", "match"),
     [
-        (("--tp", "3"), CARD, "3 ranks cannot be shared out among 2 shares"),
-        (("--dp", "2", "--enable-dp-attention"), CARD, "and --enable-dp-attention do not"),
-        (("--pp", "2"), CARD, "and --pipeline-parallel-size do not"),
-        (("--model-impl", "transformers"), CARD, "and --model-impl transformers do not"),
+        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among 2 shares"),
+        (("--dp", "2", "--enable-dp-attention"), MODEL_CONFIG, "and --enable-dp-attention do not"),
+        (("--pp", "2"), MODEL_CONFIG, "and --pipeline-parallel-size do not"),
+        (("--model-impl", "transformers"), MODEL_CONFIG, "and --model-impl transformers do not"),
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-ngram-min-bfs-breadth", "2"),
-            CARD,
+            MODEL_CONFIG,
             "and --speculative-ngram-min-bfs-breadth 2 do not",
         ),
-        (("--forward-hooks", "{}"), CARD, "and --forward-hooks do not"),
-        (("--debug-tensor-dump-output-folder", "d"), CARD, "and --debug-tensor-dump-output-fol"),
+        (("--forward-hooks", "{}"), MODEL_CONFIG, "and --forward-hooks do not"),
+        (
+            ("--debug-tensor-dump-output-folder", "d"),
+            MODEL_CONFIG,
+            "and --debug-tensor-dump-output-fol",
+        ),
         (
             ("--debug-tensor-dump-inject", "--debug-tensor-dump-input-file", "f"),
-            CARD,
+            MODEL_CONFIG,
             "and --debug-tensor-dump-inject do not",
         ),
         (
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
-            CARD,
+            MODEL_CONFIG,
             "and --hicache-storage-backend do not",
         ),
         (("--expert-distribution-recorder-mode", "stat"), EXPERTS, "recorder-mode do not"),
@@ -62,16 +68,16 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
         (("--ep", "4", "--ep-num-redundant-experts", "4"), EXPERTS, "redundant-experts do not"),
         (("--ep", "4", "--ep-dispatch-algorithm", "static"), EXPERTS, "dispatch-algorithm do not"),
         (("--ep", "4", "--init-expert-location", "{}"), EXPERTS, "expert-location do not"),
-        (("--num-continuous-decode-steps", "4"), CARD, "and several ranks do not"),
-        ((), replace(CARD, pooling=Pooling()), "models for vectors"),
-        ((), replace(CARD, layer_kinds=("state", "full")), "keep a state"),
+        (("--num-continuous-decode-steps", "4"), MODEL_CONFIG, "and several ranks do not"),
+        ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
+        ((), replace(MODEL_CONFIG, layer_kinds=("state", "full")), "keep a state"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
-    flags: tuple[str, ...], card: ModelCard, match: str
+    flags: tuple[str, ...], model_config: ModelConfig, match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        resolve(config_of(*DIVIDED, *flags), card, NOTHING)
+        resolve(config_of(*DIVIDED, *flags), model_config, NOTHING)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,6 @@ def test_what_divides_nothing_is_told(flags: tuple[str, ...], idle: str) -> None
     origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
     told = list(check_companions(config_of(*flags), origins, NOTHING))
     assert any(f"{idle} is accepted without an effect" in line for line in told)
-    assert resolve(config_of(*flags), CARD, NOTHING).parallel.cp == 1
+    assert resolve(config_of(*flags), MODEL_CONFIG, NOTHING).parallel.cp == 1
     all_of_it = config_of(*DIVIDED, "--enable-prefill-cp", "--cp-strategy", "interleave")
     assert not any(idle in line for line in check_companions(all_of_it, origins, NOTHING))

@@ -271,8 +271,8 @@ def test_a_variable_says_which_operator_it_is(npu, model, monkeypatch, mode, tok
         with pytest.raises(ConfigError, match=why):
             prepare(parse(words, given), given)
         return
-    config, card = prepare(parse(words, given), given)
-    check_the_fusing(config, card, NpuPlatform().traits)
+    config, model_config = prepare(parse(words, given), given)
+    check_the_fusing(config, model_config, NpuPlatform().traits)
     wishes = {"fuseep-mode": str(fused_mode(config))}
     toolkit = open_toolkit("npu", 1, wishes)
     assert isinstance(toolkit, NpuToolkit) and toolkit.fuser.mode == int(mode)

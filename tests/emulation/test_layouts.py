@@ -15,17 +15,17 @@ from banyan.ascend.platform import NpuPlatform
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import Join, Load, PageGrant, StepPlan
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, open_groups
 from banyan.pipeline.runner_stage import Line
 from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward
-from banyan.runner.control_ops import OrderTaker
+from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.scheduler.step_plan_builder import PlanSheet
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, together
@@ -110,9 +110,9 @@ class Ranks(Driver):
         plan = super().plan(**parts)
         if self.talk is None:
             return plan
-        sheet = PlanSheet(plan.step, [], 0)
-        sheet.rows = plan.rows
-        told = torch.tensor([msgspec.structs.astuple(sheet.load)], dtype=torch.float32)
+        builder = StepPlanBuilder(plan.step, [], 0)
+        builder.rows = plan.rows
+        told = torch.tensor([msgspec.structs.astuple(builder.load)], dtype=torch.float32)
         heard = self.talk.all_gather(told, 6).view(2, 3).int().tolist()
         peers = [Load(*one) for one in heard] if any(one[0] for one in heard) else []
         return msgspec.structs.replace(plan, peers=peers)
@@ -150,10 +150,10 @@ class Staged:
 
 def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tuple[int, ...]):
     """A runner on the device of a rank, and what drives it."""
-    card, platform = read_card(str(folder)), NpuPlatform()
+    model_config, platform = read_model_config(str(folder)), NpuPlatform()
     device = platform.open(rank, 1)
     toolkit = open_toolkit("npu", 1, {})
-    kinds = (platform.traits.features, card.head_dim)
+    kinds = (platform.traits.features, model_config.head_dim)
     ops = bind("npu", device, torch.float16, *kinds, toolkit=toolkit, page_size=PAGE)
     given, place, size = dict(layout.groups), rank, 2
     if "replicas" in given:
@@ -163,18 +163,18 @@ def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tup
     groups = open_groups(place, size, address, ("hccl",), 60, **given)
     sent = {"sends_rows": bool(layout.exchanged), "exchanged": layout.exchanged}
     build = Build(ops, groups, torch.float16, device, **sent)
-    model = load_model(card, build)
+    model = load_model(model_config, build)
     caches = group_caches(model.caches)
     pages = tuple(GroupLayout(each.kind, each.window, PAGE, 64) for each in caches)
     sizes = RunnerSizes(8, 8 * PAGE, pages, max_tokens=128, shapes=shapes)
     runner, talk = ModelRunner(model, build, sizes, platform), None
     if groups.joint is not None:
         talk = meet("gloo", rank, 2, f"{address}-talk")
-    driver = Ranks(runner, talk, card.hidden_size)
+    driver = Ranks(runner, talk, model_config.hidden_size)
     if groups.stages.size > 1:
         like = torch.empty(0, dtype=torch.float16, device=device)
-        taker = OrderTaker(runner, {})
-        line = Line(runner, taker, groups.stages, groups.world, like, card.hidden_size)
+        taker = ControlOpExecutor(runner, {})
+        line = Line(runner, taker, groups.stages, groups.world, like, model_config.hidden_size)
         driver.runner = Staged(runner, line)
     return runner, driver
 

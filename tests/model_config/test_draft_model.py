@@ -14,8 +14,8 @@ from banyan.config.resolve import prepare
 from banyan.config.schema import Config, SpeculativeConfig
 from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
 from banyan.formats.arrays import write_arrays
-from banyan.model_config.checkpoint import read_card
-from banyan.model_config.draft_model import card_of_the_draft, draft_of, find_the_draft
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.draft_model import draft_model_config, draft_of, find_the_draft
 from tests.model_config.test_checkpoint import LLAMA, folder
 from tests.support.flags import config_of
 
@@ -182,9 +182,11 @@ def test_the_layer_of_a_model_with_an_indexer_drafts(tmp_path):
 def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
     """Its family runs none, or none from files of this form."""
     config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
-    card = replace(read_card(config.model.path), **other)
-    with pytest.raises(BanyanError, match=f"of {card.architecture} is not run here from"):
-        find_the_draft(config, card, Environment(), lambda config, card, environment: config)
+    model_config = replace(read_model_config(config.model.path), **other)
+    with pytest.raises(BanyanError, match=f"of {model_config.architecture} is not run here from"):
+        find_the_draft(
+            config, model_config, Environment(), lambda config, model_config, environment: config
+        )
 
 
 EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}
@@ -205,7 +207,7 @@ def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, na
     config = eagle(models, EAGLE | {"architectures": [name]})
     speculative = config.speculative
     assert speculative.is_eagle and not speculative.is_ahead
-    draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
+    draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
 
 
@@ -252,7 +254,7 @@ def test_other_attention_reads_no_trees(models):
         given = replace(given, **{name: getattr(config.speculative, name) for name in named})
         device = replace(config.device, attention="of a plug-in")
         config = replace(config, speculative=given, device=device)
-        return plan_the_drafts(config, read_card(config.model.path), Environment())
+        return plan_the_drafts(config, read_model_config(config.model.path), Environment())
 
     assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
     with pytest.raises(BanyanError, match="topk 3 and --attention-backend of a plug-in: drafts th"):
@@ -275,7 +277,7 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
     )
     speculative = config.speculative
     assert speculative.is_eagle and not speculative.is_ahead
-    draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
+    draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
     assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
 
@@ -368,8 +370,8 @@ def write_ids(path: Path, ids: list) -> str:
 def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
     path = write_ids(tmp_path / f"hot.{form}", [7, 3, 400])
     config = eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
-    served = read_card(config.model.path)
-    draft = card_of_the_draft(config.speculative, draft_of(config), served)
+    served = read_model_config(config.model.path)
+    draft = draft_model_config(config.speculative, draft_of(config), served)
     assert draft.eagle is not None
     assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
 

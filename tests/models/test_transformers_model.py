@@ -7,7 +7,7 @@ import transformers
 from banyan import Engine
 from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.build import Build
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.transformers_model import load_foreign
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import SIZES, VARIANTS, rewrite_config, tiny
@@ -24,8 +24,8 @@ OTHERS = {
 
 
 def load(folder, ops, **more):
-    card = read_card(str(folder), is_foreign=True)
-    return load_foreign(card, Build(ops), **more)
+    model_config = read_model_config(str(folder), is_foreign=True)
+    return load_foreign(model_config, Build(ops), **more)
 
 
 @pytest.mark.parametrize("variant", [*OTHERS, "mistral, window", "gemma2", "cohere2", "granite"])
@@ -84,19 +84,19 @@ def test_code_of_the_repository_is_never_run(tmp_path):
     rewrite_config(tmp_path, auto_map={"AutoModelForCausalLM": "mine.Model"})
 
     with pytest.raises(ModelError, match="never run"):
-        read_card(str(tmp_path), is_foreign=True)
+        read_model_config(str(tmp_path), is_foreign=True)
 
 
 def test_what_the_library_cannot_do_here_is_refused(ops, tmp_path):
     tiny("qwen2", tmp_path)
-    card = read_card(str(tmp_path), is_foreign=True)
+    model_config = read_model_config(str(tmp_path), is_foreign=True)
 
     with pytest.raises(ConfigError, match="--tp 1"):
-        load_foreign(card, Build(ops, Groups.of(Group(0, 2, object()))))
+        load_foreign(model_config, Build(ops, Groups.of(Group(0, 2, object()))))
     with pytest.raises(ConfigError, match="cannot load the format dummy"):
         load(tmp_path, ops, load_format="dummy")
     with pytest.raises(ConfigError, match="needs a folder"):
-        read_card(str(tmp_path / "model.gguf"), is_foreign=True)
+        read_model_config(str(tmp_path / "model.gguf"), is_foreign=True)
 
 
 @pytest.mark.parametrize("variant", ["mixture of experts", "gemma2", "olmo"])
@@ -130,4 +130,4 @@ def test_an_architecture_without_a_spec_is_refused_unless_the_library_is_asked(
     tiny("olmo", tmp_path)
 
     with pytest.raises(ModelError, match="OlmoForCausalLM.*--model-impl transformers"):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))

@@ -13,7 +13,7 @@ from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
 from banyan.moe.dispatch_rules import LIMIT, check_the_tokens, sends_rows, slot_bytes
-from tests.config.test_resolve import CARD, NOTHING
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.moe.test_rules import EXPERTS
 
 DEEPEP = ("--moe-a2a-backend", "deepep")
@@ -54,7 +54,7 @@ def test_what_does_not_go_together_is_refused(flags, limit, match) -> None:
 
 def test_a_model_without_experts_has_none_to_send_rows_to() -> None:
     with pytest.raises(ConfigError, match="deepep: this model has no experts"):
-        resolve(parse(DEEPEP, NOTHING), CARD, NOTHING)
+        resolve(parse(DEEPEP, NOTHING), MODEL_CONFIG, NOTHING)
 
 
 def test_a_step_of_low_latency_is_within_the_bound() -> None:

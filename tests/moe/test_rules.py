@@ -8,10 +8,10 @@ from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
 from banyan.model_config.model_config import ExpertFacts
-from tests.config.test_resolve import CARD, NOTHING
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
-EXPERTS = replace(CARD, experts=ExpertFacts(count=4, per_token=2, inner=32))
+EXPERTS = replace(MODEL_CONFIG, experts=ExpertFacts(count=4, per_token=2, inner=32))
 SHARED = ("--tp", "2", "--ep", "2")
 
 
@@ -41,7 +41,7 @@ def test_what_experts_cannot_be_placed_by_is_refused(flags, match) -> None:
 
 def test_models_without_experts_have_nothing_to_place() -> None:
     with pytest.raises(ConfigError, match="this model has no experts"):
-        resolve(config_of("--ep-num-redundant-experts", "2"), CARD, NOTHING)
+        resolve(config_of("--ep-num-redundant-experts", "2"), MODEL_CONFIG, NOTHING)
 
 
 def test_fake_choices_are_warned_of(caplog) -> None:

@@ -11,11 +11,11 @@ import torch
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
-from banyan.dp_attention.joint_batch import JointRows
+from banyan.dp_attention.batch import DPAttentionRows
 from banyan.dp_attention.rules import of_replica
 from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.moe.expert_map import ExpertMap
 from banyan.moe.layer import ExpertBlock
@@ -81,26 +81,28 @@ def experts_seen(rank: int, size: int, address: str, folder: str) -> list[int]:
     torch.set_num_threads(1)
     kit = open_toolkit("cpu", 1, {})
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, exact=True, toolkit=kit)
-    joint = JointRows(rank, size, 1)
+    joint = DPAttentionRows(rank, size, 1)
     joint.enter([2] * size)
     group = meet("gloo", rank, size, address).of_rows(joint)
     groups = Groups.with_experts_apart(group)
-    card = read_card(folder)
-    assert card.experts is not None
-    count = card.experts.count
-    places = ExpertMap(trivial(card.num_layers, count, count), count, rank, size, "static")
+    model_config = read_model_config(folder)
+    assert model_config.experts is not None
+    count = model_config.experts.count
+    places = ExpertMap(trivial(model_config.num_layers, count, count), count, rank, size, "static")
     found = []
     for build in (
         Build(ops, groups, sends_rows=True),
         Build(ops, groups, sends_rows=True, places=places),
     ):
-        model = load_model(card, build)
+        model = load_model(model_config, build)
         assert isinstance(model, torch.nn.Module)
         block = next(m for m in model.modules() if isinstance(m, ExpertBlock))
         assert block.experts.packed is not None
         packed, block.experts.packed = block.experts.packed, Counted(block.experts.packed, found)
         assert packed is not None
-        block(torch.randn(2, card.hidden_size, generator=torch.Generator().manual_seed(rank)))
+        block(
+            torch.randn(2, model_config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        )
     return found
 
 

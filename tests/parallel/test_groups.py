@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
 from banyan.parallel.groups import Group, open_groups
-from tests.config.test_resolve import CARD
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
 from tests.support.flags import config_of
 
@@ -54,7 +54,7 @@ def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
     monkeypatch.setattr("banyan.engine.model_loader.open_groups", wait)
     for flags, text in ((), "waited 300 s"), (("--dist-timeout", "7"), "waited 7 s"):
         with pytest.raises(TimeoutError, match=text):
-            open_model(config_of("--tp", "2", *flags), CARD, 0, "", Phases(WallClock()))
+            open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
 
 
 def test_a_group_of_one_returns_what_it_was_given():

@@ -15,22 +15,22 @@ def requests(count: int, length: int = 6) -> list[Request]:
     return [Request(draw.integers(0, 131, 5 + i).tolist(), greedy(length)) for i in range(count)]
 
 
-def outputs(card, count: int, platform: Elsewhere | None) -> list[list[int]]:
+def outputs(model_config, count: int, platform: Elsewhere | None) -> list[list[int]]:
     mine = requests(count)
-    Driver(build_runner(card, platform=platform)).run(mine)
+    Driver(build_runner(model_config, platform=platform)).run(mine)
     return [request.output for request in mine]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 33])
-def test_any_number_of_rows_gives_the_tokens_of_steps_that_are_not_captured(card, count):
+def test_any_number_of_rows_gives_the_tokens_of_steps_that_are_not_captured(model_config, count):
     platform = Elsewhere()
-    captured = outputs(card, count, platform)
+    captured = outputs(model_config, count, platform)
     assert platform.replays == 5  # every step but the prompts'
-    assert captured == outputs(card, count, None)
+    assert captured == outputs(model_config, count, None)
 
 
-def test_a_step_takes_the_smallest_shape_that_holds_it_and_the_rest_is_slot_0(card):
-    runner = build_runner(card, platform=Elsewhere())
+def test_a_step_takes_the_smallest_shape_that_holds_it_and_the_rest_is_slot_0(model_config):
+    runner = build_runner(model_config, platform=Elsewhere())
     forward = runner._forward
     assert isinstance(forward, CapturedForward) and runner.how == "captured"
     seen = []
@@ -48,8 +48,8 @@ def test_a_step_takes_the_smallest_shape_that_holds_it_and_the_rest_is_slot_0(ca
     assert all(slots == [1, 2, 3, 4, 5, 0, 0, 0] for _, slots in seen)
 
 
-def test_padding_never_moves_and_a_slot_taken_again_starts_where_its_new_row_says(card):
-    runner = build_runner(card, platform=Elsewhere())
+def test_padding_never_moves_and_a_slot_taken_again_starts_where_its_new_row_says(model_config):
+    runner = build_runner(model_config, platform=Elsewhere())
     driver, first = Driver(runner), requests(3, length=9)
     driver.run(first)
     lengths = runner._table.lengths
@@ -64,11 +64,11 @@ def test_padding_never_moves_and_a_slot_taken_again_starts_where_its_new_row_say
         rows = [driver.row(again)]
         driver.accept([again], rows, runner.launch(driver.plan(rows=rows)).result())
     alone = requests(1)[0]
-    Driver(build_runner(card)).run([alone])
+    Driver(build_runner(model_config)).run([alone])
     assert again.output == alone.output
 
 
-def test_rows_that_draw_or_are_penalised_are_sampled_behind_the_graph(card):
+def test_rows_that_draw_or_are_penalised_are_sampled_behind_the_graph(model_config):
     def run(platform: Elsewhere | None) -> list[list[int]]:
         kinds = (
             SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.9, top_k=40, seed=3),
@@ -76,14 +76,14 @@ def test_rows_that_draw_or_are_penalised_are_sampled_behind_the_graph(card):
             greedy(8),
         )
         mine = [Request([7, 8, 9], kind) for kind in kinds]
-        Driver(build_runner(card, platform=platform)).run(mine)
+        Driver(build_runner(model_config, platform=platform)).run(mine)
         return [request.output for request in mine]
 
     assert run(Elsewhere()) == run(None)
 
 
-def test_results_of_a_step_stay_when_the_next_one_has_run(card):
-    runner = build_runner(card, platform=Elsewhere())
+def test_results_of_a_step_stay_when_the_next_one_has_run(model_config):
+    runner = build_runner(model_config, platform=Elsewhere())
     driver, mine = Driver(runner), requests(2)
     driver.run(mine, limit=2)
     plans = []
@@ -96,16 +96,16 @@ def test_results_of_a_step_stay_when_the_next_one_has_run(card):
     early = [np.frombuffer(t, np.int32).item() for t in plans[0].result().tokens]
     late = [np.frombuffer(t, np.int32).item() for t in plans[1].result().tokens]
     whole = requests(2)
-    Driver(build_runner(card)).run(whole)
+    Driver(build_runner(model_config)).run(whole)
     assert [[*r.output, a, b] for r, a, b in zip(mine, early, late, strict=True)] == [
         r.output[:4] for r in whole
     ]
 
 
-def test_a_step_of_more_rows_than_any_shape_is_not_captured(card):
+def test_a_step_of_more_rows_than_any_shape_is_not_captured(model_config):
     assert torch.tensor(SHAPES).max() == 40
     platform = Elsewhere()
-    runner = build_runner(card, platform=platform)
+    runner = build_runner(model_config, platform=platform)
     runner._forward._shapes = (1, 2)
     mine = requests(3)
     Driver(runner).run(mine)

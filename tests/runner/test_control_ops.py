@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.messages.control_ops import Order, OrderReply, ReleaseMemory, StopProfile, TakeWeights
+from banyan.messages.control_ops import (
+    ControlOp,
+    ControlOpReply,
+    ReleaseMemory,
+    StopProfile,
+    TakeWeights,
+)
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.parallel.groups import Group
-from banyan.runner.control_ops import Alike, OrderTaker, Said
+from banyan.runner.control_ops import Alike, ControlOpExecutor, Said
 from tests.parallel.ranks import LIBRARIES, meet, together
 
 TAKE, RELEASE = TakeWeights("new", "1"), ReleaseMemory(["weights"])
@@ -33,7 +39,7 @@ class Inner:
     def copies(self):
         return None
 
-    def prepare(self, order: Order):
+    def prepare(self, order: ControlOp):
         self.done.append(f"ready for {type(order).__name__}")
         if self.refuses == type(order).__name__:
             raise ConfigError("no such file", hint="look again")
@@ -44,8 +50,10 @@ class Inner:
 
         return finish
 
-    def taker(self, ranks: Group | None = None, kinds=(TakeWeights, ReleaseMemory)) -> OrderTaker:
-        return OrderTaker(self, dict.fromkeys(kinds, self.prepare), ranks)
+    def taker(
+        self, ranks: Group | None = None, kinds=(TakeWeights, ReleaseMemory)
+    ) -> ControlOpExecutor:
+        return ControlOpExecutor(self, dict.fromkeys(kinds, self.prepare), ranks)
 
 
 def test_orders_come_one_after_another_before_the_rows() -> None:
@@ -61,10 +69,10 @@ def test_orders_come_one_after_another_before_the_rows() -> None:
 def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
     made: list[torch.Tensor] = []
 
-    def prepare(order: Order):
+    def prepare(order: ControlOp):
         return lambda: made.append(torch.zeros(1)) or Said("made")
 
-    taker = OrderTaker(Inner(), {TakeWeights: prepare})
+    taker = ControlOpExecutor(Inner(), {TakeWeights: prepare})
     with torch.inference_mode():  # as the thread that launches works in
         taker.launch(StepPlan(step=1, orders=[TAKE]))
     made[0] += 1
@@ -74,7 +82,7 @@ def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
 def test_what_cannot_be_done_is_told_and_what_follows_is_left_out() -> None:
     inner = Inner(refuses="TakeWeights")
     result = inner.taker().launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
-    assert result.replies == [OrderReply(False, "no such file. Look again")]
+    assert result.replies == [ControlOpReply(False, "no such file. Look again")]
     assert inner.done == ["ready for TakeWeights", "step 1"] and not result.error
 
 
@@ -86,7 +94,7 @@ def test_an_order_that_nothing_carries_out_is_refused_by_name() -> None:
 def test_a_step_that_runs_rows_is_counted_and_others_are_not() -> None:
     counted: list[int] = []
     inner = Inner()
-    taker = OrderTaker(inner, {}, stepped=lambda: counted.append(1))
+    taker = ControlOpExecutor(inner, {}, stepped=lambda: counted.append(1))
     taker.launch(StepPlan(step=1))
     assert inner.done == ["step 1"] and not counted
 
@@ -94,10 +102,10 @@ def test_a_step_that_runs_rows_is_counted_and_others_are_not() -> None:
 def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) -> tuple[object, ...]:
     inner = Inner(body=b"told")
 
-    def prepare(order: Order) -> Alike:
+    def prepare(order: ControlOp) -> Alike:
         return Alike(inner.prepare(order), "the file", b"mark 1" if rank else mark)
 
-    taker = OrderTaker(inner, {TakeWeights: prepare}, meet(library, rank, size, address))
+    taker = ControlOpExecutor(inner, {TakeWeights: prepare}, meet(library, rank, size, address))
     result = taker.launch(StepPlan(step=1, orders=[TAKE])).result()
     return [(r.ok, r.text, r.body) for r in result.replies], inner.done
 

@@ -40,19 +40,19 @@ class Relay:
         return self._runner.launch(plan, mask_of)
 
 
-def serve(card, address, plans) -> None:
+def serve(model_config, address, plans) -> None:
     torch.set_num_threads(1)
-    runner = build_runner(card, open_groups(1, 2, address, timeout_s=60))
+    runner = build_runner(model_config, open_groups(1, 2, address, timeout_s=60))
     serve_rank(runner, plans.get)
 
 
-def test_two_ranks_give_the_tokens_of_one(card, tmp_path):
+def test_two_ranks_give_the_tokens_of_one(model_config, tmp_path):
     context = rank_processes()
     plans = context.Queue()
     address = f"file://{tmp_path}/meet"
-    other = context.Process(target=serve, args=(card, address, plans))
+    other = context.Process(target=serve, args=(model_config, address, plans))
     other.start()
-    relay = Relay(build_runner(card, open_groups(0, 2, address, timeout_s=60)), plans)
+    relay = Relay(build_runner(model_config, open_groups(0, 2, address, timeout_s=60)), plans)
     together = requests()
     driver = Driver(relay)
     assert relay.launch(StepPlan(step=0)).result().error == ""
@@ -62,14 +62,14 @@ def test_two_ranks_give_the_tokens_of_one(card, tmp_path):
     assert other.exitcode == 0
 
     alone = requests()
-    Driver(build_runner(card)).run(alone, chunk=24)
+    Driver(build_runner(model_config)).run(alone, chunk=24)
     for got, want in zip(together, alone, strict=True):
         assert got.output == want.output and len(got.output) == 10
         for position, value in want.scores.items():
             assert got.scores[position] == pytest.approx(value, abs=1e-5)
 
 
-def test_a_rank_whose_step_fails_ends(card):
+def test_a_rank_whose_step_fails_ends(model_config):
     def break_forward(model):
         def forward(step):
             raise RuntimeError("lost")
@@ -77,7 +77,7 @@ def test_a_rank_whose_step_fails_ends(card):
         model.forward = forward
         return model
 
-    driver = Driver(build_runner(card, wrap=break_forward))
+    driver = Driver(build_runner(model_config, wrap=break_forward))
     request = requests()[0]
     join, grant = driver.enter(request)
     plans = iter([driver.plan(joins=[join], grants=[grant], rows=[driver.row(request)])])

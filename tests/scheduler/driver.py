@@ -14,7 +14,7 @@ from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepR
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
-from tests.config.test_resolve import CARD
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.support.flags import config_of
 
 VOCAB = 97
@@ -24,7 +24,7 @@ TASTE = Defaults("abacus", ("float32",), 16, 512, 128, 0.25)
 
 def asked(*flags: str) -> CoreSpec:
     """What the flags ask of one replica that has plenty of memory."""
-    config, _ = settle(resolve(config_of(*flags), CARD, Environment()), TASTE)
+    config, _ = settle(resolve(config_of(*flags), MODEL_CONFIG, Environment()), TASTE)
     memory = plan_memory(
         config.cache,
         config.schedule,
@@ -34,7 +34,7 @@ def asked(*flags: str) -> CoreSpec:
         total_bytes=1 << 30,
         free_bytes=1 << 30,
     )
-    return core_spec(config, CARD, memory)
+    return core_spec(config, MODEL_CONFIG, memory)
 
 
 def next_token(history: list[int]) -> int:

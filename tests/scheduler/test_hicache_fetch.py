@@ -13,10 +13,10 @@ from banyan.kv_cache.hierarchical_cache import (
     WRITE_THROUGH,
     StoreRules,
 )
-from banyan.messages.control_ops import AttachStore, DetachStore, Order, OrderReply
+from banyan.messages.control_ops import AttachStore, ControlOp, ControlOpReply, DetachStore
 from banyan.messages.events import Reply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult
-from banyan.messages.requests import Abort, Generate, GiveOrders
+from banyan.messages.requests import Abort, Generate, RunControlOps
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
@@ -72,7 +72,7 @@ class Desk:
         """A request from its first step to its end, without the store."""
         self.submit(name, prompt)
         self.core.take_lookups()
-        request = self.core.scheduler.roster.find(name)
+        request = self.core.scheduler.request_table.find(name)
         if request.fetch is not None:
             request.fetch.is_over = True
         while request.state != "finished":
@@ -328,12 +328,12 @@ def attach(write: str = WRITE_THROUGH) -> AttachStore:
     return AttachStore("file", b"{}", write, WAIT_COMPLETE, 2 * PAGE, 1.0, 0.25)
 
 
-def order(desk: Desk, given: Order, ok: bool = True) -> Reply:
+def order(desk: Desk, given: ControlOp, ok: bool = True) -> Reply:
     """Give an order that the ranks carry out, or do not."""
-    desk.core.receive(GiveOrders(1, [given]), desk.now)
+    desk.core.receive(RunControlOps(1, [given]), desk.now)
     plan = desk.launch()
     assert plan.orders == [given] and not plan.rows
-    result = StepResult(step=plan.step, replies=[OrderReply(ok)])
+    result = StepResult(step=plan.step, replies=[ControlOpReply(ok)])
     ((reply,), _) = desk.core.complete(result, desk.now)
     desk.core.check()
     return reply
@@ -342,7 +342,7 @@ def order(desk: Desk, given: Order, ok: bool = True) -> Reply:
 def miss(desk: Desk, name: str = "a") -> tuple[str, int]:
     """Why no more of a request came from the cache, and where its first row starts."""
     (start,) = starts(desk.launch())
-    return desk.core.scheduler.roster.find(name).cache_miss, start
+    return desk.core.scheduler.request_table.find(name).cache_miss, start
 
 
 def test_a_request_that_waits_no_longer_says_that_its_pages_were_on_their_way() -> None:

@@ -18,7 +18,7 @@ class Bursting(Driver):
     """Its runner ends every burst after `ran` steps."""
 
     def __init__(self, ran: int = STEPS, **limits) -> None:
-        super().__init__(burst=STEPS, **limits)
+        super().__init__(multi_step=STEPS, **limits)
         self.ran = ran
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -35,7 +35,7 @@ class Bursting(Driver):
             sampled.append(array("i", history[before:]).tobytes())
         return StepResult(step=plan.step, tokens=sampled)
 
-    def first_burst(self) -> StepPlan:
+    def first_multi_step(self) -> StepPlan:
         """Behind the prompt."""
         self.step()
         plan = self.launch()
@@ -70,7 +70,7 @@ def test_an_answer_is_the_same_however_long_its_bursts_are(ran: int, depth: int)
 def test_a_burst_has_pages_and_tokens_for_all_of_its_steps() -> None:
     driver = Bursting()
     asked(driver)
-    (row,) = driver.first_burst().rows
+    (row,) = driver.first_multi_step().rows
     assert (row.start, row.count, row.drafts) == (5, STEPS, STEPS - 1)
     plan = driver.plans[-1]
     assert plan.steps == STEPS
@@ -80,7 +80,7 @@ def test_a_burst_has_pages_and_tokens_for_all_of_its_steps() -> None:
 def test_a_burst_does_not_go_past_the_end_of_a_request() -> None:
     driver = Bursting()
     asked(driver, new=3)
-    assert [row.count for row in driver.first_burst().rows] == [2]
+    assert [row.count for row in driver.first_multi_step().rows] == [2]
 
 
 @pytest.mark.parametrize(("strides", "tell"), [([3, 0], 3), ([0, 3, 1], 1), ([0], 0), ([9], 0)])
@@ -88,7 +88,7 @@ def test_a_burst_tells_of_its_steps_as_often_as_its_most_eager_reader_asks(strid
     driver = Bursting()
     for number, stride in enumerate(strides):
         asked(driver, str(number), stride=stride)
-    plan = driver.first_burst()
+    plan = driver.first_multi_step()
     assert (plan.steps, plan.tell) == (STEPS, tell)
 
 
@@ -96,7 +96,7 @@ def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> N
     driver = Bursting()
     asked(driver, "eager", stride=1)
     asked(driver, "patient", stride=0)
-    step = driver.first_burst().step
+    step = driver.first_multi_step().step
     tokens = {0: array("i", [7, 8]).tobytes(), 1: array("i", [9]).tobytes()}
     flights = driver.core.scheduler.flights
     (told,) = so_far(flights[step], tokens)
@@ -128,4 +128,4 @@ def test_nobody_bursts_while_somebody_waits() -> None:
     driver = Bursting(max_running=1)
     asked(driver)
     asked(driver, "b")
-    assert driver.first_burst().steps == 1
+    assert driver.first_multi_step().steps == 1

@@ -305,7 +305,9 @@ def test_failures_are_errors_of_the_client(site: Site, client: ollama.Client) ->
 
 def test_the_model_is_listed_and_runs(site: Site, client: ollama.Client, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    site.state.service = replace(site.service, card=replace(site.service.card, path=str(tmp_path)))
+    site.state.service = replace(
+        site.service, model_config=replace(site.service.model_config, path=str(tmp_path))
+    )
     (listed,) = client.list().models
     ListResponse.model_validate_json(httpx.get(site.url + "/api/tags").content)
     assert (listed.model, listed.size) == ("tiny", 1000)

@@ -127,8 +127,8 @@ def test_the_weights_of_the_draft_are_rounded_by_themselves(tiny_model):
     words = ("--model-path", str(tiny_model), "--speculative-draft-model-path", str(tiny_model))
     more = ("--speculative-algorithm", "STANDALONE", "--threads", "1")
     rounded = ("--speculative-draft-model-quantization", "q4_0")
-    config, card = prepare(config_of(*words, *more, *rounded), Environment())
-    opened = open_model(config, card, 0, "", Phases(WallClock()))
+    config, model_config = prepare(config_of(*words, *more, *rounded), Environment())
+    opened = open_model(config, model_config, 0, "", Phases(WallClock()))
     assert opened.draft is not None
     target, draft = (
         build.ops.recorder.quantization for build in (opened.build, opened.draft.build)

@@ -211,15 +211,20 @@ def modes(launch: Launch) -> Iterator[Breach]:
 def split(launch: Launch) -> Iterator[Breach]:
     """Rule 17."""
     tp, dp, ep = launch.tp, launch.dp, launch.ep
-    is_joined = launch.is_on("enable-dp-attention")
+    uses_dp_attention = launch.is_on("enable-dp-attention")
     skips = launch.is_set("SGLANG_SCHEDULER_SKIP_ALL_GATHER")
-    if is_joined and tp % dp:
+    if uses_dp_attention and tp % dp:
         yield breach("17a", tp=tp, dp=dp)
-    if launch.is_on("enable-dp-lm-head") and not is_joined:
+    if launch.is_on("enable-dp-lm-head") and not uses_dp_attention:
         yield breach("17b")
-    if skips and not is_joined:
+    if skips and not uses_dp_attention:
         yield breach("17c")
-    if launch.number("moe-dense-tp-size") == 1 and not is_joined and launch.cp == 1 and tp > 1:
+    if (
+        launch.number("moe-dense-tp-size") == 1
+        and not uses_dp_attention
+        and launch.cp == 1
+        and tp > 1
+    ):
         yield breach("17d")
     balance = launch.text("load-balance-method", "round_robin")
     if skips and balance not in ("round_robin", "auto"):

@@ -6,10 +6,10 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.families import FAMILIES
 from banyan.layers.build import Build
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
-from banyan.models.mtp import AheadLM
+from banyan.models.mtp import MTPModel
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.loader import Filling, fill_dummy, tensors_of
 from banyan.models.weights.quant.base import Stored
@@ -19,7 +19,7 @@ _COPIES = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.s
 
 
 def load_ahead(
-    card: ModelCard,
+    model_config: ModelConfig,
     model: Model,
     build: Build,
     page_size: int,
@@ -27,23 +27,23 @@ def load_ahead(
     served_length: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-) -> AheadLM:
+) -> MTPModel:
     """The first layer of the checkpoint of `model` that is for drafting; arguments as `load_model`.
 
     Raises:
         ModelError: the checkpoint has no such layer, or lacks some of its weights.
     """
-    family = FAMILIES.load(card.architecture)
-    assert family.ahead is not None and card.num_ahead and isinstance(model, DecoderLM)
-    beginning, names = family.ahead.names[card.format]
-    beginning = beginning.format(card.num_layers)
+    family = FAMILIES.load(model_config.architecture)
+    assert family.ahead is not None and model_config.num_ahead and isinstance(model, DecoderLM)
+    beginning, names = family.ahead.names[model_config.format]
+    beginning = beginning.format(model_config.num_layers)
     name = beginning.rstrip(".").rpartition(".")[2]
     name = name if name.isdecimal() else "0"  # they lie beside the model's
-    ahead = AheadLM(card, family, name, build, page_size, served_length)
+    ahead = MTPModel(model_config, family, name, build, page_size, served_length)
     if load_format == "dummy":
         fill_dummy(ahead, build, 1)
     else:
-        tensors = tensors_of(card, is_mapped, transforms, beginning, build.ops)
+        tensors = tensors_of(model_config, is_mapped, transforms, beginning, build.ops)
         try:
             Filling(ahead, names).run(_of_the_layer(tensors, beginning))
         except ModelError as error:

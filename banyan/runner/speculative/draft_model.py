@@ -74,9 +74,9 @@ def open_beside(
     return Beside(
         table,
         forward,
-        Sampler(table, model.card.vocab_size, ops),
+        Sampler(table, model.model_config.vocab_size, ops),
         ops,
-        model.card.vocab_size,
+        model.model_config.vocab_size,
         most,
         most and sizes.max_slots + room,
         may_lag=all(cache.kind == FULL for cache in model.caches),

@@ -95,7 +95,7 @@ async def abort_request(exchange: Exchange, state: ServerState) -> None:
 
 async def model_info(exchange: Exchange, state: ServerState) -> None:
     service = state.started()
-    model, card = state.config.model, service.card
+    model, model_config = state.config.model, service.model_config
     await exchange.json(
         {
             "model_path": model.source,
@@ -110,8 +110,8 @@ async def model_info(exchange: Exchange, state: ServerState) -> None:
             "disaggregation_mode": state.config.handoff.mode,
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": card.model_type,
-            "architectures": [card.architecture],
+            "model_type": model_config.model_type,
+            "architectures": [model_config.architecture],
         }
     )
 

@@ -173,7 +173,7 @@ async def run_lines(
         CapacityError: the answers cannot be written.
         RequestError: 507, no room is left for them.
     """
-    seats = state.started().ready.max_running
+    lora_targets = state.started().ready.max_running
     deaths = deaths or {}
     lines = [replace(line, labels=labels) for line in lines] if labels else lines
     left = [line for line in lines if line.custom_id not in answers.answered]
@@ -182,9 +182,9 @@ async def run_lines(
     if deadly:
         await answers.keep([_given_up(line) for line in deadly])
         told()
-    await _run_group(state, suspected, answers, told, 1, seats)
+    await _run_group(state, suspected, answers, told, 1, lora_targets)
     others = [line for line in left if line.custom_id not in deaths]
-    await _run_group(state, others, answers, told, max(1, int(seats * share)), seats)
+    await _run_group(state, others, answers, told, max(1, int(lora_targets * share)), lora_targets)
 
 
 async def _run_group(
@@ -193,13 +193,14 @@ async def _run_group(
     answers: AnswerLog,
     told: Callable[[], None],
     width: int,
-    seats: int,
+    lora_targets: int,
 ) -> None:
     """Ask `lines`, `width` of them at once; errors as of `run_lines`."""
     waiting, running = iter(lines), dict[str, None]()
     done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
     workers = [
-        asyncio.create_task(_work(state, waiting, running, done, seats)) for _ in range(width)
+        asyncio.create_task(_work(state, waiting, running, done, lora_targets))
+        for _ in range(width)
     ]
     num_working = width
     try:
@@ -226,12 +227,12 @@ async def _work(
     waiting: Iterator[Line],
     running: dict[str, None],
     done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
-    seats: int,
+    lora_targets: int,
 ) -> None:
     """Ask lines until none is left; says None at the end, or what went wrong."""
     try:
         for line in waiting:
-            while len(state.open) >= seats:
+            while len(state.open) >= lora_targets:
                 await state.open.wait_change(SEAT_WAIT_S)
             running[line.custom_id] = None
             answer = await _answered(state, line)

@@ -81,12 +81,12 @@ async def score(exchange: Exchange, state: ServerState) -> None:
         if len(queries) != 1:
             raise RequestError("query must be one text or one list of token ids.", param="query")
         model, adapters = model_and_adapters_of(exchange, state, request, len(items))
-        ask = _for_classes if service.card.labels else _for_labels
+        ask = _for_classes if service.model_config.labels else _for_labels
         origin = origin_of(exchange, request, "score")
         return request, model, ask(state, service, request, origin, queries[0], items, adapters)
 
     request, model, requests = await exchange.read(read)
-    if service.card.labels:
+    if service.model_config.labels:
         body = _classes(request, await vectors_of(exchange, state, service, requests))
     else:
         body = await _label_tokens(exchange, state, service, request, requests)

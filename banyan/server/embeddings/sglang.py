@@ -106,13 +106,13 @@ async def classify(exchange: Exchange, state: ServerState) -> None:
 
 def labels_of(service: Service) -> tuple[str, ...]:
     """The classes of the model; RequestError 400 when it has none."""
-    if not service.card.labels:
+    if not service.model_config.labels:
         raise RequestError(
-            f"{service.card.architecture} has no head that scores classes",
+            f"{service.model_config.architecture} has no head that scores classes",
             code="not_a_classifier",
             hint="Serve a model for sequence classification.",
         )
-    return service.card.labels
+    return service.model_config.labels
 
 
 def origin_of(exchange: Exchange, request: VectorRequest, route: str) -> Origin:

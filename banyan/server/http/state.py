@@ -23,7 +23,7 @@ from banyan.engine_client.metrics_observer import Meter, Metrics, tell_refused
 from banyan.engine_client.request_records import Recent
 from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.as_text import Tag
 from banyan.requests.generation import Generator, TextRequest
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Service:
     """Everything that exists only once the engine is ready."""
 
-    card: ModelCard
+    model_config: ModelConfig
     ready: Ready
     client: Replicas
     generator: Generator

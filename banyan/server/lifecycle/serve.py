@@ -20,7 +20,7 @@ from banyan.base.thread_pool import use_threads
 from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
 from banyan.engine_client.data_parallel import Fleet
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
 from banyan.server.admin.flight_recorder import dumper
 from banyan.server.batches.route import resume_batches
@@ -52,7 +52,7 @@ LAST_SPANS_S = 3.0
 LEAVING_S = 30.0
 """For engines and connections to end once the drain is over; what takes longer is cut off."""
 
-Prepare = Callable[[], tuple[Config, ModelCard]]
+Prepare = Callable[[], tuple[Config, ModelConfig]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
 
 
@@ -147,7 +147,9 @@ class Server:
         """Who keeps each replica running, and the face of all of them."""
         parallel = self._config.parallel
         numbers = range(parallel.dp)
-        together = [list(numbers)] if parallel.is_joined else [[number] for number in numbers]
+        together = (
+            [list(numbers)] if parallel.uses_dp_attention else [[number] for number in numbers]
+        )
         supervisors = [
             Supervisor(self._config, some, self._start_engine, lambda lost: self._lost(fleet, lost))
             for some in together
@@ -157,7 +159,7 @@ class Server:
             recording for each in supervisors for recording in each.recordings().items()
         )
         fleet = Fleet(
-            *(engines, ROUTES.load(parallel.load_balance), parallel.is_joined),
+            *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
             self._config.handoff.mode == "prefill",
         )
         return supervisors, fleet
@@ -205,13 +207,13 @@ class Server:
 
     async def _start(self, fleet: Fleet, supervisors: list[Supervisor]) -> None:
         self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
-        self.state.config, card = await in_daemon(self._prepare)
+        self.state.config, model_config = await in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")
         if name := self._config.observe.sigquit_handler:
             hear_sigquit(name, self.state.config.model.path)
         for supervisor in supervisors:
-            supervisor.start(self.state.config, card)
-        self.state.service = service = await open_service(self.state, card, fleet)
+            supervisor.start(self.state.config, model_config)
+        self.state.service = service = await open_service(self.state, model_config, fleet)
         self.app.around = self.state.around
         for supervisor in supervisors:
             supervisor.settled()

@@ -24,7 +24,7 @@ from banyan.engine_client.request_log import WITH_BEGINNINGS
 from banyan.engine_client.request_records import Recent, meters_of
 from banyan.engine_client.text_generator import open_generator
 from banyan.messages.events import Ready
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
 from banyan.server.admin.metric_labels import open_labels
@@ -45,7 +45,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-async def open_service(state: ServerState, card: ModelCard, client: Replicas) -> Service:
+async def open_service(state: ServerState, model_config: ModelConfig, client: Replicas) -> Service:
     """Load the tokenizer while the engine loads the model, then warm up.
 
     Raises:
@@ -60,9 +60,9 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
         loading.cancel()
     end_phase(state.phases, "tokenizer")
     config = state.config = _settled(config, json.loads(ready.facts).get("settings", {}))
-    limits = limits_of(config, card, ready, words.tokenizer)
+    limits = limits_of(config, model_config, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
-    recommended = _model_defaults(config, card)
+    recommended = _model_defaults(config, model_config)
     labels = open_labels(config.observe)
     state.labels = None if labels is None else labels.exchange
     state.metrics = open_metrics(config, state.served_name, client.replicas, labels)
@@ -72,7 +72,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     watch = None if state.traces is None else state.traces.watch
     meters: list[Meter] = [meter for meter in (state.metrics, state.recent) if meter is not None]
     service = Service(
-        card=card,
+        model_config=model_config,
         ready=ready,
         client=client,
         generator=open_generator(
@@ -98,7 +98,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")
-    dispose(config, card)
+    dispose(config, model_config)
     let_go()
     return service
 
@@ -138,9 +138,9 @@ def _load_words(config: Config) -> _Words:
     return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
 
-def _model_defaults(config: Config, card: ModelCard) -> dict[str, object]:
+def _model_defaults(config: Config, model_config: ModelConfig) -> dict[str, object]:
     """Sampling parameters that the model's generation_config.json recommends for chat."""
-    file = os.path.join(card.path, "generation_config.json")
+    file = os.path.join(model_config.path, "generation_config.json")
     if config.server.sampling_defaults != "model" or not os.path.isfile(file):
         return {}
     with open(file, encoding="utf-8") as opened:

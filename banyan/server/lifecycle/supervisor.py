@@ -19,7 +19,7 @@ from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.client import EngineClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.server.lifecycle.daemon import in_daemon
 
 log = logger(__name__)
@@ -62,7 +62,7 @@ class EngineHandle(Protocol):
         ...
 
 
-StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
+StartEngine = Callable[[Config, ModelConfig, str, Callable[[str], None]], EngineHandle]
 """(resolved Config, card, link address, on_death) -> handle. Called once per engine, from the main
 thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
 unasked."""
@@ -104,7 +104,7 @@ class Supervisor:
         self._folder = PrivateFolder()
         self.engines = [open_client(config, address) for address in self._addresses()]
         self._handles: list[EngineHandle] = []
-        self._duty: tuple[Config, ModelCard] | None = None
+        self._process_spec: tuple[Config, ModelConfig] | None = None
         self._attempts = 0
         """Restarts since an engine last served for as long as proves it sound."""
         self._served_s = 0.0
@@ -113,9 +113,9 @@ class Supervisor:
         """What the first start took."""
         self._is_settled = False
 
-    def start(self, config: Config, card: ModelCard) -> None:
+    def start(self, config: Config, model_config: ModelConfig) -> None:
         """Start the engines for the first time; errors as of the process."""
-        self._duty = config, card
+        self._process_spec = config, model_config
         self._start_s = time.monotonic()
         self._launch()
 
@@ -153,8 +153,8 @@ class Supervisor:
         return [self._folder.address(f"front{number}") for number in self._numbers]
 
     def _launch(self) -> None:
-        assert self._duty is not None
-        config, card = self._duty
+        assert self._process_spec is not None
+        config, model_config = self._process_spec
         loop = asyncio.get_running_loop()
         self._handles = []
         life = self._folder
@@ -171,7 +171,7 @@ class Supervisor:
                     loop.call_soon_threadsafe(told, text)
 
             mine = of_replica(config, number, f"{life.path}/joined")
-            self._handles.append(self._start_engine(mine, card, address, on_death))
+            self._handles.append(self._start_engine(mine, model_config, address, on_death))
 
     async def _first_lost(self) -> EngineClient:
         waits = {asyncio.create_task(engine.lost()): engine for engine in self.engines}
@@ -237,8 +237,8 @@ class Supervisor:
 
     def _allowance_s(self) -> float:
         """What a start may take beyond a multiple of the first one."""
-        assert self._duty is not None
-        config = self._duty[0]
+        assert self._process_spec is not None
+        config = self._process_spec[0]
         nodes_s = config.parallel.meet_timeout_s if config.parallel.nodes > 1 else 0.0
         return config.schedule.watchdog_s + nodes_s
 
@@ -247,8 +247,8 @@ class Supervisor:
         pairs = zip(self.engines, self._handles, strict=False)
         ends = [in_daemon(h.put_down if e.is_stuck else h.stop) for e, h in pairs]
         await asyncio.gather(*ends, return_exceptions=True)
-        assert self._duty is not None
-        if journal := self._duty[0].observe.journal:
+        assert self._process_spec is not None
+        if journal := self._process_spec[0].observe.journal:
             await asyncio.to_thread(_keep_journal, Path(journal))
 
 

@@ -71,7 +71,7 @@ def _loaded_at(state: ServerState) -> datetime:
 
 def _model(state: ServerState, service: Service) -> Json:
     name = state.served_name
-    path = service.card.path
+    path = service.model_config.path
     identity = f"{path}\0{state.config.model.weight_version}"
     return {
         "name": name,
@@ -98,30 +98,30 @@ def _parameters(service: Service) -> str:
 
 
 def _details(service: Service) -> Json:
-    card = service.card
+    model_config = service.model_config
     return {
         "parent_model": "",
-        "format": card.format,
-        "family": card.model_type,
-        "families": [card.model_type],
+        "format": model_config.format,
+        "family": model_config.model_type,
+        "families": [model_config.model_type],
         "parameter_size": "",
-        "quantization_level": card.dtype,
+        "quantization_level": model_config.dtype,
     }
 
 
 def _facts(service: Service, name: str) -> Json:
-    card = service.card
-    kind = card.model_type
+    model_config = service.model_config
+    kind = model_config.model_type
     return {
         "general.architecture": kind,
         "general.basename": name,
         f"{kind}.context_length": service.limits.context_length,
-        f"{kind}.embedding_length": card.hidden_size,
-        f"{kind}.feed_forward_length": card.intermediate_size,
-        f"{kind}.block_count": card.num_layers,
-        f"{kind}.attention.head_count": card.num_heads,
-        f"{kind}.attention.head_count_kv": card.num_kv_heads,
-        f"{kind}.vocab_size": card.vocab_size,
+        f"{kind}.embedding_length": model_config.hidden_size,
+        f"{kind}.feed_forward_length": model_config.intermediate_size,
+        f"{kind}.block_count": model_config.num_layers,
+        f"{kind}.attention.head_count": model_config.num_heads,
+        f"{kind}.attention.head_count_kv": model_config.num_kv_heads,
+        f"{kind}.vocab_size": model_config.vocab_size,
     }
 
 

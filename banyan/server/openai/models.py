@@ -9,15 +9,22 @@ from banyan.server.openai.fields import no_such_model
 
 
 async def list_models(exchange: Exchange, state: ServerState) -> None:
-    cards = [_card(state), *(_adapter(state, place) for place in state.adapters.places())]
-    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-    await exchange.json({"object": "list", "data": cards, **page})
+    model_configs = [
+        _model_config(state),
+        *(_adapter(state, place) for place in state.adapters.places()),
+    ]
+    page = {
+        "has_more": False,
+        "first_id": model_configs[0]["id"],
+        "last_id": model_configs[-1]["id"],
+    }
+    await exchange.json({"object": "list", "data": model_configs, **page})
 
 
 async def show_model(exchange: Exchange, state: ServerState) -> None:
     """One model or adapter by name; names may hold slashes."""
     if exchange.tail == state.served_name:
-        await exchange.json(_card(state))
+        await exchange.json(_model_config(state))
         return
     for place in state.adapters.places():
         if exchange.tail == place.name:
@@ -29,10 +36,10 @@ async def show_model(exchange: Exchange, state: ServerState) -> None:
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:
     """An adapter as a model whose parent is the one that it is served beside."""
     own = {"id": place.name, "display_name": place.name, "root": place.path}
-    return {**_card(state), **own, "parent": state.served_name}
+    return {**_model_config(state), **own, "parent": state.served_name}
 
 
-def _card(state: ServerState) -> dict[str, object]:
+def _model_config(state: ServerState) -> dict[str, object]:
     name = state.served_name
     service = state.service
     length = service.limits.context_length if service else None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.to_gguf import differences
 from banyan.tokenizer.load import load_tokenizer
 from banyan.tokenizer.write_gguf import gguf_words
@@ -80,7 +80,7 @@ def test_experts_lie_in_stacks(case, ops, paged, tmp_path, monkeypatch):
 
 
 def check_served(out: Path, folder: Path, ops, paged) -> None:
-    assert not differences(read_card(str(folder)), read_card(str(out)))
+    assert not differences(read_model_config(str(folder)), read_model_config(str(out)))
     (logits,) = paged(load(out, ops)).step([(0, PROMPT)])
     (expected,) = paged(load(folder, ops)).step([(0, PROMPT)])
     assert (logits - expected).std() < 0.01 * expected.std()

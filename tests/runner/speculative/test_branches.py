@@ -82,17 +82,17 @@ class Gardener:
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "recorded"])
-def world(request, card):
+def world(request, model_config):
     toolkit = open_toolkit("cpu", 1, {}) if request.param else NO_TOOLKIT
     ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
         exact=True,
         cache_dtype=torch.float32,
         toolkit=toolkit,
         page_size=PAGE,
     )
     build = Build(ops)
-    model = load_model(card, build)
+    model = load_model(model_config, build)
 
     def make(gardener: Gardener | None) -> ModelRunner:
         sizes = RunnerSizes(

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
-from banyan.model_config.checkpoint import read_card
-from banyan.model_config.dflash import card_of_the_dflash
-from banyan.model_config.model_config import FULL, ModelCard
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.dflash import dflash_model_config
+from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
@@ -31,13 +31,13 @@ BLOCKS, NEW = "blocks", 24
 
 
 def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
-    card = read_card(str(folder))
+    model_config = read_model_config(str(folder))
     toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
 
-    def build_of(card: ModelCard) -> Build:
+    def build_of(model_config: ModelConfig) -> Build:
         return Build(
             bind(
-                *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+                *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
                 exact=True,
                 cache_dtype=torch.float32,
                 toolkit=toolkit,
@@ -51,9 +51,9 @@ def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
         draft_room=8 * slots,
         verified=8,
     )
-    build, source = build_of(card), str(folder / BLOCKS)
-    model = load_model(card, build)
-    draft = card_of_the_dflash(ModelConfig(source, path=source), card)
+    build, source = build_of(model_config), str(folder / BLOCKS)
+    model = load_model(model_config, build)
+    draft = dflash_model_config(LoadConfig(source, path=source), model_config)
     mine = build_of(draft)
     blocks = load_dflash(draft, model, mine)
     runner = ModelRunner(

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.schema import ModelConfig, SpeculativeConfig
+from banyan.config.schema import LoadConfig, SpeculativeConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
-from banyan.model_config.checkpoint import read_card
-from banyan.model_config.eagle import card_of_the_eagle
-from banyan.model_config.model_config import FULL, STATE, ModelCard
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.eagle import eagle_model_config
+from banyan.model_config.model_config import FULL, STATE, ModelConfig
 from banyan.models.eagle import EagleLM
 from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model
@@ -64,12 +64,12 @@ def runner_of(
     slots: int = 4,
 ) -> ModelRunner:
     """tree: tokens that follow one, and levels, of drafts that branch."""
-    card = read_card(str(folder))
+    model_config = read_model_config(str(folder))
     toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
 
-    def build_of(card: ModelCard) -> Build:
+    def build_of(model_config: ModelConfig) -> Build:
         ops = bind(
-            *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+            *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
             exact=True,
             cache_dtype=torch.float32,
             toolkit=toolkit,
@@ -77,9 +77,9 @@ def runner_of(
         )
         return Build(ops)
 
-    build = mine = build_of(card)
+    build = mine = build_of(model_config)
     groups = [GroupLayout(FULL, 0, PAGE, NUM_PAGES)]
-    if card.has_states:
+    if model_config.has_states:
         groups.append(GroupLayout(STATE, 0, PAGE, NUM_PAGES))
     sizes = RunnerSizes(
         *(slots, MAX_LENGTH, tuple(groups)),
@@ -87,19 +87,19 @@ def runner_of(
         draft_room=4 * slots,
         branching=tree[1] + 1 if tree else 0,
     )
-    model = load_model(card, build)
+    model = load_model(model_config, build)
     if (folder / EAGLE).exists():
         source = str(folder / EAGLE)
         kind = "EAGLE3" if "Eagle3" in (folder / EAGLE / "config.json").read_text() else "EAGLE"
         asked = SpeculativeConfig(kind, draft_source=source)
-        draft = card_of_the_eagle(asked, ModelConfig(source, path=source), card)
+        draft = eagle_model_config(asked, LoadConfig(source, path=source), model_config)
         mine = build_of(draft)
         ahead = load_eagle(draft, model, mine, PAGE)
         if tokens:
             assert isinstance(ahead, EagleLM)
-            narrow_the_head(ahead, card, tokens, mine)
+            narrow_the_head(ahead, model_config, tokens, mine)
     else:
-        ahead = load_ahead(card, model, build, PAGE)
+        ahead = load_ahead(model_config, model, build, PAGE)
 
     def open_drafter(open_beside) -> HiddenDrafter:
         beside = open_beside()

@@ -1,11 +1,11 @@
-"""Duty: what a child process is told when it starts, and the form in which it travels."""
+"""ProcessSpec: what a child process is told when it starts, and the form in which it travels."""
 
 from dataclasses import dataclass
 
 import msgspec
 
 from banyan.config.schema import Config
-from banyan.model_config.model_config import ModelCard
+from banyan.model_config.model_config import ModelConfig
 
 NO_RECORDING = -1
 """In the place of a descriptor."""
@@ -14,7 +14,7 @@ RANK = "rank"
 
 
 @dataclass(frozen=True)
-class Duty:
+class ProcessSpec:
     """
     Attributes:
         role: ENGINE, or RANK for the ranks other than 0.
@@ -26,7 +26,7 @@ class Duty:
 
     role: str
     config: Config
-    card: ModelCard
+    model_config: ModelConfig
     address: str
     rank: int = 0
     mesh_address: str = ""
@@ -43,5 +43,5 @@ class Duty:
         return msgspec.msgpack.encode(self)  # JSON has no infinity
 
     @staticmethod
-    def decode(body: bytes) -> "Duty":
-        return msgspec.msgpack.decode(body, type=Duty)
+    def decode(body: bytes) -> "ProcessSpec":
+        return msgspec.msgpack.decode(body, type=ProcessSpec)

@@ -1,4 +1,4 @@
-"""JointBatch: whose rows a batch consists of that several replicas work on together.
+"""DPAttentionBatch: whose rows a batch consists of that several replicas work on together.
 
 The rows of replica 0 come first, then those of replica 1 … The ranks of one replica have the same
 rows, and the first of them gives them to the others. DividedBatch: the same, but of shares of one
@@ -12,7 +12,7 @@ import torch
 from banyan.ops.api import Recorder
 
 
-class JointRows:
+class DPAttentionRows:
     """
     Args:
         replica: the one that this rank belongs to.
@@ -69,7 +69,7 @@ class JointRows:
         return self._recorder is not None and self._recorder.is_recording
 
 
-class JointBatch:
+class DPAttentionBatch:
     """A batch of several replicas: its tokens, and the outputs that logits are made for."""
 
     def __init__(
@@ -83,11 +83,11 @@ class JointBatch:
         self.replicas = replicas
         self.has_outputs = has_outputs
         """The replicas share the weight of the logits; else each makes its own."""
-        self.tokens = JointRows(replica, replicas, ranks, recorder)
-        self.outputs = JointRows(replica, replicas, ranks, recorder)
+        self.tokens = DPAttentionRows(replica, replicas, ranks, recorder)
+        self.outputs = DPAttentionRows(replica, replicas, ranks, recorder)
 
 
-class DividedBatch(JointBatch):
+class DividedBatch(DPAttentionBatch):
     """A step of one replica whose tokens are divided among its ranks (context parallelism); here a
     share of them is what a replica is of a joint batch. Every rank makes all logits.
 
@@ -102,7 +102,7 @@ class DividedBatch(JointBatch):
     ) -> None:
         super().__init__(share, shares, ranks, recorder, has_outputs=False)
         self.share, self.split = share, split
-        self.context = JointRows(share, shares, 1, recorder)
+        self.context = DPAttentionRows(share, shares, 1, recorder)
         """The same rows, among the ranks that have the same heads."""
 
     def enter(self, counts: Sequence[int]) -> None:
