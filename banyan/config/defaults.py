@@ -63,7 +63,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         "cache.free_share": defaults.free_share,
         "schedule.chunk_tokens": chunk,
         "schedule.running_cap": running,
-        "schedule.burst": defaults.multi_step,
+        "schedule.multi_step": defaults.multi_step,
     }
     if config.lora.is_enabled:
         most = max(config.lora.max_running, len(config.lora.paths))

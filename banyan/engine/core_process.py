@@ -110,7 +110,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-_MULTI_STEP = "schedule.burst"
+_MULTI_STEP = "schedule.multi_step"
 
 
 def run_engine(

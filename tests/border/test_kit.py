@@ -220,7 +220,7 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
         self._end_orders(self._carried_out, StepResult(step=step, replies=[ControlOpReply(True)]))
         return made
 
-    found = verdict(lambda patch: patch.setattr(EngineCore, "_sheet_of_orders", answer_at_once))
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
     assert "is launched before the orders of" in found or "the replies say" in found
 
 
@@ -233,7 +233,7 @@ def test_pages_that_are_used_after_their_memory_was_released_are_noticed() -> No
     found = verdict(
         lambda patch: patch.setattr(
             EngineCore,
-            "_sheet_of_orders",
+            "_control_op_plan",
             without_release(EngineCore._control_op_plan),
         )
     )

@@ -64,7 +64,7 @@ def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cache, card, parallel, told",
+    "cache, model_config, parallel, told",
     [
         (CacheConfig(store="file"), MODEL_CONFIG, {}, "needs --enable-hierarchical-cache"),
         (

@@ -31,7 +31,7 @@ def test_what_bursts_do_not_go_with_is_refused_by_name(words: str, text: str) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "burst"),
+    ("words", "multi_step"),
     [("", 8), ("--speculative-algorithm NGRAM", 1), ("--tp-size 2", 1), (" ".join(MULTI_STEP), 4)],
 )
 def test_where_it_is_left_open_there_are_as_many_as_go(words: str, multi_step: int) -> None:

@@ -35,7 +35,7 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "card", "match"),
+    ("flags", "model_config", "match"),
     [
         (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among 2 shares"),
         (("--dp", "2", "--enable-dp-attention"), MODEL_CONFIG, "and --enable-dp-attention do not"),

@@ -40,7 +40,7 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "card", "match"),
+    ("flags", "model_config", "match"),
     [
         (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among .* 2 replicas"),
         (("--pp", "2"), MODEL_CONFIG, "--enable-dp-attention and --pipeline-parallel-size do not"),

@@ -82,7 +82,7 @@ FLAGS = (
     ),
     Flag(
         "enable-dp-attention",
-        "parallel.is_joined",
+        "parallel.uses_dp_attention",
         "the replicas are groups of the --tensor-parallel-size ranks: each attends by itself, and "
         "all ranks share the feed-forward blocks",
         kind=SWITCH,

@@ -152,7 +152,7 @@ FLAGS = (
     ),
     Flag(
         "num-continuous-decode-steps",
-        "schedule.burst",
+        "schedule.multi_step",
         "decode steps that follow each other without planning while nothing waits; a stream then "
         "gets those of 8 ms together; default: what suits the device, 8 on a CPU where they go",
         kind=INT,
