@@ -110,7 +110,7 @@ class Upstream:
         raw = self._head(method, target, headers, len(body))
         connection = await self._connection()
         try:
-            return await connection.exchange(raw, body)
+            return await connection.context(raw, body)
         except BaseException:
             connection.close()
             raise
@@ -202,7 +202,7 @@ class _Connection(asyncio.Protocol):
         transport = self._transport
         return transport is not None and not transport.is_closing() and not self._is_busy
 
-    async def exchange(self, head: bytes, body: bytes) -> Answer:
+    async def context(self, head: bytes, body: bytes) -> Answer:
         """Send a request; its answer once the head of that is here. Lost: it never came."""
         assert self._transport is not None
         self._start_over()

@@ -279,8 +279,8 @@ def test_a_stream_holds_no_room_for_its_body(site: Site) -> None:
     with httpx.stream("POST", site.url + "/generate", json=body) as answer:
         lines = answer.iter_lines()  # one that is let go closes the stream
         next(lines)
-        (exchange,) = (e for e in site.app.exchanges if not e.is_probe)
-        assert not exchange.body
+        (context,) = (e for e in site.app.open_requests if not e.is_probe)
+        assert not context.body
 
 
 def test_a_body_that_stalls_is_408() -> None:

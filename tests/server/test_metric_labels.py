@@ -51,7 +51,7 @@ def site_of(*words: str, storage: str = "") -> Site:
     site.state.service = site.service = replace(
         site.service, generator=Metered(site.generator, [metrics])
     )
-    site.state.labels = labels.exchange if labels else None
+    site.state.labels = labels.context if labels else None
     site.app.around = site.state.around
     return site
 

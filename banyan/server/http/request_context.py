@@ -50,7 +50,7 @@ WRITE = "banyan.write"
 says whether it did; it does not where that would have to wait."""
 
 
-class Exchange:
+class RequestContext:
     """What a handler gets: the request, and the means to answer it.
 
     Args:

@@ -188,7 +188,7 @@ class ServerState:
     @property
     def around(self) -> "list[Around]":
         """What requests that may make something run within."""
-        traced = None if self.traces is None else self.traces.exchange
+        traced = None if self.traces is None else self.traces.context
         return [each for each in (traced, self.labels) if each is not None]
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:

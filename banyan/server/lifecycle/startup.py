@@ -64,7 +64,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, model_config)
     labels = open_labels(config.observe)
-    state.labels = None if labels is None else labels.exchange
+    state.labels = None if labels is None else labels.context
     state.metrics = open_metrics(config, state.served_name, client.replicas, labels)
     if config.observe.dumps:
         state.recent = Recent(Path(config.observe.dumps))

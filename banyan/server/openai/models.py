@@ -3,12 +3,12 @@
 from datetime import UTC, datetime
 
 from banyan.lora.adapter_files import AdapterPlace
-from banyan.server.http.request_context import Exchange
+from banyan.server.http.request_context import RequestContext
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import no_such_model
 
 
-async def list_models(exchange: Exchange, state: ServerState) -> None:
+async def list_models(context: RequestContext, state: ServerState) -> None:
     model_configs = [
         _model_config(state),
         *(_adapter(state, place) for place in state.adapters.places()),
@@ -18,19 +18,19 @@ async def list_models(exchange: Exchange, state: ServerState) -> None:
         "first_id": model_configs[0]["id"],
         "last_id": model_configs[-1]["id"],
     }
-    await exchange.json({"object": "list", "data": model_configs, **page})
+    await context.json({"object": "list", "data": model_configs, **page})
 
 
-async def show_model(exchange: Exchange, state: ServerState) -> None:
+async def show_model(context: RequestContext, state: ServerState) -> None:
     """One model or adapter by name; names may hold slashes."""
-    if exchange.tail == state.served_name:
-        await exchange.json(_model_config(state))
+    if context.tail == state.served_name:
+        await context.json(_model_config(state))
         return
     for place in state.adapters.places():
-        if exchange.tail == place.name:
-            await exchange.json(_adapter(state, place))
+        if context.tail == place.name:
+            await context.json(_adapter(state, place))
             return
-    raise no_such_model(exchange.tail)
+    raise no_such_model(context.tail)
 
 
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:
