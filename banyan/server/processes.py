@@ -214,12 +214,11 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     faulthandler.register(STACKS)
-    process_spec = ProcessSpec.decode(read_process_spec())
-    spares = fork_spares(_num_beside(process_spec))
-    if spares is None:  # this is one of them
-        process_spec = ProcessSpec.decode(read_process_spec())
+    process_spec = _read_process_spec()
+    spares = fork_spares(_num_local_ranks(process_spec))
+    if spares is None:  # this process is one of the forks
+        process_spec = _read_process_spec()
     watch_parent()
-    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
     report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
         if process_spec.role == RANK:
@@ -241,8 +240,14 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-def _num_beside(process_spec: ProcessSpec) -> int:
-    """Ranks that an engine starts on its own machine."""
+def _read_process_spec() -> ProcessSpec:
+    process_spec = ProcessSpec.decode(read_process_spec())
+    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
+    return process_spec
+
+
+def _num_local_ranks(process_spec: ProcessSpec) -> int:
+    """Number of ranks that an engine starts on its own machine."""
     parallel = process_spec.config.parallel
     return 0 if process_spec.role == RANK or parallel.by_ray else parallel.local_world - 1
 

@@ -8,10 +8,12 @@ import contextlib
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.base.version import own_version
@@ -32,14 +34,17 @@ from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, f
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
 from banyan.server.http.api_keys import Keys
-from banyan.server.http.probe import SharedProbe
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
 from banyan.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from banyan.server.http.tracing import Around, Tracing
+    from banyan.server.http.app import RequestScope
+    from banyan.server.http.request_context import RequestContext
+
+PROBE_HOLDS_S = 1.0
+"""How long a passed health check counts for later callers."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,46 @@ class OpenRequests:
                 await self._dropped.wait()
 
 
+class SharedProbe:
+    """Runs one health check at a time, whatever the number of callers."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or WallClock()
+        self._running: asyncio.Task[None] | None = None
+        self._good_until_s = 0.0
+
+    async def ask(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Return when `check` has passed, at most PROBE_HOLDS_S ago; raises what it raised."""
+        if self._clock.now() < self._good_until_s:
+            return
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run(check))
+        await asyncio.shield(self._running)
+
+    async def _run(self, check: Callable[[], Awaitable[None]]) -> None:
+        await check()
+        self._good_until_s = self._clock.now() + PROBE_HOLDS_S
+
+
+class Tracing(Protocol):
+    """Traces requests (`admin.traces` implements it). Called on the event loop.
+
+    No span carries text of a request.
+    """
+
+    def context(self, context: "RequestContext") -> AbstractContextManager[None]:
+        """The span of one HTTP request, in the caller's trace if its headers name one."""
+        ...
+
+    def watch(self, generator: Generator) -> Generator:
+        """`generator` with a span for each sequence, and within it one for each phase."""
+        ...
+
+    def close(self) -> None:
+        """Send the remaining spans. May take long; the last call."""
+        ...
+
+
 @dataclass
 class ServerState:
     """What changes while the server lives. `service` is set once; `dead` and `draining` latch."""
@@ -168,7 +213,7 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics | None = None
     """None where nothing is counted."""
-    labels: "Around | None" = None
+    labels: "RequestScope | None" = None
     """None where requests bring no labels for what is counted."""
     recent: Recent | None = None
     """None where nothing is kept for the loss of an engine."""
@@ -186,7 +231,7 @@ class ServerState:
         self.adapters = AdapterNames.of(self.config.lora)
 
     @property
-    def around(self) -> "list[Around]":
+    def around(self) -> "list[RequestScope]":
         """What requests that may make something run within."""
         traced = None if self.traces is None else self.traces.context
         return [each for each in (traced, self.labels) if each is not None]
@@ -251,3 +296,7 @@ class ServerState:
     @property
     def served_name(self) -> str:
         return self.config.model.served_name or self.config.model.source
+
+
+Handler = Callable[["RequestContext", ServerState], Coroutine[Any, Any, None]]
+"""Handles the requests of one route."""
