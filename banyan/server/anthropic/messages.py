@@ -19,7 +19,6 @@ from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
 from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -31,6 +30,7 @@ from banyan.server.openai.fields import (
 )
 from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 

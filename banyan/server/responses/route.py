@@ -18,7 +18,6 @@ from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json, internal
 from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -52,6 +51,7 @@ from banyan.server.responses.tools import (
     first_listings,
     offered_tools,
 )
+from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
 
 R = TypeVar("R", bound=PromptRequest)
