@@ -325,7 +325,7 @@ FLAGS = (
         "run decode steps eagerly if no captured batch size matches exactly, instead of padding to "
         "the next one (CUDA, NPU)",
         kind=SWITCH,
-        proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
+        proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
     Flag(
         "cpu-offload-gb",
@@ -335,7 +335,7 @@ FLAGS = (
         kind=FLOAT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
+        proof="tests/ascend/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
     ),
     Flag(
         "offload-group-size",
@@ -345,7 +345,7 @@ FLAGS = (
         kind=INT,
         low=-1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-num-in-group",
@@ -354,7 +354,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-prefetch-step",
@@ -363,6 +363,6 @@ FLAGS = (
         kind=INT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
 )
