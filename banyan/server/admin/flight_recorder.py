@@ -9,7 +9,7 @@ from pathlib import Path
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_records import dump_recordings
 from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 
 async def flight_recorder(context: RequestContext, state: ServerState) -> None:

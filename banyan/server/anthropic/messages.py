@@ -19,7 +19,6 @@ from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
 from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -31,6 +30,7 @@ from banyan.server.openai.fields import (
 )
 from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 
@@ -110,7 +110,12 @@ def anthropic_routes() -> list[Route]:
     return [
         Route(path, ("POST",), handler, dialect=ANTHROPIC, about=about, body=Body(kind))
         for path, handler, about, kind in (
-            ("/v1/messages", messages, "a conversation's next message", MessagesRequest),
-            ("/v1/messages/count_tokens", count_tokens, "length of its prompt", CountRequest),
+            ("/v1/messages", messages, "Create a message", MessagesRequest),
+            (
+                "/v1/messages/count_tokens",
+                count_tokens,
+                "Count input tokens",
+                CountRequest,
+            ),
         )
     ]

@@ -15,7 +15,7 @@ from banyan.base.log import printable
 from banyan.server.http import auth
 from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 FOLDER = "console/"
 """Where the files are, below the page."""
@@ -50,7 +50,7 @@ class File:
 
 def console_routes() -> list[Route]:
     below = {"{file}": ("GET",)}
-    about = "a file of the console"
+    about = "Static file of the console"
     return [Route(f"/{FOLDER}", ("GET",), show_file, auth.OPEN, about=about, below=below)]
 
 

@@ -7,7 +7,6 @@ import msgspec
 
 from banyan.server.errors import Json
 from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
     Report,
@@ -16,6 +15,7 @@ from banyan.server.openai.fields import (
     check_model,
     typed,
 )
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 
