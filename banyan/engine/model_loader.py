@@ -38,9 +38,9 @@ from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.choose_forward import RunnerConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
     load_the_ahead,

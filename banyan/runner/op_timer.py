@@ -12,7 +12,8 @@ from banyan.base.ids import PageId, SlotId, StepId
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.ops.api import OpTime, Peaks
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 
 _RUNS = 9
 
