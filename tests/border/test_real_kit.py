@@ -154,7 +154,7 @@ def _shifted(original, self, *a, **k):
 
 def _skips_orders(original, self, order):
     """It gets ready, and leaves it at that."""
-    prepare = self._carriers[type(order)]
+    prepare = self._preparers[type(order)]
     try:
         prepare(order)
     except RequestError as error:
@@ -171,7 +171,7 @@ def _obeys_unready(original, self, order):
     """What stands in the way is told, and it is done all the same."""
     reply = original(self, order)
     if not reply.ok:
-        self._carriers[StopProfile].__self__._obey(order)
+        self._preparers[StopProfile].__self__._obey(order)
     return reply
 
 
