@@ -237,8 +237,8 @@ class Ngram:
                 found[sequence.number, place] = common, following
             if len({following[0] for _, following in found.values()}) >= breadth.least:
                 break
-        best = sorted(found.values(), key=lambda place: -place[0])  # stable: the newer first
-        among equals return grow(best, count, breadth, self._is_frequent)
+        best = sorted(found.values(), key=lambda place: -place[0])  # stable sort
+        return grow(best, count, breadth, self._is_frequent)
 
     def _places_of(self, mine: _Sequence, kind: int) -> Iterator[tuple[int, _Sequence, int]]:
         """Earlier occurrences of the last tokens under this kind of key, newest first: (length
