@@ -8,7 +8,6 @@ Between machines both have such memory, and its bytes go with what is asked and 
 """
 
 import mmap
-import os
 import socket
 import struct
 import threading
@@ -22,6 +21,7 @@ import zmq
 
 from banyan.base.ids import PageId
 from banyan.base.log import logger
+from banyan.base.os import anonymous_memory
 from banyan.runner.kvstore import KVStore
 
 log = logger(__name__)
@@ -44,8 +44,7 @@ class Window:
     def __init__(self, store: KVStore) -> None:
         self._store = store
         size = max(store.page_bytes(group) for group in range(len(store.groups)))
-        self.file = os.memfd_create("banyan-window", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, max(size, 1))
+        self.file = anonymous_memory("banyan-window", max(size, 1))
         self.memory = np.frombuffer(mmap.mmap(self.file, max(size, 1)), np.uint8)
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None:
