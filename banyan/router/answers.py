@@ -1,5 +1,5 @@
-"""AnswerReader: one request and its answer in HTTP/1.1, without a socket. h11 writes and parses; the
-limits on what a worker may send are here.
+"""AnswerReader: one request and its answer in HTTP/1.1, without a socket. h11 writes and parses.
+The limits on what a worker may send are here.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class AnswerReader:
         parts += send(h11.EndOfMessage()) or []
         return parts
 
-    def feed(self, data: bytes | memoryview) -> None:
+    def feed(self, data: bytes) -> None:
         """Take in what the worker sent, at most FEED_BYTES; b"" = it closed the connection
         behind the head."""
         self.is_hungry = False

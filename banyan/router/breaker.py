@@ -1,5 +1,6 @@
-"""Breaker: whether a worker that failed several times in a row is asked at all. Knows no network and no
-clock.
+"""Breaker: whether a worker that failed several times in a row is asked at all.
+
+Knows no network and no clock.
 """
 
 from collections import deque
@@ -61,8 +62,8 @@ class Breaker:
         return is_probe
 
     def end(self, is_good: bool | None, is_probe: bool, now: float) -> None:
-        """A request that was sent has ended: in order, by the worker's fault, or (None) in a way that
-        says nothing of the worker, as when its client left or the worker was busy.
+        """A request that was sent has ended: in order, by the worker's fault, or (None) in a way
+        that says nothing of the worker, as when its client left or the worker was busy.
 
         Args:
             is_probe: as `begin` said.

@@ -1,5 +1,7 @@
-"""Upstream: the way to one worker. Sockets are here, HTTP/1.1 is h11's (`answers.py`). Connections are
-kept, answers are handed on as they arrive, and a worker is read no faster than its client reads.
+"""Upstream: the way to one worker. Sockets are here, HTTP/1.1 is h11's (`answers.py`).
+
+Connections are kept, answers are handed on as they arrive, and a worker is read no faster than its
+client reads.
 
 A connection is used again only after an exchange that both sides ended in order, with nothing
 behind it. So an answer cannot reach the client of the next request.
@@ -289,15 +291,12 @@ class _Connection(asyncio.Protocol):
             self._is_paused = False
             if self._transport is not None:
                 self._transport.resume_reading()
-        self._reader.feed(data)
+        self._reader.feed(bytes(data))
 
     def give_back(self) -> None:
         """The answer has been read to its end: keep the connection if nothing speaks against it."""
-        transport = self._transport
         self._is_busy = False
         if self._received or self._is_early or not self._reader.is_clean:
-            self.close()
-        elif transport is not None and transport.get_write_buffer_size():
             self.close()
         self._over(self)
 

@@ -1,5 +1,5 @@
-"""Workers that break HTTP, over sockets: 20 clients at once, each of which must get its own answer or
-an error, and after them one request each that must get its own answer.
+"""Workers that break HTTP, over sockets. Of 20 clients at once each must get its own answer or an
+error, and the requests behind them must get their own answers.
 """
 
 import asyncio
@@ -32,9 +32,7 @@ from tests.router.fakes import (
 pytestmark = pytest.mark.asyncio
 
 CLIENTS = 20
-CONFIG = replace(
-    BASE, policy=PolicyConfig(name="round_robin"), health=HealthConfig(is_off=True)
-)
+CONFIG = replace(BASE, policy=PolicyConfig(name="round_robin"), health=HealthConfig(is_off=True))
 CANARY = re.compile(r"canary-[a-z]+-\d+-")
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -242,9 +240,7 @@ BODIES = {
         ERROR,
     ),
     "with two lengths": (
-        writes(
-            lambda g: OK + b"content-length: %d\r\ncontent-length: 1\r\n\r\n%b" % (len(g), g)
-        ),
+        writes(lambda g: OK + b"content-length: %d\r\ncontent-length: 1\r\n\r\n%b" % (len(g), g)),
         ERROR,
     ),
     "with a length and in chunks": (
@@ -323,6 +319,7 @@ async def test_every_status_is_passed_on_or_refused(hundred: int) -> None:
                     assert answer == Got(status, body)
                 else:
                     check(answer, name, ERROR)
+                    assert answer.status == 503
             check(await ask(it, "canary-honest-0-"), "canary-honest-0-", OWN)
 
 

@@ -74,7 +74,9 @@ def test_a_trial_while_a_breaker_is_open_counts_like_any_other() -> None:
 @pytest.mark.parametrize("kind", [PLAIN, PREFILL, DECODE])
 def test_where_all_breakers_are_open_the_one_that_failed_least_recently_is_tried(kind: str) -> None:
     some = tuple(WorkerSpec(f"http://w{at}", kind) for at in range(3))
-    others = () if kind == PLAIN else (WorkerSpec("http://p", PREFILL), WorkerSpec("http://d", DECODE))
+    others = (
+        () if kind == PLAIN else (WorkerSpec("http://p", PREFILL), WorkerSpec("http://d", DECODE))
+    )
     fleet = Fleet(
         RouterConfig(
             fleet=FleetConfig(workers=some + others, is_paired=kind != PLAIN),
