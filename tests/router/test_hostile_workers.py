@@ -12,6 +12,7 @@ import httpx
 import orjson
 import pytest
 
+import banyan.router.upstream as upstreams
 from banyan.router.config import HealthConfig, PolicyConfig
 from banyan.router.upstream import Lost, Upstream
 from tests.router.fakes import (
@@ -363,6 +364,16 @@ async def test_a_kept_connection_is_dropped_when_anything_arrives_on_it() -> Non
             assert some[0].connections == at + 1
             some[0].left.clear()
             await some[0].left.wait()
+
+
+async def test_a_connection_that_is_kept_too_long_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upstreams, "MAX_KEPT_S", 0.0)
+    async with workers(says(whole(b"{}"))) as some:
+        upstream = Upstream(some[0].url)
+        assert await (await upstream.send("GET", b"/x", [])).whole(100) == b"{}"
+        await some[0].left.wait()
 
 
 async def test_what_has_come_on_a_kept_connection_unseen_is_no_answer_to_the_next_request() -> None:
