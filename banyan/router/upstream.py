@@ -135,7 +135,7 @@ class Upstream:
         """The connection that was kept last, or a fresh one."""
         while self._idle:
             kept, _ = self._idle.popitem()
-            if kept.is_taken():
+            if kept.take():
                 self._busy.add(kept)
                 return kept
         loop = asyncio.get_running_loop()
@@ -212,7 +212,7 @@ class _Connection(asyncio.Protocol):
         """Wait for the next exchange; close after MAX_KEPT_S, or when anything comes."""
         self._expiry = asyncio.get_running_loop().call_later(MAX_KEPT_S, self.close)
 
-    def is_taken(self) -> bool:
+    def take(self) -> bool:
         """Take a kept connection for an exchange; False = it cannot be used any more."""
         if self._expiry is not None:
             self._expiry.cancel()
