@@ -33,7 +33,7 @@ test: $(VENV)/.test $(VENV)/.demo
 # The border kit at ten times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m pytest tests/border tests/emulation/test_border.py \
+	@exec $(BIN)/python -m pytest tests/border tests/ascend/emulation/test_border.py \
 	  --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
 # Processes killed or stopped at twenty moments in each layout instead of two, and servers at twelve
@@ -62,7 +62,7 @@ test-lora: $(VENV)/.test
 # Drafts of layers that read hidden states, and trees of drafts, however the engine runs. 200 greedy
 # requests of a real model with and without drafts, too: make test-drafts REAL=BIG.gguf [DRAFT=SMALL.gguf]
 test-drafts: $(VENV)/.test
-	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_hidden.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
+	@DRAFTS=all $(BIN)/python -m pytest tests/runner/speculative/test_eagle.py tests/runner/speculative/test_drawn.py tests/system/test_hidden_drafts.py tests/system/test_block_drafts.py tests/system/test_state_drafts.py tests/system/test_draft_trees.py $(ARGS)
 	@$(if $(REAL),$(BIN)/python -m benchmarks.speculation --model $(REAL) $(if $(DRAFT),--draft $(DRAFT)) \
 	  --rounds 50 --new 24 --flags '{"disable_adaptive_drafts": true}')
 
@@ -79,11 +79,11 @@ trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
 
 # The emulated NPU as either chip, with every family in every way; some minutes.
 test-npu: $(VENV)/.test .transfer/memfabric/.installed
-	@for soc in A2 A3; do PYTHONPATH=.transfer/memfabric BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/emulation $(ARGS) || exit 1; done
+	@for soc in A2 A3; do PYTHONPATH=.transfer/memfabric BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/ascend/emulation $(ARGS) || exit 1; done
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
-	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
+	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/parsers/test_tool_calls.py tests/parsers/test_reasoning.py $(ARGS)
 
 # Every numeric field of every route with integers around the bounds of machine types; half a minute.
 test-hostile: $(VENV)/.test
@@ -118,7 +118,7 @@ test-ray: $(VENV)/.ray
 test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed .transfer/memfabric/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PYTHONPATH=.transfer/mooncake:.transfer/nixl:.transfer/memfabric $(BIN)/python -m pytest tests/transfer \
-	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/emulation/test_handoff.py $(ARGS)
+	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/ascend/emulation/test_handoff.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
@@ -165,7 +165,7 @@ test-schemas: $(VENV)/.test
 # CPU builds can be reached: beside a torch for CUDA it does not load. Else its declarations are read, and
 # its meta kernels are run without its libraries.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
-	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
+	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/ascend/emulation/real $(ARGS)
 
 # The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.

@@ -21,35 +21,35 @@ import msgspec
 import banyan
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, tell
-from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
-from banyan.config.adapters import AdapterPlace, checked_name
-from banyan.config.card import ModelCard
+from banyan.base.thread_pool import use_threads
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.defaults import with_settings
 from banyan.config.described import described
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
-from banyan.config.joined import of_replica
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.frontend.answers.native_answer import NativeService
-from banyan.frontend.link.agreed import agreed
-from banyan.frontend.link.client import EngineClient, Engines
-from banyan.frontend.link.fleet import Fleet
-from banyan.frontend.link.text_generator import open_generator
-from banyan.frontend.requests.adapters import AdapterNames
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.requests.sessions import Sessions
-from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
-from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
-from banyan.frontend.threads import use_threads
-from banyan.frontend.words.load import open_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.dp_attention.rules import of_replica
+from banyan.engine_client.all_or_none import agreed
+from banyan.engine_client.client import EngineClient, Engines
+from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.text_generator import open_generator
+from banyan.lora.adapter_files import AdapterPlace, checked_name
+from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Ready, Reply, Stats, accept_length
-from banyan.messages.link import FrontLink, PrivateFolder, SocketFrontLink, local_pair
-from banyan.messages.orders import MEMORY_TAGS
-from banyan.prepare import prepare
+from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
+from banyan.model_config.model_config import ModelConfig
+from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.requests.embeddings import Origin, VectorService, prompts_of
+from banyan.requests.generate_response import NativeService
+from banyan.requests.lora_names import AdapterNames
+from banyan.requests.sampling_params import Limits
+from banyan.requests.sessions import Sessions
 from banyan.scheduler.routing import ROUTES
+from banyan.server.processes import EngineHandle, start_engine_process, start_engine_thread
+from banyan.tokenizer.load import open_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 log = logger(__name__)
 
@@ -105,12 +105,12 @@ class Engine:
         environment = read_environment()
         config = parse(words, environment)
         tell(log, (*config.observe.notes, *without_a_server(config)))
-        config, card = prepare(config, environment)
+        config, model_config = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()
         self._opened: _Opened | None = None
         try:
-            self._opened = self._loop.run(_open(config, card, engine_mode == "inprocess"))
+            self._opened = self._loop.run(_open(config, model_config, engine_mode == "inprocess"))
         except BaseException:
             self._loop.close()
             raise
@@ -384,9 +384,9 @@ class _Opened:
                 yield answer
 
 
-async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
+async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
-    if in_process and config.parallel.is_joined:
+    if in_process and config.parallel.uses_dp_attention:
         raise ConfigError(
             "--enable-dp-attention: joined replicas have processes of their own",
             hint='leave engine_mode at "normal"',
@@ -405,12 +405,12 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
                 loop.call_soon_threadsafe(lambda: engines[number].engine_lost(told))
 
             mine = of_replica(config, number, f"{folder.path}/joined")
-            link, handle = _start(mine, card, in_process, on_death, stack)
+            link, handle = _start(mine, model_config, in_process, on_death, stack)
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
             handles.append(handle)
         parallel = config.parallel
         client = Fleet(
-            *(engines, ROUTES.load(parallel.load_balance), parallel.is_joined),
+            *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
             config.handoff.mode == "prefill",
         )
         await client.start()
@@ -423,9 +423,9 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             tokenizer = await asyncio.to_thread(open_tokenizer, path, config.server)
             stack.callback(tokenizer.encoder.close)
         ready = await client.ready()
-        dispose(config, card)
+        dispose(config, model_config)
         limits = replace(
-            limits_of(config, card, ready, tokenizer),
+            limits_of(config, model_config, ready, tokenizer),
             max_sequences=MAX_SEQUENCES,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             max_scores=MAX_SCORES,
@@ -451,17 +451,23 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
 
 
 def _start(
-    config: Config, card: ModelCard, in_process: bool, on_death: OnDeath, stack: AsyncExitStack
+    config: Config,
+    model_config: ModelConfig,
+    in_process: bool,
+    on_death: OnDeath,
+    stack: AsyncExitStack,
 ) -> tuple[FrontLink, EngineHandle]:
     """The engine where the caller wants it, and the front's end of the link to it."""
     if in_process:
         front, back = local_pair()
-        return front, start_engine_thread(config, card, back, on_death)
+        return front, start_engine_thread(config, model_config, back, on_death)
     folder = PrivateFolder()
     stack.callback(folder.close)
     address = folder.address("front")
     secret = read_environment().dist_secret
-    return SocketFrontLink(address), start_engine_process(config, card, address, on_death, secret)
+    return SocketFrontLink(address), start_engine_process(
+        config, model_config, address, on_death, secret
+    )
 
 
 class _LoopThread:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
-from banyan.frontend.words.load import load_tokenizer
+from banyan.tokenizer.load import load_tokenizer
 from benchmarks.machine import PeerError
 from benchmarks.peers import HERE, Model, Place, run
 

@@ -21,10 +21,10 @@ import torch
 
 from banyan.bench.batch import run_batch
 from banyan.bench.probe import probe
-from banyan.config.card import STATE, ModelCard
-from banyan.config.card_hub import read_hub_folder
 from banyan.layers.build import Build
-from banyan.layers.cache import PageGroup, group_caches
+from banyan.layers.cache_spec import PageGroup, group_caches
+from banyan.model_config.from_hf import read_hub_folder
+from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from benchmarks.lora_cost import engine, quick
@@ -63,17 +63,17 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-def made(name: str, folder: Path) -> ModelCard:
+def made(name: str, folder: Path) -> ModelConfig:
     """A folder with the configuration of one of the models."""
     (folder / "config.json").write_text(json.dumps(_COMMON | MODELS[name]))
     return read_hub_folder(str(folder))
 
 
-def groups_of(card: ModelCard) -> tuple[PageGroup, ...]:
+def groups_of(model_config: ModelConfig) -> tuple[PageGroup, ...]:
     """What the layers of a model keep."""
     device = torch.device("cpu")
-    ops = bind("cpu", device, torch.float32, frozenset(), card.head_dim)
-    return group_caches(load_model(card, Build(ops), "dummy").caches)
+    ops = bind("cpu", device, torch.float32, frozenset(), model_config.head_dim)
+    return group_caches(load_model(model_config, Build(ops), "dummy").caches)
 
 
 def kept(groups: tuple[PageGroup, ...], context: int) -> tuple[int, int]:

@@ -9,10 +9,10 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from banyan.engine.processes import take_duty, watch_parent
+from banyan.engine.child_processes import read_process_spec, watch_parent
 from banyan.messages.events import Event, Finished, Ready, Reply, Stats, Tokens
-from banyan.messages.link import SocketEngineLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+from banyan.messages.transport import SocketEngineLink
 
 FIRST_ID, NUM_IDS = 1000, 1000
 """Tokens of its answers; in the demo model's vocabulary these are words and their parts."""
@@ -86,7 +86,7 @@ class InstantEngine:
 
 
 def main() -> None:
-    address, rate = take_duty().decode().split()
+    address, rate = read_process_spec().decode().split()
     watch_parent()
     InstantEngine(SocketEngineLink(address), float(rate)).run()
 

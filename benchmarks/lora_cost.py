@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError
 from banyan.bench.batch import run_batch, wait_ready
 from banyan.bench.probe import probe
-from banyan.compose import start_engine_thread
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.messages.link import FrontLink, local_pair
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.messages.transport import FrontLink, local_pair
+from banyan.model_config.model_config import ModelConfig
+from banyan.server.processes import start_engine_thread
 
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of the adapters' matrices."""
@@ -72,10 +72,13 @@ def cases_of(types: Sequence[str]) -> list[Case]:
     return found
 
 
-def sizes_of(card: ModelCard) -> dict[str, tuple[int, int]]:
+def sizes_of(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Projection of a plain decoder -> its inputs and outputs."""
-    dim, inner = card.hidden_size, card.intermediate_size
-    width, kv_width = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
+    dim, inner = model_config.hidden_size, model_config.intermediate_size
+    width, kv_width = (
+        model_config.num_heads * model_config.head_dim,
+        model_config.num_kv_heads * model_config.head_dim,
+    )
     return {
         "self_attn.q_proj": (dim, width),
         "self_attn.k_proj": (dim, kv_width),
@@ -87,11 +90,13 @@ def sizes_of(card: ModelCard) -> dict[str, tuple[int, int]]:
     }
 
 
-def write_adapter(folder: Path, card: ModelCard, rank: int, dtype: torch.dtype, seed: int) -> Path:
+def write_adapter(
+    folder: Path, model_config: ModelConfig, rank: int, dtype: torch.dtype, seed: int
+) -> Path:
     """A random adapter over all projections, as PEFT saves it."""
     draw, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(card.num_layers):
-        for target, (inputs, outputs) in sizes_of(card).items():
+    for layer in range(model_config.num_layers):
+        for target, (inputs, outputs) in sizes_of(model_config).items():
             stem = f"base_model.model.model.layers.{layer}.{target}"
             down = torch.randn((rank, inputs), generator=draw) / inputs**0.5
             up = torch.randn((outputs, rank), generator=draw) / rank**0.5
@@ -99,7 +104,7 @@ def write_adapter(folder: Path, card: ModelCard, rank: int, dtype: torch.dtype, 
             tensors[f"{stem}.lora_B.weight"] = (0.02 * up).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = [target.rpartition(".")[2] for target in sizes_of(card)]
+    targets = [target.rpartition(".")[2] for target in sizes_of(model_config)]
     facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(facts))
     return folder
@@ -134,9 +139,9 @@ def write_gguf(adapter: Path, target: Path, rank: int, dtype: torch.dtype) -> Pa
 async def engine(words: Sequence[str]) -> AsyncIterator[FrontLink]:
     """An engine that is ready, in a thread; stopped at the end of the block."""
     environment = read_environment()
-    config, card = prepare(parse(list(words), environment), environment)
+    config, model_config = prepare(parse(list(words), environment), environment)
     front, back = local_pair()
-    handle = start_engine_thread(config, card, back, lambda text: print(f"engine: {text}"))
+    handle = start_engine_thread(config, model_config, back, lambda text: print(f"engine: {text}"))
     try:
         await asyncio.wait_for(wait_ready(front), 300)
         yield front
@@ -179,7 +184,7 @@ def row_of(engine: str, case: Case, pairs: Sequence[Pair]) -> dict[str, object]:
 
 
 async def measure(
-    options: argparse.Namespace, card: ModelCard, adapters: dict[str, Path]
+    options: argparse.Namespace, model_config: ModelConfig, adapters: dict[str, Path]
 ) -> list[dict[str, object]]:
     plain = ["--model-path", options.model, "--log-level", "error", "--max-total-tokens", "8192"]
     paths = [f"{name}={path}" for name, path in adapters.items()]
@@ -190,7 +195,7 @@ async def measure(
         random = Random(1)
 
         async def steps(link: FrontLink, case: Case, names: list[str], name: str) -> list[float]:
-            ids = range(card.vocab_size)
+            ids = range(model_config.vocab_size)
             prompts = [random.choices(ids, k=CONTEXT) for _ in range(case.batch_size)]
             return (await run_batch(link, prompts, options.new, name, adapters=names)).decode
 
@@ -266,19 +271,21 @@ def main() -> None:
     parser.add_argument("--out", default="", help="write the figures to this file as JSON")
     options = parser.parse_args()
     environment = read_environment()
-    _, card = prepare(parse(["--model-path", options.model], environment), environment)
+    _, model_config = prepare(parse(["--model-path", options.model], environment), environment)
     print(f"{_processor()}, {probe()}; {options.model}, rank {options.rank}, all projections")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         adapters = {
-            f"{kind}-{i}": write_adapter(folder / f"{kind}-{i}", card, options.rank, dtype, i)
+            f"{kind}-{i}": write_adapter(
+                folder / f"{kind}-{i}", model_config, options.rank, dtype, i
+            )
             for kind, dtype in TYPES.items()
             if kind in options.types
             for i in range(MOST)
         }
-        rows = asyncio.run(measure(options, card, adapters))
+        rows = asyncio.run(measure(options, model_config, adapters))
         if options.llama:
-            rows += measure_llama(options, card.path, adapters, folder)
+            rows += measure_llama(options, model_config.path, adapters, folder)
     print(
         "| engine | rows | adapters | type | base, tokens/s | with them | ratio | of the rounds | "
         "of the quickest steps |\n|---|---|---|---|---|---|---|---|---|"

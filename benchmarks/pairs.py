@@ -22,13 +22,13 @@ import orjson
 from banyan.bench.http import Server
 from banyan.bench.metrics import percentile
 from banyan.bench.probe import probe
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform import open_platform
-from banyan.prepare import prepare
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout
 from banyan.sim.study import Question, study
@@ -122,7 +122,9 @@ async def step_times(url: str) -> tuple[float, float]:
     return percentile(gaps, 50), percentile(prompts_s, 50)
 
 
-def hardware_of(config: Config, card: ModelCard, row_s: float, prompt_s: float) -> Hardware:
+def hardware_of(
+    config: Config, model_config: ModelConfig, row_s: float, prompt_s: float
+) -> Hardware:
     """Figures with which the roofline gives the steps that were measured."""
     machine = probe()
     guess = Hardware(
@@ -133,7 +135,10 @@ def hardware_of(config: Config, card: ModelCard, row_s: float, prompt_s: float) 
     )
     schedule = config.schedule
     whole = Arrival(0.0, array("i", [5] * _PROMPT).tobytes(), 1)
-    told = study(Question(config=config, card=card, hardware=guess, arrivals=[whole]), Layout())
+    told = study(
+        Question(config=config, model_config=model_config, hardware=guess, arrivals=[whole]),
+        Layout(),
+    )
     assert told.report is not None
     steps = -(-_PROMPT // max(1, schedule.chunk_tokens))
     paper_s = told.report.ttft.p50 - steps * row_s
@@ -206,8 +211,8 @@ def main() -> None:
         found = tell(told, arrivals, began_s)
         print(f"sent {late_s * 1e3:.0f} ms late at most; load behind: {load_average()}")
         environment = read_environment()
-        config, card = prepare(parse(flags_of(model), environment), environment)
-        config, _ = settle(config, open_platform("cpu").defaults(card))
+        config, model_config = prepare(parse(flags_of(model), environment), environment)
+        config, _ = settle(config, open_platform("cpu").defaults(model_config))
         with alone(model, folder, 1) as url:
             row_s, prompt_s = asyncio.run(step_times(url))
             asyncio.run(others(url, arrivals, told, given.checked))
@@ -215,8 +220,11 @@ def main() -> None:
         f"one thread, alone: {row_s * 1e3:.2f} ms for a token, {prompt_s * 1e3:.0f} ms for a "
         f"prompt of {_PROMPT:,}"
     )
-    hardware = hardware_of(config, card, row_s, prompt_s)
-    compare(found, Question(config=config, card=card, hardware=hardware, arrivals=arrivals))
+    hardware = hardware_of(config, model_config, row_s, prompt_s)
+    compare(
+        found,
+        Question(config=config, model_config=model_config, hardware=hardware, arrivals=arrivals),
+    )
 
 
 if __name__ == "__main__":

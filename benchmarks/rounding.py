@@ -19,17 +19,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import banyan
 from banyan.base.log import start_logging
 from banyan.bench.evals import own_questions
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepInputs
+from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepInputs
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.state_api import StateRows
-from banyan.prepare import prepare
 
 BLOCK = 32
 Round = Callable[[Tensor], Tensor]
@@ -142,9 +142,9 @@ def _no_states(layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
 class Exact:
     """The model in float32, with a place where inputs of projections may be rounded."""
 
-    def __init__(self, card: ModelCard) -> None:
-        ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim)
-        self._model: Model = load_model(card, Build(ops))
+    def __init__(self, model_config: ModelConfig) -> None:
+        ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), model_config.head_dim)
+        self._model: Model = load_model(model_config, Build(ops))
         self._scheme: list[tuple[str, Round]] = []
         for name, module in self._model.named_modules():
             weight = getattr(module, "weight", None)
@@ -220,9 +220,9 @@ def exact_answers(path: str, questions: int, tokens: int) -> list[Task]:
     return list(zip(prompts, found, strict=True))
 
 
-def compare(card: ModelCard, tasks: Sequence[Task]) -> None:
+def compare(model_config: ModelConfig, tasks: Sequence[Task]) -> None:
     """Prints a line for each scheme as soon as it is known."""
-    model = Exact(card)
+    model = Exact(model_config)
     whole = [model.log_probs(*task) for task in tasks]
     chosen = sum(
         int((exact.argmax(-1) != torch.tensor(answer)).sum())
@@ -247,7 +247,7 @@ def compare(card: ModelCard, tasks: Sequence[Task]) -> None:
         tally(f"only {kind}", lambda task, kind=kind: model.log_probs(*task, per_block, kind))
     tally("nothing, K and V in fp16", lambda task: model.log_probs(*task, cache=torch.float16))
     with ExitStack() as stack:
-        if (llama := _llama(card.path, stack)) is not None:
+        if (llama := _llama(model_config.path, stack)) is not None:
             tally("llama.cpp", llama)
 
 
@@ -297,8 +297,8 @@ def main() -> int:
     start_logging("rounding", "warning")
     torch.set_num_threads(1)  # on a busy machine two would wait for each other at every product
     environment = read_environment()
-    _, card = prepare(parse(["--model-path", options.model_path], environment), environment)
-    compare(card, exact_answers(options.model_path, options.questions, options.tokens))
+    _, model_config = prepare(parse(["--model-path", options.model_path], environment), environment)
+    compare(model_config, exact_answers(options.model_path, options.questions, options.tokens))
     return 0
 
 

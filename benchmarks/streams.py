@@ -1,5 +1,5 @@
 """Servers of the same model with different flags, beside each other on streams of chats:
-`python -m benchmarks.streams "plain:" "bursts:--num-continuous-decode-steps 8"`.
+`python -m benchmarks.streams "plain:" "multi_steps:--num-continuous-decode-steps 8"`.
 
 All of them are up at once and take turns, so a slower minute of the machine slows all. Beside the
 tokens per second stands what each token costs the server's own process, by its processor time.

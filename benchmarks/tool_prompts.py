@@ -4,7 +4,7 @@
 Thirty questions that need one of the tools offered, and fifteen that need none: through the chat
 route, and with the tools written into ChatML prompts in several ways. A call that stands in the
 answer without its tags, which no parser takes for one, counts as bare. To measure the server's own
-text (`frontend/answers/tools/as_text.py`) with a model whose template shows tools, start it with
+text (`parsers/tool_calls/as_text.py`) with a model whose template shows tools, start it with
 --chat-template chatml.
 """
 

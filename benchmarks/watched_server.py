@@ -17,15 +17,15 @@ from pathlib import Path
 import uvloop
 
 from banyan.base.log import start_logging
-from banyan.compose import EngineHandle
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.engine.processes import spawn
-from banyan.prepare import prepare
+from banyan.engine.child_processes import spawn
+from banyan.model_config.model_config import ModelConfig
 from banyan.server.http.listen import bind
-from banyan.server.life.serve import Server
+from banyan.server.lifecycle.serve import Server
+from banyan.server.processes import EngineHandle
 
 TICK_S = 0.002
 
@@ -40,7 +40,11 @@ async def note_lag(notes: list[tuple[float, float]]) -> None:
 
 
 def start_engine(
-    rate: str, config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
+    rate: str,
+    config: Config,
+    model_config: ModelConfig,
+    address: str,
+    on_death: Callable[[str], None],
 ) -> EngineHandle:
     child = spawn("benchmarks.instant_engine", "engine", f"{address} {rate}".encode())
     child.watch(on_death)

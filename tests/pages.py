@@ -7,8 +7,8 @@ Every row names a test that tries it; a row without one is an error.
 from collections.abc import Iterator
 from pathlib import Path
 
-from banyan.config.quantized import SPELLINGS
 from banyan.families import FAMILIES, GGUF
+from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights.quant import FORMS, overview
 from tests.models import (
     quantised,

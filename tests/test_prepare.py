@@ -13,9 +13,9 @@ from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.prepare import check_names, prepare
 from banyan.llm import Engine
-from banyan.prepare import check_names, prepare
-from tests.config.test_checkpoint import LLAMA, folder
+from tests.model_config.test_checkpoint import LLAMA, folder
 
 NOWHERE = "./no-such-model"
 NONSENSE = {
@@ -132,7 +132,9 @@ def test_notes_are_shown_whatever_the_level(
     monkeypatch: pytest.MonkeyPatch,
     logging_as_before: None,
 ) -> None:
-    monkeypatch.setattr("banyan.compose.waiting_engines", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(
+        "banyan.server.processes.waiting_engines", lambda *_: contextlib.nullcontext()
+    )
     words = f"{verb} demo --disable-custom-all-reduce --log-level {level} --context-length 99999999"
     if verb == "bench throughput":
         words += (

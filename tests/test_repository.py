@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "docker" / "cpu.Dockerfile"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Finished, Ready, Tokens
-from banyan.messages.link import FrontLink, next_events
 from banyan.messages.requests import Abort, Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.transport import FrontLink, next_events
 
 _NEIGHBOURS = 16
 """Steps whose tokens may come at once, and a few more: two bursts of them."""

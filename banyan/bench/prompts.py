@@ -11,7 +11,7 @@ from random import Random
 from typing import Protocol
 
 from banyan.base.errors import ConfigError
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 _TEXT = """time year people way day man thing woman life child world school state family student
     group country problem hand part place case week company system program question work number

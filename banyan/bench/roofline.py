@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.bench.probe import Machine
-from banyan.config.card import STATE, ModelCard
 from banyan.formats.mapped import TensorInfo
+from banyan.model_config.model_config import STATE, ModelConfig
 
 FP32, INT8, BF16 = "fp32", "int8", "bf16"
 
@@ -133,7 +133,7 @@ def table(title: str, rows: Sequence[OpRow], step_s: float) -> str:
 
 
 def whole_step(
-    card: ModelCard,
+    model_config: ModelConfig,
     tensors: Sequence[TensorInfo],
     seconds: float,
     rows: int,
@@ -159,11 +159,14 @@ def whole_step(
     numbers = sum(_count(t) for t in read)
     head = sum(_count(t) for t in read if t.name in (*tables, "output.weight", "lm_head.weight"))
     attending = sum(
-        any(kind != STATE for kind in card.kept_by(layer)) for layer in range(card.num_layers)
+        any(kind != STATE for kind in model_config.kept_by(layer))
+        for layer in range(model_config.num_layers)
     )
-    kv_numbers = attending * card.kept_per_token
-    heads = sum(map(card.heads_of, range(card.num_layers))) / card.num_layers
-    attention = 4 * attending * heads * card.head_dim * context * tokens
+    kv_numbers = attending * model_config.kept_per_token
+    heads = (
+        sum(map(model_config.heads_of, range(model_config.num_layers))) / model_config.num_layers
+    )
+    attention = 4 * attending * heads * model_config.head_dim * context * tokens
     return OpCost(
         "whole step",
         seconds,

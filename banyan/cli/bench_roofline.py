@@ -13,16 +13,16 @@ from banyan.bench import roofline
 from banyan.bench.options import BatchOptions
 from banyan.bench.probe import Machine, probe
 from banyan.bench.roofline import FP32, INT8, OpCost
-from banyan.config.card import ModelCard
 from banyan.config.defaults import settle
 from banyan.config.schema import Config
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
+from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.ops.api import Peaks
-    from banyan.runner.meter import OpMeter
+    from banyan.runner.op_timer import OpMeter
 
 _CACHE_BYTES = 4
 
@@ -52,7 +52,7 @@ class Rooflines:
     """
 
     machine: Machine
-    card: ModelCard
+    model_config: ModelConfig
     chunk_tokens: int
     costs: Mapping[Phase, list[OpCost]]
     arithmetic: str
@@ -92,8 +92,8 @@ class Rooflines:
     def _whole(self, phase: Phase, seconds: float, batch_size: int, input_len: int) -> OpCost:
         is_prefill = phase.name == "prefill"
         return roofline.whole_step(
-            self.card,
-            _tensors(self.card),
+            self.model_config,
+            _tensors(self.model_config),
             seconds,
             batch_size,
             batch_size * input_len if is_prefill else batch_size,
@@ -104,7 +104,10 @@ class Rooflines:
 
 
 def measure(
-    config: Config, card: ModelCard, options: BatchOptions, progress: Callable[[int, int], None]
+    config: Config,
+    model_config: ModelConfig,
+    options: BatchOptions,
+    progress: Callable[[int, int], None],
 ) -> Rooflines:
     """Load the model, time the ops of every phase that `options` asks for, and probe the machine
     with the same kernels.
@@ -112,26 +115,26 @@ def measure(
     Args:
         progress: told how many phases are timed, of how many.
     """
+    from banyan.engine.core_process import open_meter
     from banyan.platform import open_platform
-    from banyan.replica import open_meter
 
-    config, _ = settle(config, open_platform(config.device.name).defaults(card))
+    config, _ = settle(config, open_platform(config.device.name).defaults(model_config))
     chunk = config.schedule.chunk_tokens
     combinations = product(options.batch_size, options.input_len, options.output_len)
     phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}
-    meter = open_meter(_just_enough(config, phases), card)
-    is_rounded = config.model.rounds or not card.stores_floats
+    meter = open_meter(_just_enough(config, phases), model_config)
+    is_rounded = config.model.rounds or not model_config.stores_floats
     is_exact = config.model.cpu_activations == "fp32"
     arithmetic = INT8 if is_rounded and not is_exact else FP32
     if not meter.is_recorded:
         print("The steps of this model are not recorded: no op can be timed alone")
-        return Rooflines(probe(), card, chunk, {}, arithmetic, meter)
+        return Rooflines(probe(), model_config, chunk, {}, arithmetic, meter)
     costs: dict[Phase, list[OpCost]] = {}
     for phase in sorted(phases, key=lambda phase: phase.title):
         costs[phase] = roofline.merged(meter.measure(phase.rows, phase.start, phase.count))
         progress(len(costs), len(phases))
     machine = _machine(meter.threads, meter.peaks())
-    return Rooflines(machine, card, chunk, costs, arithmetic, meter)
+    return Rooflines(machine, model_config, chunk, costs, arithmetic, meter)
 
 
 def _machine(threads: int, peaks: "Peaks") -> Machine:
@@ -168,9 +171,9 @@ def _just_enough(config: Config, phases: set[Phase]) -> Config:
     )
 
 
-def _tensors(card: ModelCard) -> list[TensorInfo]:
+def _tensors(model_config: ModelConfig) -> list[TensorInfo]:
     """Of every file of the checkpoint."""
-    path = Path(card.path)
+    path = Path(model_config.path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     found: list[TensorInfo] = []
     for file in files:

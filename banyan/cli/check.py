@@ -6,17 +6,17 @@ A plan may be for machines that are not this one, and may ask for what this buil
 import os
 from collections.abc import Sequence
 
+from banyan.ascend.launch.expert_rules import buffer_of
+from banyan.ascend.launch.facts import SOCS, Launch, Model, known_model, read_model
+from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
+from banyan.ascend.launch.page import rules_page
+from banyan.ascend.launch.reading import MODEL, arguments_of_words, read_variables
+from banyan.ascend.launch.rules import check as check_rules
+from banyan.ascend.launch.rules import left_out
 from banyan.base.errors import ConfigError
 from banyan.cli.own_flags import take
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
-from banyan.launch.expert_rules import buffer_of
-from banyan.launch.facts import SOCS, Launch, Model, known_model, read_model
-from banyan.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.launch.page import rules_page
-from banyan.launch.reading import MODEL, arguments_of_words, read_variables
-from banyan.launch.rules import check as check_rules
-from banyan.launch.rules import left_out
 
 USAGE = """banyan check [MODEL] [flags of banyan serve] [--soc A2|A3] [--env FILE] [--relaxed]
 banyan check --rules

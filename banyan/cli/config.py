@@ -7,17 +7,17 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from banyan.ascend.launch.machine import find_soc
+from banyan.ascend.launch.support import device_outcomes
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
 from banyan.config.defaults import settle
 from banyan.config.described import shown
 from banyan.config.env import Environment, read_environment
 from banyan.config.flags.table import GROUPS
+from banyan.config.prepare import prepare_with_origins
 from banyan.config.reference import count_line, reference
-from banyan.launch.machine import find_soc
-from banyan.launch.support import device_outcomes
 from banyan.platform import open_platform
-from banyan.prepare import prepare_with_origins
 from banyan.server.http.listen import check_exposure
 
 USAGE = """banyan config [MODEL] [flags of banyan serve]
@@ -48,8 +48,8 @@ def config(argv: Sequence[str]) -> int:
     given = read(argv, environment)
     start_logging("config", "warning")
     check_exposure(given.config.server)
-    resolved, card, rules = prepare_with_origins(given.config, environment)
-    resolved, settled = settle(resolved, open_platform(resolved.device.name).defaults(card))
+    resolved, model_config, rules = prepare_with_origins(given.config, environment)
+    resolved, settled = settle(resolved, open_platform(resolved.device.name).defaults(model_config))
     ruled = {field: f"rule {rule}" for field, rule in rules.items()}
     origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
+from banyan.ascend.doctor import npu_doctor
+from banyan.ascend.launch.machine import device_numbers
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.system import trouble
-from banyan.cli.npu_doctor import npu_doctor
 from banyan.cli.own_flags import take
 from banyan.config.env import Environment
-from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
-from banyan.launch.machine import device_numbers
+from banyan.config.schema import LoadConfig
+from banyan.hub.sources import fetch
 
 USAGE = """banyan doctor [--device npu] [--soc A2|A3]
 
@@ -127,6 +127,6 @@ def _version_of(package: str) -> str:
 
 def _demo_model() -> str:
     try:
-        return fetch(ModelConfig(offline=True), Environment())
+        return fetch(LoadConfig(offline=True), Environment())
     except ModelError as error:
         return str(error)

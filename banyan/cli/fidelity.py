@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from banyan.bench.divergence import TEXT, Divergence, Likeliest, Scores, divergence
-from banyan.config.card import ModelCard
 from banyan.llm import Engine
+from banyan.model_config.model_config import ModelConfig
 
 _PIECE = 256
 """Tokens of one prompt."""
@@ -17,7 +17,7 @@ _DRAWN = 400
 """Tokens that stand for the text where a model has no tokenizer."""
 
 
-def fidelity(source: str, result: str, card: ModelCard) -> Divergence:
+def fidelity(source: str, result: str, model_config: ModelConfig) -> Divergence:
     """
     Args:
         source, result: paths of both models.
@@ -26,19 +26,19 @@ def fidelity(source: str, result: str, card: ModelCard) -> Divergence:
     Raises:
         BanyanError: one of them cannot be served.
     """
-    most = min(_PIECE, card.context_length - 2)
-    reference, pieces = _scored(source, most, card, None)
-    other, _ = _scored(result, most, card, pieces)
+    most = min(_PIECE, model_config.context_length - 2)
+    reference, pieces = _scored(source, most, model_config, None)
+    other, _ = _scored(result, most, model_config, pieces)
     return divergence(reference, other)
 
 
 def _scored(
-    path: str, most: int, card: ModelCard, given: Sequence[list[int]] | None
+    path: str, most: int, model_config: ModelConfig, given: Sequence[list[int]] | None
 ) -> tuple[Scores, Sequence[list[int]]]:
     words = ["--model-path", path, "--log-level", "error", "--skip-server-warmup"]
     words += ["--max-total-tokens", str(_CACHE_TOKENS)]
     with Engine.from_words(words) as engine:
-        pieces = given or list(_pieces(engine, most, card.vocab_size))
+        pieces = given or list(_pieces(engine, most, model_config.vocab_size))
         logprobs, likeliest = list[float](), list[Likeliest]()
         for piece in pieces:
             answer = engine.generate(
@@ -46,7 +46,7 @@ def _scored(
                 sampling_params={"temperature": 0, "max_new_tokens": 1},
                 return_logprob=True,
                 logprob_start_len=0,
-                top_logprobs_num=min(_TOP, card.vocab_size),
+                top_logprobs_num=min(_TOP, model_config.vocab_size),
             )
             facts = cast(dict[str, list[object]], cast(dict[str, object], answer)["meta_info"])
             # The very first token follows nothing.

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
-from banyan.config.adapter_card import AdapterCard
-from banyan.config.adapters import read_adapter
-from banyan.config.catalogue import megabytes
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.hub.catalogue import megabytes
+from banyan.lora.adapter_config import AdapterConfig
+from banyan.lora.adapter_files import read_adapter
 
 NOT_SERVED = 1
 
@@ -54,11 +54,11 @@ def _inspect(argv: Sequence[str]) -> int:
     if not os.path.exists(path):
         raise ConfigError(f"there is nothing at {printable(path, 200)!r}")
     try:
-        card = read_adapter(path)
-        for line in _lines(card):
+        adapter_config = read_adapter(path)
+        for line in _lines(adapter_config):
             print(line)
-        _check_numbers(card)
-        verdict = _fit(card, options.model_path)
+        _check_numbers(adapter_config)
+        verdict = _fit(adapter_config, options.model_path)
     except ConfigError as error:
         print(f"CANNOT BE SERVED: {error}")
         return NOT_SERVED
@@ -66,31 +66,33 @@ def _inspect(argv: Sequence[str]) -> int:
     return 0
 
 
-def _lines(card: AdapterCard) -> Iterator[str]:
-    modules = card.modules.values()
-    form = "GGUF" if card.format == "gguf" else "PEFT"
+def _lines(adapter_config: AdapterConfig) -> Iterator[str]:
+    modules = adapter_config.modules.values()
+    form = "GGUF" if adapter_config.format == "gguf" else "PEFT"
     types = ", ".join([form, *sorted({found.type for found in modules})])
-    size = megabytes(card.size_bytes)
-    yield f"{'adapter':<10} {printable(card.path, 200)}: {types}, {size}"
-    yield f"{'base':<10} {printable(card.base, 100) or 'it does not say'}"
-    yield f"{'targets':<10} {', '.join(printable(name, 60) for name in card.adapted) or 'none'}"
-    for name, whole in card.saved.items():
+    size = megabytes(adapter_config.size_bytes)
+    yield f"{'adapter':<10} {printable(adapter_config.path, 200)}: {types}, {size}"
+    yield f"{'base':<10} {printable(adapter_config.base, 100) or 'it does not say'}"
+    targets = ", ".join(printable(name, 60) for name in adapter_config.adapted)
+    yield f"{'targets':<10} {targets or 'none'}"
+    for name, whole in adapter_config.saved.items():
         what = "the base's own, beside its matrices" if whole.is_copy else "in the base's place"
         yield f"{'whole':<10} {printable(name, 60)} {list(whole.shape)}, {what}"
-    for name, tokens in card.tokens.items():
+    for name, tokens in adapter_config.tokens.items():
         first = ", ".join(map(str, tokens.ids[:5])) + (" …" if len(tokens.ids) > 5 else "")
         count = len(tokens.ids)
         yield f"{'tokens':<10} {printable(name, 60)}: {count} ({first}), in the base's place"
-    if card.kinds:
-        yield f"{'needs room':<10} for {', '.join(sorted(card.kinds))}, which the start makes"
+    if adapter_config.kinds:
+        kinds = ", ".join(sorted(adapter_config.kinds))
+        yield f"{'needs room':<10} for {kinds}, which the start makes"
     ranks = Counter(found.rank for found in modules)
     told = [f"{rank} ({count})" for rank, count in sorted(ranks.items())]
-    yield f"{'ranks':<10} {', '.join(told)} of {len(card.modules)} projections"
+    yield f"{'ranks':<10} {', '.join(told)} of {len(adapter_config.modules)} projections"
     head = f"{'PROJECTION':<28} {'COUNT':>5} {'RANK':>5} {'ALPHA':>8} {'SCALE':>8}"
     yield f"\n{head} {'INPUTS':>7} {'OUTPUTS':>7} TYPE"
     kinds = Counter(
         (name.rpartition(".")[2], m.rank, m.alpha, m.scale, m.inputs, m.outputs, m.type)
-        for name, m in card.modules.items()
+        for name, m in adapter_config.modules.items()
     )
     for (name, rank, alpha, scale, inputs, outputs, kind), count in sorted(kinds.items()):
         yield (
@@ -100,27 +102,27 @@ def _lines(card: AdapterCard) -> Iterator[str]:
     yield ""
 
 
-def _check_numbers(card: AdapterCard) -> None:
-    from banyan.models.weights.adapters import check_numbers
+def _check_numbers(adapter_config: AdapterConfig) -> None:
+    from banyan.lora.load import check_numbers
 
-    check_numbers(card)
+    check_numbers(adapter_config)
 
 
-def _fit(card: AdapterCard, source: str) -> str:
+def _fit(adapter_config: AdapterConfig, source: str) -> str:
     """
     Raises:
         ConfigError: it does not fit the model.
     """
-    beside = f"--lora-paths NAME={printable(card.path, 200)}"
+    beside = f"--lora-paths NAME={printable(adapter_config.path, 200)}"
     if not source:
         return f"CAN BE SERVED beside a model that it fits; ask with --model-path. {beside}"
     import torch
 
-    from banyan.models.weights.adapters import base_on_paper, check_fit
+    from banyan.lora.load import base_on_paper, check_fit
     from banyan.ops.bind import bind
 
     environment = read_environment()
     _, model = prepare(parse(["--model-path", source], environment), environment)
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), model.head_dim)
-    check_fit(card, base_on_paper(model, ops))
+    check_fit(adapter_config, base_on_paper(model, ops))
     return f"FITS {printable(source, 200)}: banyan serve {printable(source, 200)} {beside}"

@@ -33,7 +33,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "config": "banyan.cli.config:config",
         "check": "banyan.cli.check:check",
         "recipe": "banyan.cli.recipe:recipe",
-        "npu-selfcheck": "banyan.cli.npu_selfcheck:npu_selfcheck",
+        "npu-selfcheck": "banyan.ascend.selfcheck:npu_selfcheck",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable, start_logging
-from banyan.config.catalogue import TALK_TOKENS, Entry, entries, megabytes
 from banyan.config.cli import read
 from banyan.config.env import Environment, forget_secrets, read_environment
-from banyan.config.schema import DEMO, ModelConfig
-from banyan.config.sources import fetch, kind_of
+from banyan.config.schema import DEMO, LoadConfig
+from banyan.hub.catalogue import TALK_TOKENS, Entry, entries, megabytes
+from banyan.hub.sources import fetch, kind_of
 
 _MODELS = """banyan models [--markdown]
 
@@ -49,7 +49,7 @@ def models(argv: Sequence[str]) -> int:
         raise ConfigError(f"unexpected {printable(argv[0], 60)!r}", hint="see banyan models --help")
     from banyan.platform import open_platform
 
-    here = _names_here(_cache(ModelConfig(), read_environment()))
+    here = _names_here(_cache(LoadConfig(), read_environment()))
     memory = open_platform("auto").memory()
     head = ("NAME", "KIND", "SIZE", "MEMORY", "FITS", "SERVED", "HERE", "LICENCE", "SOURCE")
     rows = [_row(entry, memory.free_bytes, memory.total_bytes, here) for entry in entries()]
@@ -115,7 +115,7 @@ def pull(argv: Sequence[str]) -> int:
 
 def held_here(argv: Sequence[str]) -> int:
     """Print the models on this machine; returns the exit code."""
-    from banyan.config.held import held_models
+    from banyan.hub.local_models import held_models
 
     if "-h" in argv or "--help" in argv:
         print(_LIST)
@@ -137,7 +137,7 @@ def held_here(argv: Sequence[str]) -> int:
 
 def remove_one(argv: Sequence[str]) -> int:
     """Delete a model from the cache; returns the exit code."""
-    from banyan.config.held import remove
+    from banyan.hub.local_models import remove
 
     if "-h" in argv or "--help" in argv:
         print(_RM)
@@ -160,9 +160,7 @@ def remove_one(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(
-    argv: Sequence[str], verb: str, takes: tuple[str, ...]
-) -> tuple[ModelConfig, Environment]:
+def _read(argv: Sequence[str], verb: str, takes: tuple[str, ...]) -> tuple[LoadConfig, Environment]:
     """The model that is named, and where; flags that only a server has are refused."""
     environment = read_environment()
     given = read(argv, environment)
@@ -180,21 +178,21 @@ def _read(
     return given.config.model, environment
 
 
-def _cache(model: ModelConfig, environment: Environment) -> Path:
-    from banyan.config.hub import cache_folder
+def _cache(model: LoadConfig, environment: Environment) -> Path:
+    from banyan.hub.huggingface import cache_folder
 
     return cache_folder(model, environment)
 
 
 def _names_here(cache: Path) -> set[str]:
-    from banyan.config.held import held_models
+    from banyan.hub.local_models import held_models
 
     return {held.name for held in held_models(cache) if not held.is_part}
 
 
 def _demo_rows() -> Iterator[tuple[str, str, str, str]]:
     try:
-        path = fetch(ModelConfig(offline=True), Environment())
+        path = fetch(LoadConfig(offline=True), Environment())
     except ModelError:
         return
     yield DEMO, megabytes(_size_of(path)), _ago(os.stat(path).st_atime), path

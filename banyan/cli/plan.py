@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.bench.options import option, split_options
-from banyan.config.adapters import named_adapters, read_adapter
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.config.sources import fetch, kind_of
-from banyan.engine.spec import memory_of_adapters
+from banyan.engine.core_spec import memory_of_adapters
 from banyan.formats.kept import kept_size
 from banyan.formats.shards import size_of_weights
-from banyan.memory.sizing import MIB
+from banyan.hub.sources import fetch, kind_of
+from banyan.kv_cache.sizing import MIB
+from banyan.lora.adapter_files import named_adapters, read_adapter
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform import open_platform
-from banyan.prepare import prepare
 from banyan.sim.fitting import Fit, Room, fit
 from banyan.sim.layout import Weights
 from banyan.sim.study import weight_bytes_of
@@ -61,17 +61,17 @@ def plan(argv: Sequence[str]) -> int:
     start_logging("plan", "warning")
     tell(log, config.observe.notes)
     _refuse_what_is_not_here(config, environment)
-    config, card = prepare(config, environment)
+    config, model_config = prepare(config, environment)
     platform = open_platform(config.device.name)
-    config, _ = settle(config, platform.defaults(card))
+    config, _ = settle(config, platform.defaults(model_config))
     memory = platform.memory()
     room = Room(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
     if options.memory_gib:
         given = int(options.memory_gib * GIB)
         room = replace(room, total_bytes=given, free_bytes=given)
-    per_weight = _weight_bytes(config, card, options, platform.traits.is_host)
-    found = fit(config, card, room, per_weight)
-    for line in _lines(config, card, room, found):
+    per_weight = _weight_bytes(config, model_config, options, platform.traits.is_host)
+    found = fit(config, model_config, room, per_weight)
+    for line in _lines(config, model_config, room, found):
         print(line)
     return _verdict(options, found)
 
@@ -108,48 +108,51 @@ def _check(options: PlanOptions) -> None:
         )
 
 
-def _weight_bytes(config: Config, card: ModelCard, options: PlanOptions, is_host: bool) -> float:
+def _weight_bytes(
+    config: Config, model_config: ModelConfig, options: PlanOptions, is_host: bool
+) -> float:
     """Bytes of one weight in memory."""
     if options.weight_bits:
         return options.weight_bits / 8
     rounds = f"--quantization {config.model.quantization}" if config.model.quantization else ""
     rounds = f"--torchao-config {config.model.torchao}" if config.model.torchao else rounds
-    if rounds and card.quant is None and card.format != "gguf":
+    if rounds and model_config.quant is None and model_config.format != "gguf":
         raise ConfigError(
             f"how much a weight takes that {rounds} rounds is not counted here",
             hint="say it with --weight-bits, e.g. 8.5 for int8 and 4.5 for q4_0",
         )
-    if card.format == "gguf" and not is_host:
+    if model_config.format == "gguf" and not is_host:
         return 2.0 if config.model.activation_dtype != "float32" else 4.0
     if config.model.load_format == "dummy":
-        return weight_bytes_of(card)
-    if card.format == "gguf":
-        size = kept_size(card.path)
-    elif card.quant is None:
-        size = size_of_weights(card.path)
+        return weight_bytes_of(model_config)
+    if model_config.format == "gguf":
+        size = kept_size(model_config.path)
+    elif model_config.quant is None:
+        size = size_of_weights(model_config.path)
     else:
-        size = _of_quantised(config, card, is_host)
-    return size / Weights.of(card).total
+        size = _of_quantised(config, model_config, is_host)
+    return size / Weights.of(model_config).total
 
 
-def _of_quantised(config: Config, card: ModelCard, is_host: bool) -> int:
+def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> int:
     """Bytes of a quantised folder's weights: the form tells which ones stay in few bits."""
     from banyan.models.weights.quant.sizes import kept_size_of_folder
 
     # The kernels that multiply with them, and those that round, compute in fp32.
     has_kernels = is_host and config.model.activation_dtype == "float32"
     rounded_to = _ROUNDED_TO.get(config.model.quantization, "") if has_kernels else ""
-    return kept_size_of_folder(card, has_kernels, rounded_to)
+    return kept_size_of_folder(model_config, has_kernels, rounded_to)
 
 
-def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[str]:
+def _lines(config: Config, model_config: ModelConfig, room: Room, found: Fit) -> Iterator[str]:
     memory, ranks = found.memory, config.parallel.tp * config.parallel.pp
     each = " on each rank" if ranks > 1 else ""
     replicas = f", {config.parallel.dp} replicas" if config.parallel.dp > 1 else ""
-    kind = card.quant.method if card.quant is not None else card.dtype
+    kind = model_config.quant.method if model_config.quant is not None else model_config.dtype
     yield (
-        f"{config.model.served_name}: {card.architecture}, {card.num_layers} layers, "
-        f"{Weights.of(card).total / 1e6:,.0f} M weights in {kind}"
+        f"{config.model.served_name}: {model_config.architecture}, {model_config.num_layers} "
+        "layers, "
+        f"{Weights.of(model_config).total / 1e6:,.0f} M weights in {kind}"
         + (f", {ranks} ranks" if ranks > 1 else "")
         + replicas
     )
@@ -162,13 +165,13 @@ def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[
     )
     if config.lora.is_enabled:
         most = _size(memory_of_adapters(config.lora, memory))
-        cards = [read_adapter(place.path) for place in named_adapters(config.lora.paths)]
-        files = _size(sum(card.size_bytes for card in cards))
+        adapter_configs = [read_adapter(place.path) for place in named_adapters(config.lora.paths)]
+        files = _size(sum(found.size_bytes for found in adapter_configs))
         bound = f"at most {most}{each}"
         if not room.is_host:
             lora = config.lora
             bound = f"{lora.max_loaded} places of rank {lora.max_rank}, beside the weights"
-        yield f"{'adapters':<12} {bound}; {len(cards)} at the start, {files} in files"
+        yield f"{'adapters':<12} {bound}; {len(adapter_configs)} at the start, {files} in files"
     yield f"{'requests':<12} at most {memory.max_running} at once"
     yield f"\n{'TOKENS EACH':>12} {'AT ONCE':>10} {'CACHE OF ONE':>14}"
     for context in _contexts(memory.max_request_tokens):

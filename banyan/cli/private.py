@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.cli.client import Client
-from banyan.engine.processes import Child, spawn, take_duty, watch_parent
+from banyan.engine.child_processes import Child, read_process_spec, spawn, watch_parent
 
 _POLL_S = 0.05
 
@@ -47,7 +47,7 @@ def _child() -> int:
 
     # A group of its own: Ctrl-C in the terminal stops the answer, not the server.
     os.setpgrp()
-    words = json.loads(take_duty())
+    words = json.loads(read_process_spec())
     watch_parent()
     return main(["serve", *words])
 

@@ -15,12 +15,12 @@ from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
 from banyan.cli.bench import progress_bar
-from banyan.config.card import ModelCard
-from banyan.config.catalogue import megabytes
-from banyan.config.checkpoint import read_card
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.schema import ModelConfig
-from banyan.config.sources import fetch
+from banyan.config.schema import LoadConfig
+from banyan.hub.catalogue import megabytes
+from banyan.hub.sources import fetch
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.models.quantize.folder import Beside
@@ -66,19 +66,19 @@ def quantize(argv: Sequence[str]) -> int:
     environment = read_environment()
     forget_secrets()
     start_logging("quantize", "warning")
-    source = fetch(ModelConfig(source=rest[0]), environment)
-    card = read_card(source)
+    source = fetch(LoadConfig(source=rest[0]), environment)
+    model_config = read_model_config(source)
     target = Path(os.path.abspath(os.path.expanduser(rest[1])))
-    _check_the_source(card, options)
-    _check_the_target(card, target, options)
+    _check_the_source(model_config, options)
+    _check_the_target(model_config, target, options)
     try:
-        for line in _made(card, target, options):
+        for line in _made(model_config, target, options):
             print(line)
     except KeyboardInterrupt:
         print("banyan: stopped; the same command goes on where it was", file=sys.stderr)
         return 130
     if not options.no_report:
-        print(_reported(card, target))
+        print(_reported(model_config, target))
     print(f"banyan serve {printable(str(target), 200)}")
     return 0
 
@@ -97,30 +97,32 @@ def _check(options: QuantizeOptions) -> None:
         raise ConfigError(f"--max-shard-gib {options.max_shard_gib:g}", hint="choose 0.001 to 1024")
 
 
-def _check_the_source(card: ModelCard, options: QuantizeOptions) -> None:
-    where = printable(card.path, 200)
-    if card.quant is not None:
+def _check_the_source(model_config: ModelConfig, options: QuantizeOptions) -> None:
+    where = printable(model_config.path, 200)
+    if model_config.quant is not None:
         raise ConfigError(
-            f"the weights of {where!r} are {card.quant.method} already",
+            f"the weights of {where!r} are {model_config.quant.method} already",
             hint="name the float checkpoint that it was made from",
         )
     if options.type in FLOAT_TYPES:
-        if card.format != "gguf":
+        if model_config.format != "gguf":
             raise ConfigError(
                 f"--type {options.type} makes a folder of a GGUF file, and {where!r} is one of "
-                f"{card.dtype}",
+                f"{model_config.dtype}",
                 hint=f"choose one of: {', '.join((*HUB_TYPES, *GGUF_TYPES))}",
             )
         return
-    if not card.stores_floats and not (options.allow_requantize and card.format == "gguf"):
+    if not model_config.stores_floats and not (
+        options.allow_requantize and model_config.format == "gguf"
+    ):
         raise ConfigError(
-            f"the weights of {where!r} are {card.dtype} already",
+            f"the weights of {where!r} are {model_config.dtype} already",
             hint="name the float file that it was made from; --allow-requantize rounds them again",
         )
 
 
-def _check_the_target(card: ModelCard, target: Path, options: QuantizeOptions) -> None:
-    where, source = printable(str(target), 200), Path(card.path).resolve()
+def _check_the_target(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> None:
+    where, source = printable(str(target), 200), Path(model_config.path).resolve()
     if target.resolve() == source or source in target.resolve().parents:
         raise ConfigError(f"OUT is IN, or lies in it: {where!r}", hint="name another place")
     if options.type in GGUF_TYPES:
@@ -142,7 +144,7 @@ def _record_of(target: Path, options: QuantizeOptions) -> Path:
     return target / ".progress"
 
 
-def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[str]:
+def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> Iterator[str]:
     """Write it; says what it has become."""
     import banyan
     from banyan.models.quantize.folder import write_beside
@@ -154,19 +156,20 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     layout = layout_of(options.type, options.group_size)
     is_folder = options.type not in GGUF_TYPES
     folder = target if is_folder else target.parent
-    with closing(Source(card)) as source:
+    with closing(Source(model_config)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
-        words = None if is_folder or card.format == "gguf" else _words(card)
-        beside = _beside(card, source, layout) if is_folder else None
+        words = None if is_folder or model_config.format == "gguf" else _words(model_config)
+        beside = _beside(model_config, source, layout) if is_folder else None
         plan = make_plan(source, layout, options.ignore, most, target.name, words)
         if not plan.kinds:
             raise ConfigError(
-                f"no weight of {printable(card.path, 200)!r} can be rounded to {options.type}",
+                f"no weight of {printable(model_config.path, 200)!r} can be rounded to "
+                f"{options.type}",
                 hint="see --ignore, and docs/quantization.md",
             )
         folder.mkdir(parents=True, exist_ok=True)
         if words is not None:
-            _check_the_header(card, plan, words, target)
+            _check_the_header(model_config, plan, words, target)
         identity = {
             "version": banyan.__version__,
             "source": [list(file) for file in source.stamp()],
@@ -189,78 +192,83 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     for why, count in plan.kept.items():
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
-    if is_folder and card.num_ahead and card.format == "gguf":
-        yield f"left out   {card.num_ahead} layers that draft"
+    if is_folder and model_config.num_ahead and model_config.format == "gguf":
+        yield f"left out   {model_config.num_ahead} layers that draft"
     yield f"size       {sizes} in {len(plan.files)} files"
 
 
-def _beside(card: ModelCard, source: "Source", layout: "Layout") -> "Beside":
+def _beside(model_config: ModelConfig, source: "Source", layout: "Layout") -> "Beside":
     """What lies beside the weights of a folder: copied from one, or made of a GGUF file's metadata.
 
     Raises:
         ModelError: config.json cannot say what the model is.
     """
-    from banyan.config.gguf_keys import differences
-    from banyan.config.hub_keys import hub_keys
-    from banyan.frontend.words.folder_words import folder_words
+    from banyan.model_config.to_gguf import differences
+    from banyan.model_config.to_hf import hub_keys
     from banyan.models.quantize.folder import Beside, beside_weights_of
     from banyan.models.quantize.plan import float_type
+    from banyan.tokenizer.write_folder import folder_words
 
-    if card.format != "gguf":
-        return beside_weights_of(Path(card.path))
+    if model_config.format != "gguf":
+        return beside_weights_of(Path(model_config.path))
     kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    config = hub_keys(card, kinds[float_type(source, layout)])
+    config = hub_keys(model_config, kinds[float_type(source, layout)])
     with TemporaryDirectory() as tried:
         Path(tried, "config.json").write_text(json.dumps(config))
         try:
-            found = differences(card, read_card(tried, "dummy"))
+            found = differences(model_config, read_model_config(tried, "dummy"))
         except ModelError as error:
             found = [error.text.replace(tried, "it")]
     if found:
-        raise _without_facts("config.json", card, found, GGUF_TYPES)
-    words = folder_words(card.path, card.context_length, card.eos_ids)
+        raise _without_facts("config.json", model_config, found, GGUF_TYPES)
+    words = folder_words(model_config.path, model_config.context_length, model_config.eos_ids)
     if not words:
         print(
-            f"banyan: {printable(card.path, 200)} has no vocabulary, and OUT will have none",
+            f"banyan: {printable(model_config.path, 200)} has no vocabulary, and OUT will have "
+            "none",
             file=sys.stderr,
         )
     return Beside(words, config)
 
 
 def _without_facts(
-    form: str, card: ModelCard, found: Sequence[str], types: Sequence[str]
+    form: str, model_config: ModelConfig, found: Sequence[str], types: Sequence[str]
 ) -> ModelError:
     return ModelError(
-        f"{form} does not hold all facts of {printable(card.path, 200)!r}: {'; '.join(found[:3])}",
+        f"{form} does not hold all facts of {printable(model_config.path, 200)!r}: "
+        f"{'; '.join(found[:3])}",
         hint=f"choose one of: {', '.join(types)}",
     )
 
 
-def _words(card: ModelCard) -> "Words":
+def _words(model_config: ModelConfig) -> "Words":
     """What a GGUF file says that is made from this folder."""
-    from banyan.config.gguf_keys import gguf_keys, rope_divisors
-    from banyan.frontend.words.gguf_words import gguf_words
+    from banyan.model_config.to_gguf import gguf_keys, rope_divisors
     from banyan.models.quantize.plan import Words
+    from banyan.tokenizer.write_gguf import gguf_words
 
-    keys = gguf_keys(card)
-    words = gguf_words(card.path, card.vocab_size, keys)
+    keys = gguf_keys(model_config)
+    words = gguf_words(model_config.path, model_config.vocab_size, keys)
     if not words:
         print(
-            f"banyan: {printable(card.path, 200)} has no tokenizer.json, and OUT will have no "
+            f"banyan: {printable(model_config.path, 200)} has no tokenizer.json, and OUT will "
+            "have no "
             "vocabulary",
             file=sys.stderr,
         )
-    divisors = rope_divisors(card)
+    divisors = rope_divisors(model_config)
     return Words(keys | words, {"rope_freqs.weight": divisors} if divisors else {})
 
 
-def _check_the_header(card: ModelCard, plan: "Plan", words: "Words", target: Path) -> None:
+def _check_the_header(
+    model_config: ModelConfig, plan: "Plan", words: "Words", target: Path
+) -> None:
     """Read the file back before a number is rounded, as it will be but for its weights.
 
     Raises:
         ModelError: the form cannot say what the model is.
     """
-    from banyan.config.gguf_keys import differences
+    from banyan.model_config.to_gguf import differences
 
     first, size = plan.files[0].pieces[0], plan.files[0].size_bytes
     tried = target.with_name(f"{target.stem}.header.gguf")
@@ -271,22 +279,22 @@ def _check_the_header(card: ModelCard, plan: "Plan", words: "Words", target: Pat
                 file.seek(offset)
                 file.write(struct.pack(f"<{len(numbers)}f", *numbers))
             file.truncate(size)
-        found = differences(card, read_card(str(tried)))
+        found = differences(model_config, read_model_config(str(tried)))
     except ModelError as error:
         found = [error.text.replace(str(tried), "it")]
     finally:
         tried.unlink(missing_ok=True)
     if found:
-        raise _without_facts("a GGUF file", card, found, HUB_TYPES)
+        raise _without_facts("a GGUF file", model_config, found, HUB_TYPES)
 
 
-def _reported(card: ModelCard, target: Path) -> str:
+def _reported(model_config: ModelConfig, target: Path) -> str:
     from banyan.cli.fidelity import fidelity
 
-    if card.is_encoder or card.pooling is not None:
+    if model_config.is_encoder or model_config.pooling is not None:
         return "fidelity   not compared: the model gives vectors, no tokens"
     try:
-        found = fidelity(card.path, str(target), card)
+        found = fidelity(model_config.path, str(target), model_config)
     except BanyanError as error:
         print(f"banyan: the result is written; it could not be compared: {error}", file=sys.stderr)
         return "fidelity   not compared"

@@ -4,15 +4,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from banyan.ascend.launch.facts import SOCS
+from banyan.ascend.launch.files import files_of
+from banyan.ascend.launch.plan import Plan, Wish, check_plan, make_plan
+from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.cli.check import refusal_of
 from banyan.cli.own_flags import take
 from banyan.config.env import read_environment
-from banyan.launch.facts import SOCS
-from banyan.launch.files import files_of
-from banyan.launch.plan import Plan, Wish, check_plan, make_plan
-from banyan.launch.recipes import DECODE, PREFILL, SERVE
 
 USAGE = """banyan recipe MODEL --soc A2|A3 --prefill ADDRESS,… --decode ADDRESS,… [flags]
 banyan recipe MODEL --soc A2|A3 --serve ADDRESS,… [flags]

@@ -51,12 +51,12 @@ def _grammars(served: Sequence[str]) -> Iterator[GrammarFactory | None]:
         yield None
         return
     from banyan.config.cli import parse
-    from banyan.grammars import open_grammars
-    from banyan.prepare import prepare
+    from banyan.config.prepare import prepare
+    from banyan.engine.grammar_setup import open_grammars
 
     environment = read_environment()
-    config, card = prepare(parse(served, environment), environment)
-    compiler = open_grammars(config, card)
+    config, model_config = prepare(parse(served, environment), environment)
+    compiler = open_grammars(config, model_config)
     try:
         yield compiler
     finally:

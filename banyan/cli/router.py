@@ -11,9 +11,9 @@ from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.serving import ServerConfig
-from banyan.engine.processes import Child, spawn
+from banyan.engine.child_processes import Child, spawn
+from banyan.router.args import help_text, read_flags
 from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
-from banyan.router.read import help_text, read_flags
 
 log = logger(__name__)
 
@@ -64,7 +64,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
     config = read_flags(argv, environment.flags, check_servers, defaults)
     start_logging("router", config.observe.log_level)
     tell(log, config.observe.notes)
-    from banyan.router.life import run_router
+    from banyan.router.lifecycle import run_router
 
     with _servers(config) as (specs, children):
 
@@ -87,8 +87,8 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
         for number in range(config.fleet.count if config.fleet.start else 0):
             port = free_port()
             own = ["--host", "127.0.0.1", "--port", str(port), *shared]
-            duty = json.dumps([*config.fleet.start, *own]).encode()
-            children.append(spawn("banyan.cli.private", f"server{number}", duty))
+            process_spec = json.dumps([*config.fleet.start, *own]).encode()
+            children.append(spawn("banyan.cli.private", f"server{number}", process_spec))
             specs.append(WorkerSpec(f"http://127.0.0.1:{port}"))
         yield specs, children
     finally:

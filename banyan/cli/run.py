@@ -9,8 +9,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.cli.client import Client
 from banyan.cli.private import private_server
 from banyan.cli.terminal import Terminal
-from banyan.config.catalogue import find
 from banyan.config.schema import DEMO, DEMO_LINE
+from banyan.hub.catalogue import find
 
 _USAGE = 'banyan run MODEL ["prompt"] [flags]'
 _MAX_PROMPT = 1 << 20

@@ -54,16 +54,16 @@ def serve(argv: Sequence[str]) -> int:
     if config.parallel.node:
         return _keep_ranks(config, environment)
     gc.disable()  # imports make much to look through and nothing to throw away
-    from banyan.compose import waiting_engines
     from banyan.ops.cpu.build import building_ahead
+    from banyan.server.processes import waiting_engines
 
     runs_here = config.device.name in ("auto", "cpu")
     with (
         building_ahead(config.device.compiler, config.device.isa) if runs_here else nullcontext(),
         waiting_engines(config.parallel.local_replicas, environment.dist_secret) as start_engine,
     ):
-        from banyan.prepare import prepare
-        from banyan.server.life.serve import run_server
+        from banyan.config.prepare import prepare
+        from banyan.server.lifecycle.serve import run_server
 
         gc.freeze()
         gc.enable()
@@ -72,14 +72,14 @@ def serve(argv: Sequence[str]) -> int:
 
 def _keep_ranks(config: Config, environment: Environment) -> int:
     """A node other than the first: no server, only ranks for that one."""
-    from banyan.engine.nodes import check_secret, own_hello, serve_node
-    from banyan.prepare import prepare
+    from banyan.config.prepare import prepare
+    from banyan.engine.multi_node import check_secret, own_hello, serve_node
 
-    config, card = prepare(config, environment)
+    config, model_config = prepare(config, environment)
     parallel, secret = config.parallel, environment.dist_secret
     check_secret(parallel, secret)
     comes_again = config.server.engine_restarts > 0
-    serve_node(parallel, secret, own_hello(parallel, card), card.path, comes_again)
+    serve_node(parallel, secret, own_hello(parallel, model_config), model_config.path, comes_again)
     return 0
 
 
@@ -91,10 +91,10 @@ def _leave(number: int, frame: object) -> None:
 
 def _names() -> str:
     """What the flags that take a name may name."""
-    from banyan.frontend.answers.reasoning import REASONING_PARSERS
-    from banyan.frontend.answers.tools import TOOL_PARSERS
-    from banyan.frontend.templates.named import CHAT_TEMPLATES, FILL_IN_FORMS
-    from banyan.server.life.warmups import WARMUPS
+    from banyan.chat_template.named_templates import CHAT_TEMPLATES, FILL_IN_FORMS
+    from banyan.parsers.reasoning import REASONING_PARSERS
+    from banyan.parsers.tool_calls import TOOL_PARSERS
+    from banyan.server.lifecycle.warmups import WARMUPS
 
     tables: dict[str, Iterable[str]] = {
         "tool-call-parser": TOOL_PARSERS,

@@ -13,8 +13,8 @@ from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
+from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.prepare import prepare
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, read_layout
 from banyan.sim.study import Question, Study, study
@@ -67,8 +67,8 @@ def simulate(argv: Sequence[str]) -> int:
     start_logging("simulate", "warning")
     tell(log, config.observe.notes)
     _refuse_what_is_not_simulated(config)
-    config, card = prepare(config, environment)
-    if card.has_states:
+    config, model_config = prepare(config, environment)
+    if model_config.has_states:
         raise ConfigError(
             "this model is not simulated: some of its layers keep a state, and no figure here "
             "counts those",
@@ -76,13 +76,13 @@ def simulate(argv: Sequence[str]) -> int:
         )
     parallel = config.parallel
     layouts = [read_layout(text) for text in options.layouts] or [
-        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined, cp=parallel.cp)
+        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.uses_dp_attention, cp=parallel.cp)
     ]
     config, _ = settle(config, _defaults(hardware))
     schedule = replace(config.schedule, max_queued=0, max_queued_tokens=0)
     question = Question(
         config=replace(config, schedule=schedule),
-        card=card,
+        model_config=model_config,
         hardware=hardware,
         arrivals=list(_arrivals(options)),
         weight_bits=options.weight_bits,
@@ -102,7 +102,7 @@ def _refuse_what_is_not_simulated(config: Config) -> None:
         ("--speculative-algorithm", bool(config.speculative.algorithm)),
         ("--hicache-storage-backend", bool(config.cache.store)),
         ("--lora-paths", bool(config.lora.paths)),
-        ("--num-continuous-decode-steps", config.schedule.burst > 1),
+        ("--num-continuous-decode-steps", config.schedule.multi_step > 1),
     ):
         if is_there:
             raise ConfigError(f"{flag} is not simulated", hint="leave it out")

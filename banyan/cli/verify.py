@@ -14,10 +14,10 @@ from banyan.bench.agreement import PROMPTS, Agreement, Reckoned, Scored, agrees,
 from banyan.bench.options import option, split_options
 from banyan.cli.client import Client
 from banyan.cli.private import private_server
-from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.prepare import prepare
+from banyan.config.prepare import prepare
+from banyan.model_config.model_config import ModelConfig
 
 APART = 1
 MOST_TOKENS = 500
@@ -47,12 +47,12 @@ def verify(argv: Sequence[str]) -> int:
     environment = read_environment()
     config = parse(rest, environment)
     start_logging("verify", "warning")
-    config, card = prepare(config, environment)
+    config, model_config = prepare(config, environment)
     key = environment.flags.get("api-key", "")
     asked = nullcontext(Client(options.url, key)) if options.url else private_server(rest)
     with asked as client:
         answered = [_ask(client, text, options) for text in options.prompts or PROMPTS]
-    reference = open_reference(card)
+    reference = open_reference(model_config)
     found: list[Agreement] = []
     print(f"{'TOKENS':>7} {'MEAN':>8} {'WORST':>8} {'CHOICES':>9} {'MARGIN':>8}  PROMPT")
     for text, scored in answered:
@@ -110,14 +110,14 @@ class _Answer(msgspec.Struct):
 class Reference:
     """The same model by transformers, in float32, on the CPU."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, model_config: ModelConfig) -> None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
 
-        path, is_file = Path(card.path), card.format == "gguf"
+        path, is_file = Path(model_config.path), model_config.format == "gguf"
         folder = path.parent if is_file else path
         more = {"gguf_file": path.name} if is_file else {"use_safetensors": True}
         try:
@@ -126,7 +126,7 @@ class Reference:
             )
         except (ImportError, KeyError, NotImplementedError, OSError, ValueError) as error:
             raise BanyanError(
-                f"transformers does not read {card.path}: {str(error).splitlines()[0]}"
+                f"transformers does not read {model_config.path}: {str(error).splitlines()[0]}"
             ) from error
         self._torch = torch
         self._model = model.eval()
@@ -141,12 +141,12 @@ class Reference:
         return Reckoned(own.tolist(), best.indices.tolist(), best.values.tolist())
 
 
-def open_reference(card: ModelCard) -> Reference:
+def open_reference(model_config: ModelConfig) -> Reference:
     """
     Raises:
         BanyanError: transformers cannot read the files.
     """
-    return Reference(card)
+    return Reference(model_config)
 
 
 def _line(text: str, one: Agreement) -> str:

@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
 
 _LENGTHS = tuple(float(1 << power) for power in range(4, 21))
 _MAX_BOUNDS = 256
 
 
-def check_the_bounds(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_bounds(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     bounds_of(config.observe.prompt_buckets)
     bounds_of(config.observe.output_buckets)
     return config

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
+from banyan.ascend.variables import VARIABLES
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.companions import check_companions
+from banyan.config.argv import MODEL_HINT, plain, split
 from banyan.config.env import Environment
 from banyan.config.file import read_mapping
+from banyan.config.flag_rules import check_companions
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
-from banyan.config.npu_variables import VARIABLES
 from banyan.config.schema import UNSAID, Config
 from banyan.config.variables import SETTINGS
-from banyan.config.words import MODEL_HINT, plain, split
 
 
 @dataclass(frozen=True)

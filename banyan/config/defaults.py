@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list
 from banyan.base.log import logger
-from banyan.config.dispatch import within_the_exchange
-from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import UNSAID, Config
+from banyan.lora.rules import MOST_LOADED
+from banyan.moe.dispatch_rules import within_the_exchange
 
 log = logger(__name__)
 
@@ -44,7 +44,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
-    burst: int = 1
+    multi_step: int = 1
 
 
 def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
@@ -63,7 +63,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
         "cache.free_share": defaults.free_share,
         "schedule.chunk_tokens": chunk,
         "schedule.running_cap": running,
-        "schedule.burst": defaults.burst,
+        "schedule.multi_step": defaults.multi_step,
     }
     if config.lora.is_enabled:
         most = max(config.lora.max_running, len(config.lora.paths))

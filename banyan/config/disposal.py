@@ -11,14 +11,14 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.formats.shards import weight_files
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
 KEEP, OWN, ANY = 0, 1, 2
-"""Values of `ModelConfig.deletes`: nothing; what this start downloaded; whatever was loaded."""
+"""Values of `LoadConfig.deletes`: nothing; what this start downloaded; whatever was loaded."""
 _COARSE_S = 0.1
 """File systems stamp with a clock that may be this far behind."""
 _MAX_DRIFT_S = 1.0
@@ -45,7 +45,7 @@ class Moment:
         return is_between and abs(drift_s) < _MAX_DRIFT_S
 
 
-def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
+def check_disposal(config: Config, model_config: ModelConfig, began: Moment) -> None:
     """Refuse, before anything is loaded, what must not be deleted.
 
     Args:
@@ -73,12 +73,13 @@ def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
             hint="delete the files yourself once the server is ready",
         )
     tokenizer = config.model.tokenizer_path
-    if not config.server.skip_tokenizer and card.format == "gguf" and not tokenizer:
+    if not config.server.skip_tokenizer and model_config.format == "gguf" and not tokenizer:
         raise ConfigError(
-            f"{flag}: the tokenizer lies in {card.path!r} and is read again for constraints",
+            f"{flag}: the tokenizer lies in {model_config.path!r} and is read again for "
+            "constraints",
             hint="name another --tokenizer-path",
         )
-    old = [path for path in _weights(config, card) if not began.is_before(path)]
+    old = [path for path in _weights(config, model_config) if not began.is_before(path)]
     if old and config.model.deletes != ANY:
         raise ConfigError(
             f"{flag}: {str(old[0])!r} was here before this start, and there is no terminal to ask",
@@ -86,18 +87,22 @@ def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
         )
 
 
-def dispose(config: Config, card: ModelCard) -> None:
+def dispose(config: Config, model_config: ModelConfig) -> None:
     """Delete the files of the loaded weights; where they are links, what those lead to as well."""
     if not config.model.deletes:
         return
-    for path in _weights(config, card):
+    for path in _weights(config, model_config):
         size = path.stat().st_size
         for each in {path.resolve(), path}:
             each.unlink(missing_ok=True)
         log.warning("deleted %s bytes=%d", path, size)
 
 
-def _weights(config: Config, card: ModelCard) -> list[Path]:
+def _weights(config: Config, model_config: ModelConfig) -> list[Path]:
     if config.model.load_format == "dummy":
         return []
-    return weight_files(card.path) if os.path.isdir(card.path) else [Path(card.path)]
+    return (
+        weight_files(model_config.path)
+        if os.path.isdir(model_config.path)
+        else [Path(model_config.path)]
+    )

@@ -39,7 +39,7 @@ class SpeculativeConfig:
     is_fixed: bool = False
     """Each row makes and verifies as many drafts as it may, whatever they are likely to bring."""
     draft_source: str = ""
-    """The model that drafts, named as `ModelConfig.source`."""
+    """The model that drafts, named as `LoadConfig.source`."""
     draft_path: str = ""
     """Where it lies on this machine once fetched."""
     draft_revision: str = ""

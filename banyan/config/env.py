@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.config.npu_variables import notes_on_npu, refusals_on_npu
+from banyan.ascend.variables import notes_on_npu, refusals_on_npu
 from banyan.config.variables import OF_LAUNCHES, SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"
@@ -26,7 +26,7 @@ class NpuWishes:
     """How an Ascend NPU is opened.
 
     Attributes:
-        driver: "" = torch_npu's, "emulated" = the one of the tests.
+        driver: "" = torch_npu; else the module that stands in for it.
         soc: the chip to emulate.
         is_checked: hold each operator call against its contract.
         buffer: megabytes of each group of ranks; "" = the library's own choice.

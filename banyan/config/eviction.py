@@ -2,9 +2,9 @@
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
 
 _FLAG = "--radix-eviction-policy-config"
 _MOST = 1 << 31
@@ -16,7 +16,9 @@ _NUMBERS: dict[str, dict[str, tuple[int, bool]]] = {
 """Policy -> key -> (least, whether it must be given)."""
 
 
-def check_the_eviction(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_eviction(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Each number has a place in the policy, and is one."""
     policy, given = config.cache.eviction, config.cache.eviction_numbers
     known = _NUMBERS.get(policy, {})

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.card import WINDOW, ModelCard
 from banyan.config.env import Environment
 from banyan.config.hooks import see_the_layers
-from banyan.config.kv_scales import check_kv_scales
 from banyan.config.schema import Config
+from banyan.model_config.kv_scales import check_kv_scales
+from banyan.model_config.model_config import WINDOW, ModelConfig
 
 log = logger(__name__)
 
@@ -19,7 +19,9 @@ TORCH_NATIVE = "torch_native"
 TORCH_ATTENTION = "torch_attention:paged_attention"
 
 
-def lay_out_the_windows(config: Config, card: ModelCard, environment: Environment) -> Config:
+def lay_out_the_windows(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Three flags say how much layers with a window hold; one of them is enough."""
     cache = config.cache
     if -1 < cache.window_mix < 0:
@@ -37,22 +39,26 @@ def lay_out_the_windows(config: Config, card: ModelCard, environment: Environmen
             f"{' and '.join(names)} all say how much layers with a window hold",
             hint="give only one of them",
         )
-    if names and WINDOW not in card.layer_kinds:
+    if names and WINDOW not in model_config.layer_kinds:
         log.warning("%s has no effect: no layer of this model has a window", names[0])
     return config
 
 
-def check_the_delimiter(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_delimiter(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     given = config.server.score_delimiter
-    if given >= card.vocab_size:
+    if given >= model_config.vocab_size:
         raise ConfigError(
             f"--multi-item-scoring-delimiter {given}: the model's tokens are 0 to "
-            f"{card.vocab_size - 1}"
+            f"{model_config.vocab_size - 1}"
         )
     return config
 
 
-def check_the_white_space(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_white_space(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Its form only; a backend that has no patterns leaves JSON to the one that stands in."""
     pattern = config.grammar.whitespace
     if pattern and config.grammar.compact:
@@ -71,7 +77,9 @@ def check_the_white_space(config: Config, card: ModelCard, environment: Environm
     return config
 
 
-def choose_the_attention(config: Config, card: ModelCard, environment: Environment) -> Config:
+def choose_the_attention(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     device = config.device
     if device.attention != TORCH_NATIVE or "paged_attention" in device.kernels:
         return config
@@ -80,7 +88,9 @@ def choose_the_attention(config: Config, card: ModelCard, environment: Environme
     return replace(config, device=replace(device, kernels=kernels))
 
 
-def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment) -> Config:
+def keep_tokens_apart(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """--enable-deterministic-inference promises that a token depends on its own sequence only."""
     if not config.device.is_deterministic:
         return config
@@ -93,7 +103,9 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
     return config
 
 
-def check_the_offload(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_offload(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     device = config.device
     if device.offload_gib and device.offload_group > 0:
         raise ConfigError(

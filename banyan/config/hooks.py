@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list, is_object, unique_json
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
@@ -95,7 +95,7 @@ def read_prompt(path: str) -> list[int]:
     return tokens.tolist()
 
 
-def see_the_layers(config: Config, card: ModelCard, environment: Environment) -> Config:
+def see_the_layers(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """Steps are eager where something comes between the layers, since a recording has no room for
     it."""
     model = config.model
@@ -104,7 +104,7 @@ def see_the_layers(config: Config, card: ModelCard, environment: Environment) ->
     if model.injects and not model.dump_input:
         raise ConfigError("--debug-tensor-dump-inject needs --debug-tensor-dump-input-file")
     if model.dump_input:
-        _check_prompt(read_prompt(model.dump_input), card)
+        _check_prompt(read_prompt(model.dump_input), model_config)
         if config.server.skip_warmup:
             raise ConfigError(
                 "--debug-tensor-dump-input-file is run by the warm-up, and --skip-server-warmup "
@@ -112,11 +112,11 @@ def see_the_layers(config: Config, card: ModelCard, environment: Environment) ->
             )
     if not model.is_watched:
         return config
-    beyond = [layer for layer in model.dump_layers if layer >= card.num_layers]
+    beyond = [layer for layer in model.dump_layers if layer >= model_config.num_layers]
     if beyond:
         raise ConfigError(
             f"--debug-tensor-dump-layers {beyond[0]}: the model's layers are 0 to "
-            f"{card.num_layers - 1}"
+            f"{model_config.num_layers - 1}"
         )
     hook_specs(model.hooks)
     if model.implementation == "transformers":
@@ -129,12 +129,12 @@ def see_the_layers(config: Config, card: ModelCard, environment: Environment) ->
     return replace(config, device=replace(config.device, is_eager=True))
 
 
-def _check_prompt(prompt: list[int], card: ModelCard) -> None:
+def _check_prompt(prompt: list[int], model_config: ModelConfig) -> None:
     """ConfigError: the model cannot run the prompt of a file."""
     flag = "--debug-tensor-dump-input-file"
-    if max(prompt) >= card.vocab_size:
-        raise ConfigError(f"{flag}: token {max(prompt)}, the model has {card.vocab_size:,}")
-    if len(prompt) >= card.context_length:
+    if max(prompt) >= model_config.vocab_size:
+        raise ConfigError(f"{flag}: token {max(prompt)}, the model has {model_config.vocab_size:,}")
+    if len(prompt) >= model_config.context_length:
         raise ConfigError(
-            f"{flag} has {len(prompt):,} tokens, the model bears {card.context_length:,}"
+            f"{flag} has {len(prompt):,} tokens, the model bears {model_config.context_length:,}"
         )

@@ -13,30 +13,30 @@ from types import MappingProxyType
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.buckets import check_the_bounds
-from banyan.config.bursts import check_the_bursts
-from banyan.config.card import ModelCard
-from banyan.config.catalogue import recognise
-from banyan.config.checkpoint import read_card
-from banyan.config.context import check_the_context
-from banyan.config.dispatch import share_the_experts
 from banyan.config.disposal import Moment, check_disposal
-from banyan.config.drafts import find_the_draft, fits
-from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.eviction import check_the_eviction
 from banyan.config.execution import EXECUTION_RULES
-from banyan.config.experts import check_the_expert_flags
-from banyan.config.handoff import check_the_handoff
-from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
-from banyan.config.lora import plan_the_adapters
-from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
+from banyan.config.hicache import check_the_store
+from banyan.config.multi_step import check_multi_step
 from banyan.config.schema import DEMO, Config
-from banyan.config.sources import fetch
 from banyan.config.speculation import plan_the_drafts
-from banyan.config.states import check_the_states
-from banyan.config.stored import check_the_store
+from banyan.config.state_rules import check_the_states
 from banyan.config.torchao import check_the_torchao
+from banyan.context_parallel.rules import check_the_context
+from banyan.disaggregation.rules import check_the_handoff
+from banyan.dp_attention.rules import check_the_dense_blocks, check_the_joined_replicas
 from banyan.formats.shards import check_weight_files
+from banyan.hub.catalogue import recognise
+from banyan.hub.sources import fetch
+from banyan.lora.rules import plan_the_adapters
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.draft_model import find_the_draft, fits
+from banyan.model_config.encoders import read_pooling
+from banyan.model_config.model_config import ModelConfig
+from banyan.model_config.quantization import FLOAT_FORMS, SPELLINGS, spellings
+from banyan.moe.dispatch_rules import share_the_experts
+from banyan.moe.rules import check_the_expert_flags
 
 log = logger(__name__)
 
@@ -50,7 +50,7 @@ _DEMO_TEMPLATE = "chatml"
 _DEMO_CHAT_TOKENS = 1024
 
 
-def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard, dict[str, str]]:
+def prepare(config: Config, environment: Environment) -> tuple[Config, ModelConfig, dict[str, str]]:
     """Fetch the model that `config` names, read its facts and resolve the rest. Loads no weights.
 
     Returns:
@@ -62,27 +62,31 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     began = Moment.now()
     if config.model.implementation == "transformers":
         _check_the_library(config)
-    config, card = find_the_model(config, environment)
-    check_disposal(config, card, began)
+    config, model_config = find_the_model(config, environment)
+    check_disposal(config, model_config, began)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
-    if card.format == "safetensors" and reads_mapped:
-        check_weight_files(card.path)
-    located = replace(config, model=replace(config.model, path=card.path))
-    located = find_the_draft(located, card, environment, check_the_quantization)
-    resolved, rules = resolve_with_origins(located, card, environment)
-    return resolved, card, rules
+    if model_config.format == "safetensors" and reads_mapped:
+        check_weight_files(model_config.path)
+    located = replace(config, model=replace(config.model, path=model_config.path))
+    located = find_the_draft(located, model_config, environment, check_the_quantization)
+    resolved, rules = resolve_with_origins(located, model_config, environment)
+    return resolved, model_config, rules
 
 
-def find_the_model(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+def find_the_model(config: Config, environment: Environment) -> tuple[Config, ModelConfig]:
     """The facts of the model that `config` names, as it lies on this machine: fetched, perhaps."""
     model = config.model
     path = fetch(model, environment)
     config = serve_what_is_meant(config, path)
     is_foreign = model.implementation == "transformers"
-    card = read_card(path, model.load_format, model.overrides, is_foreign=is_foreign)
-    if config.model.is_embedding and card.pooling is None:
-        card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
-    return config, card
+    model_config = read_model_config(
+        path, model.load_format, model.overrides, is_foreign=is_foreign
+    )
+    if config.model.is_embedding and model_config.pooling is None:
+        model_config = replace(
+            model_config, pooling=read_pooling(model_config), tie_embeddings=False
+        )
+    return config, model_config
 
 
 def serve_what_is_meant(config: Config, path: str) -> Config:
@@ -116,18 +120,18 @@ def _check_the_library(config: Config) -> None:
         )
 
 
-def resolve(config: Config, card: ModelCard, environment: Environment) -> Config:
+def resolve(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """`config` with every rule applied."""
-    return resolve_with_origins(config, card, environment)[0]
+    return resolve_with_origins(config, model_config, environment)[0]
 
 
 def resolve_with_origins(
-    config: Config, card: ModelCard, environment: Environment
+    config: Config, model_config: ModelConfig, environment: Environment
 ) -> tuple[Config, dict[str, str]]:
     """As `resolve`, with the name of the rule behind each schema field that a rule has set."""
     origins: dict[str, str] = {}
     for rule in RULES:
-        before, config = config, rule(config, card, environment)
+        before, config = config, rule(config, model_config, environment)
         origins |= dict.fromkeys(_changed(before, config), rule.__name__)
     ruled = {name: f"rule {rule}" for name, rule in origins.items()}
     said = {**config.observe.origins, **ruled}
@@ -142,24 +146,28 @@ def _changed(before: Config, after: Config) -> Iterator[str]:
                 yield f"{part.name}.{each.name}"
 
 
-def name_the_model(config: Config, card: ModelCard, environment: Environment) -> Config:
+def name_the_model(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     if config.model.served_name:
         return config
     _log("served-model-name", config.model.source, "the model was named so")
     return replace(config, model=replace(config.model, served_name=config.model.source))
 
 
-def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment) -> Config:
+def find_the_tokenizer(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     path = config.model.tokenizer_path
     if path and not os.path.exists(path):
         raise ConfigError(
             f"--tokenizer-path {path!r} does not exist",
             hint="name one on this machine",
         )
-    return replace(config, model=replace(config.model, tokenizer_path=path or card.path))
+    return replace(config, model=replace(config.model, tokenizer_path=path or model_config.path))
 
 
-def check_the_journal(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_journal(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     path = config.observe.journal
     folder = os.path.dirname(os.path.abspath(path))
     if path and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
@@ -170,74 +178,86 @@ def check_the_journal(config: Config, card: ModelCard, environment: Environment)
     return config
 
 
-def bound_the_context(config: Config, card: ModelCard, environment: Environment) -> Config:
+def bound_the_context(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     wanted = config.model.context_length
-    if wanted > card.context_length and not environment.allow_longer_context:
+    if wanted > model_config.context_length and not environment.allow_longer_context:
         raise ConfigError(
-            f"--context-length {wanted:,} is more than the model's {card.context_length:,} tokens",
+            f"--context-length {wanted:,} is more than the model's "
+            f"{model_config.context_length:,} tokens",
             hint="lower it, or set BANYAN_ALLOW_LONGER_CONTEXT=1 if the model is known to bear it",
         )
     if wanted:
         return config
-    _log("context-length", card.context_length, "the model was trained for it")
-    return replace(config, model=replace(config.model, context_length=card.context_length))
+    _log("context-length", model_config.context_length, "the model was trained for it")
+    return replace(config, model=replace(config.model, context_length=model_config.context_length))
 
 
-def match_the_format(config: Config, card: ModelCard, environment: Environment) -> Config:
+def match_the_format(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     if config.model.load_format == "auto":
-        return replace(config, model=replace(config.model, load_format=card.format))
+        return replace(config, model=replace(config.model, load_format=model_config.format))
     return config
 
 
-def check_the_quantization(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_quantization(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     wanted = config.model.quantization
     if wanted == "unquant":
         return replace(config, model=replace(config.model, quantization=""))
     if wanted == "gguf":
-        if card.format != "gguf":
+        if model_config.format != "gguf":
             raise ConfigError(
-                f"--quantization gguf: {config.model.source!r} holds {card.format}",
+                f"--quantization gguf: {config.model.source!r} holds {model_config.format}",
                 hint="leave the flag out, or name a .gguf file",
             )
         return replace(config, model=replace(config.model, quantization=""))
     if wanted in spellings():
-        if card.quant is None or wanted not in SPELLINGS.get(card.quant.method, ()):
-            is_now = f"{card.quant.method}" if card.quant is not None else card.dtype
+        if model_config.quant is None or wanted not in SPELLINGS.get(model_config.quant.method, ()):
+            is_now = (
+                f"{model_config.quant.method}"
+                if model_config.quant is not None
+                else model_config.dtype
+            )
             raise ConfigError(
                 f"--quantization {wanted} is not available for {config.model.source!r}: its "
                 f"weights are {is_now}, and none are rounded to {wanted}",
                 hint="leave the flag out; int8, q8_0, q4_0 and q4_1 round float weights, and so "
                 "does --torchao-config fp8wo, to floats of 8 bits",
             )
-        if wanted != card.quant.method:
+        if wanted != model_config.quant.method:
             log.info(
                 "--quantization %s: the weights are read as %s, as their checkpoint says",
-                *(wanted, card.quant.method),
+                *(wanted, model_config.quant.method),
             )
         return replace(config, model=replace(config.model, quantization=""))
-    if wanted and card.quant is not None and card.quant.method not in FLOAT_FORMS:
+    if wanted and model_config.quant is not None and model_config.quant.method not in FLOAT_FORMS:
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.source!r} are "
-            f"{card.quant.method} already, only float weights are rounded",
+            f"{model_config.quant.method} already, only float weights are rounded",
             hint="leave the flag out, or name a checkpoint of float weights",
         )
-    if wanted and not card.stores_floats:
+    if wanted and not model_config.stores_floats:
         raise ConfigError(
-            f"--quantization {wanted}: the weights of {config.model.source!r} are {card.dtype} "
+            f"--quantization {wanted}: the weights of {config.model.source!r} are "
+            f"{model_config.dtype} "
             "already, only float weights are rounded",
             hint="leave the flag out, or name a checkpoint of float weights",
         )
     return config
 
 
-def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_chunk(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     if config.schedule.chunk_tokens != 0:
         return config
     _log("chunked-prefill-size", -1, "0 asks for whole prompts")
     return replace(config, schedule=replace(config.schedule, chunk_tokens=-1))
 
 
-def bound_the_prompts(config: Config, card: ModelCard, environment: Environment) -> Config:
+def bound_the_prompts(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """After the context is known: a prompt that is not cut must fit into one step."""
     schedule, context = config.schedule, config.model.context_length
     if schedule.chunk_tokens > schedule.prefill_tokens:
@@ -251,34 +271,42 @@ def bound_the_prompts(config: Config, card: ModelCard, environment: Environment)
     return config
 
 
-def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_ranks(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     tp, pp, ep = config.parallel.tp, config.parallel.pp, config.parallel.ep
     if pp > 1:
-        _check_the_stages(config, card)
+        _check_the_stages(config, model_config)
     if ep > 1:
-        _check_the_experts(card, tp, ep)
+        _check_the_experts(model_config, tp, ep)
     replicas = tp // config.parallel.attention_ranks
     is_cut = not config.parallel.dense_tp
 
     def serves(ranks: int) -> bool:
-        return fits(card, ranks, ranks if ep > 1 else 1, replicas, is_cut)
+        return fits(model_config, ranks, ranks if ep > 1 else 1, replicas, is_cut)
 
     if serves(tp):
         return config
-    counts = [n for n in range(replicas, replicas * card.num_heads + 1, replicas) if serves(n)]
+    counts = [
+        n for n in range(replicas, replicas * model_config.num_heads + 1, replicas) if serves(n)
+    ]
     among = "shares of prompts have" if config.parallel.cp > 1 else "replicas share"
     shares = f" ({replicas} {among} the heads by themselves)" if replicas > 1 else ""
     raise ConfigError(
-        f"--tensor-parallel-size {tp}{shares} does not divide the model's {card.num_heads:,} "
-        f"attention heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP "
+        f"--tensor-parallel-size {tp}{shares} does not divide the model's "
+        f"{model_config.num_heads:,} "
+        f"attention heads, {model_config.num_kv_heads:,} KV heads and "
+        f"{model_config.intermediate_size:,} MLP "
         "columns"
-        + (f" ({card.experts.inner:,} of an expert)" if card.experts else "")
-        + (f", or {card.state.units(card.hidden_size):,} parts of a state" if card.state else ""),
+        + (f" ({model_config.experts.inner:,} of an expert)" if model_config.experts else "")
+        + (
+            f", or {model_config.state.units(model_config.hidden_size):,} parts of a state"
+            if model_config.state
+            else ""
+        ),
         hint=f"choose one of: {', '.join(map(str, counts))}",
     )
 
 
-def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_nodes(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     parallel = config.parallel
     if parallel.nodes == 1:
         if parallel.node:
@@ -296,7 +324,7 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             f"{parallel.world} ranks cannot be spread evenly over {parallel.nodes} nodes",
             hint="choose a multiple",
         )
-    if parallel.dp > 1 and not parallel.is_joined:
+    if parallel.dp > 1 and not parallel.uses_dp_attention:
         raise ConfigError(
             "--data-parallel-size and --nnodes do not go together",
             hint="start a server on each machine, and a router before them; or join the replicas "
@@ -314,7 +342,9 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
-def let_ray_start_the_nodes(config: Config, card: ModelCard, environment: Environment) -> Config:
+def let_ray_start_the_nodes(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Without --nnodes every rank beside the first is a node, wherever Ray has room."""
     parallel = config.parallel
     if not parallel.by_ray:
@@ -341,7 +371,7 @@ def let_ray_start_the_nodes(config: Config, card: ModelCard, environment: Enviro
     return replace(config, parallel=replace(parallel, nodes=parallel.world, are_by_rank=True))
 
 
-def fill_the_stages(config: Config, card: ModelCard, environment: Environment) -> Config:
+def fill_the_stages(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """Every stage has a step of its own, and some wait before the first one."""
     pp, schedule = config.parallel.pp, config.schedule
     if pp == 1 or schedule.depth == 1:
@@ -351,22 +381,22 @@ def fill_the_stages(config: Config, card: ModelCard, environment: Environment) -
     return replace(config, schedule=replace(schedule, depth=depth, token_gap=pp - 1))
 
 
-def _check_the_stages(config: Config, card: ModelCard) -> None:
+def _check_the_stages(config: Config, model_config: ModelConfig) -> None:
     pp = config.parallel.pp
-    if pp > card.num_layers:
+    if pp > model_config.num_layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {pp}: the model has {card.num_layers} layers",
-            hint=f"choose at most {card.num_layers}",
+            f"--pipeline-parallel-size {pp}: the model has {model_config.num_layers} layers",
+            hint=f"choose at most {model_config.num_layers}",
         )
-    if card.is_encoder:
+    if model_config.is_encoder:
         raise ConfigError(
             f"--pipeline-parallel-size {pp}: encoders run in one stage",
             hint="use --tensor-parallel-size",
         )
 
 
-def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
-    if card.experts is None:
+def _check_the_experts(model_config: ModelConfig, tp: int, ep: int) -> None:
+    if model_config.experts is None:
         raise ConfigError(
             f"--expert-parallel-size {ep}: this model has no experts",
             hint="use --tensor-parallel-size alone",
@@ -377,15 +407,16 @@ def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
             "among all ranks or none",
             hint=f"choose 1 or {tp}",
         )
-    if card.experts.count % ep:
+    if model_config.experts.count % ep:
         raise ConfigError(
-            f"--expert-parallel-size {ep} does not divide the model's {card.experts.count} experts",
+            f"--expert-parallel-size {ep} does not divide the model's "
+            f"{model_config.experts.count} experts",
             hint="leave it at 1, or choose a divisor for both",
         )
 
 
 def sample_the_demo_as_its_makers_do(
-    config: Config, card: ModelCard, environment: Environment
+    config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
     """The demo's file has no place for its makers' sampling advice (SmolLM2 model card); left to
     itself it may also go on for its whole context."""
@@ -400,7 +431,9 @@ def sample_the_demo_as_its_makers_do(
     return replace(config, server=server)
 
 
-def ask_the_demo_plainly(config: Config, card: ModelCard, environment: Environment) -> Config:
+def ask_the_demo_plainly(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """The system line of the demo's own template costs it the easiest questions
     (docs/fidelity.md)."""
     if config.model.source != DEMO or config.server.chat_template:
@@ -410,14 +443,14 @@ def ask_the_demo_plainly(config: Config, card: ModelCard, environment: Environme
 
 
 def sample_as_the_makers_advise(
-    config: Config, card: ModelCard, environment: Environment
+    config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
     """A GGUF file has no place for its makers' sampling advice; the catalogue has."""
     server = config.server
     is_open = server.sampling_defaults == "model" and not server.preferred_sampling
-    if card.format != "gguf" or card.pooling is not None or not is_open:
+    if model_config.format != "gguf" or model_config.pooling is not None or not is_open:
         return config
-    entry = recognise(config.model.source, card.path)
+    entry = recognise(config.model.source, model_config.path)
     if entry is None or not entry.sampling:
         return config
     advised: dict[str, object] = dict(entry.sampling)
@@ -425,7 +458,9 @@ def sample_as_the_makers_advise(
     return replace(config, server=replace(server, preferred_sampling=advised))
 
 
-def choose_the_grammar_backend(config: Config, card: ModelCard, environment: Environment) -> Config:
+def choose_the_grammar_backend(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Looks for packages and imports none: that takes a second, at the first request."""
     grammar = config.grammar
     package = _GRAMMAR_PACKAGES.get(grammar.backend)
@@ -471,7 +506,7 @@ RULES = (
     check_the_bounds,
     *EXECUTION_RULES,
     plan_the_drafts,
-    check_the_bursts,
+    check_multi_step,
     plan_the_adapters,
     check_the_expert_flags,
 )

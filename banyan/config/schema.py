@@ -25,7 +25,7 @@ DEMO_LINE = (
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class LoadConfig:
     source: str = DEMO
     """What the user named: folder, .gguf file, short name, hub id, pypi:PACKAGE or demo."""
     path: str = ""
@@ -121,12 +121,12 @@ class CacheConfig:
     store: str = ""
     """Where pages outlive the process, a name of `transfer.base.STORES`; "" = nowhere."""
     store_options: dict[str, object] = field(default_factory=dict[str, object])
-    """Read by `config/stored.py`."""
+    """Read by `config/hicache.py`."""
     store_path: str = ""
     """Folder of the file store where the options name none; "" = one of the user's own."""
     host_tier: bool = False
     """Pages of the device lie in memory of the host too; the store, if it is another one, is behind
-    that. Set by `config/stored.py`."""
+    that. Set by `config/hicache.py`."""
     host_gb: int = 0
     """Of that memory, in 10^9 bytes; 0 = by `host_ratio`."""
     host_ratio: float = 2.0
@@ -190,7 +190,7 @@ class ScheduleConfig:
     """With stages: plans in flight beyond one for each of them."""
     token_gap: int = 0
     """Steps between sampling a token and a row that needs it: stages − 1."""
-    burst: int = 0
+    multi_step: int = 0
     """Decode steps that one plan may hold; 0 = the device's own."""
     check_ledger: bool = False
     """Check the conservation law after every step (tests); idle checks are always on."""
@@ -211,7 +211,7 @@ class ParallelConfig:
     """Ranks that each hold some of the experts whole: 1, or all of them."""
     dp: int = 1
     """Replicas behind one server."""
-    is_joined: bool = False
+    uses_dp_attention: bool = False
     """The replicas attend by themselves and share all feed-forward blocks: `tp` counts the ranks
     of all of them."""
     are_heads_apart: bool = False
@@ -252,12 +252,12 @@ class ParallelConfig:
     @property
     def attention_ranks(self) -> int:
         """Ranks that share the heads of a layer."""
-        return self.tp // self.cp // (self.dp if self.is_joined else 1)
+        return self.tp // self.cp // (self.dp if self.uses_dp_attention else 1)
 
     @property
     def rank_nodes(self) -> int:
         """Machines that the ranks of a replica are spread over: joined replicas lie on one each."""
-        return 1 if self.is_joined else self.nodes
+        return 1 if self.uses_dp_attention else self.nodes
 
     @property
     def local_world(self) -> int:
@@ -267,7 +267,7 @@ class ParallelConfig:
     @property
     def local_replicas(self) -> int:
         """Replicas on one machine, in the order of their numbers."""
-        return self.dp // self.nodes if self.is_joined else self.dp
+        return self.dp // self.nodes if self.uses_dp_attention else self.dp
 
     @property
     def local_replica(self) -> int:
@@ -419,13 +419,13 @@ class HandoffConfig:
 class LoraConfig:
     is_enabled: bool = False
     paths: tuple[str, ...] = ()
-    """Adapters of the start, as `config/adapters.py` reads them."""
+    """Adapters of the start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0
     """Highest rank; 0 = that of `paths`."""
     targets: tuple[str, ...] = ()
     """Last parts of the projections' names; () = all."""
     kinds: tuple[str, ...] = ()
-    """What else adapters may change, of `adapter_card.KINDS`; `config/lora.py` says."""
+    """What else adapters may change, of `adapter_card.KINDS`; `lora/rules.py` says."""
     max_running: int = 8
     """Adapters among the requests that run at once."""
     max_loaded: int = 0
@@ -436,7 +436,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

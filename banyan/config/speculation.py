@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, SpeculativeConfig
+from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
 
@@ -21,7 +21,7 @@ _STEPS, _TOPK, _TOKENS = 5, 4, 8
 _ANOTHER_DRAFT = "use --speculative-algorithm NGRAM, which needs no model"
 
 
-def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -> Config:
+def plan_the_drafts(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     speculative = config.speculative
     if not speculative.algorithm:
         nothing = SpeculativeConfig()
@@ -32,8 +32,8 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
                     field.name.replace("_", " "),
                 )
         return config
-    _check(config, card)
-    speculative = _choose_the_tree(config, card)
+    _check(config, model_config)
+    speculative = _choose_the_tree(config, model_config)
     usual = _MODEL_TOKENS if speculative.is_model else speculative.max_match
     tokens = speculative.num_tokens or max(
         2, speculative.num_steps + 1 if speculative.num_steps else usual
@@ -58,7 +58,7 @@ def longest_branch(speculative: SpeculativeConfig) -> int:
     return speculative.num_steps + 1 if what_branches(speculative) else 0
 
 
-def _choose_the_tree(config: Config, card: ModelCard) -> SpeculativeConfig:
+def _choose_the_tree(config: Config, model_config: ModelConfig) -> SpeculativeConfig:
     """Refuse numbers of which no tree can be, and say what is drafted where none is given."""
     speculative = config.speculative
     steps, topk, tokens = speculative.num_steps, speculative.eagle_topk, speculative.num_tokens
@@ -80,7 +80,12 @@ def _choose_the_tree(config: Config, card: ModelCard) -> SpeculativeConfig:
         return speculative
     is_open = speculative.is_eagle and not (steps or topk or tokens)
     can_branch = config.device.name in ("auto", "cpu") and config.parallel.cp == 1
-    if not is_open or card.architecture not in _BRANCHING or not can_branch or _other(config):
+    if (
+        not is_open
+        or model_config.architecture not in _BRANCHING
+        or not can_branch
+        or _other(config)
+    ):
         return speculative
     log.info("drafts are trees of %d tokens: %d ways, %d levels", _TOKENS - 1, _TOPK, _STEPS)
     return replace(speculative, num_steps=_STEPS, eagle_topk=_TOPK, num_tokens=_TOKENS)
@@ -91,11 +96,11 @@ def _other(config: Config) -> bool:
     return config.device.attention not in ("", *ATTENTION)
 
 
-def _check(config: Config, card: ModelCard) -> None:
+def _check(config: Config, model_config: ModelConfig) -> None:
     """Refuse what drafts do not go with, by name."""
     speculative = config.speculative
     flag = f"--speculative-algorithm {speculative.algorithm}"
-    if card.pooling is not None:
+    if model_config.pooling is not None:
         raise ConfigError(
             f"{flag}: this model makes vectors, and no tokens to draft", hint="leave it out"
         )

@@ -1,9 +1,9 @@
 """What --torchao-config may be called; `models/weights/torchao.py` knows what it means."""
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
 
 TORCHAO_NAMES = (
     *("int8wo", "int8dq", "fp8wo", "fp8dq-per_row", "fp8dq-per_tensor"),
@@ -11,7 +11,9 @@ TORCHAO_NAMES = (
 )
 
 
-def check_the_torchao(config: Config, card: ModelCard, environment: Environment) -> Config:
+def check_the_torchao(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """
     Raises:
         ConfigError: something else decides how weights are kept, or they are no floats.
@@ -32,8 +34,8 @@ def check_the_torchao(config: Config, card: ModelCard, environment: Environment)
             f"{flag} rounds what is read from a checkpoint's files, which {other} does not do here",
             hint="leave one of them out",
         )
-    if card.quant is not None or not card.stores_floats:
-        is_now = card.dtype if card.quant is None else card.quant.method
+    if model_config.quant is not None or not model_config.stores_floats:
+        is_now = model_config.dtype if model_config.quant is None else model_config.quant.method
         raise ConfigError(
             f"{flag}: the weights of {model.source!r} are {is_now} already, only float weights are "
             "rounded",

@@ -177,7 +177,7 @@ SETTINGS = {
             kind=FLOAT,
             low=-1.0,
             high=FOREVER_S,
-            proof="tests/scheduler/test_turns.py::test_who_waits_too_long_for_a_place_ends_alone",
+            proof="tests/scheduler/test_fair_queue.py::test_who_waits_too_long_for_a_place_ends_alone",
         ),
         Flag(
             "SGLANG_REQ_RUNNING_TIMEOUT",
@@ -186,7 +186,7 @@ SETTINGS = {
             kind=FLOAT,
             low=-1.0,
             high=FOREVER_S,
-            proof="tests/scheduler/test_turns.py::test_who_runs_too_long_ends_alone",
+            proof="tests/scheduler/test_fair_queue.py::test_who_runs_too_long_ends_alone",
         ),
         Flag(
             "SGLANG_MAX_NEW_TOKENS_LIMIT",
@@ -194,7 +194,7 @@ SETTINGS = {
             "most tokens of an answer; a request that asks for more gets these and a warning",
             kind=INT,
             low=1,
-            proof="tests/frontend/test_sampling.py::test_no_answer_is_longer_than_the_operator_s_limit",
+            proof="tests/requests/test_sampling_params.py::test_no_answer_is_longer_than_the_operator_s_limit",
         ),
         Flag(
             "SGLANG_TIMEOUT_KEEP_ALIVE",
@@ -218,7 +218,7 @@ SETTINGS = {
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
             "cache.store_path",
             "folder of --hicache-storage-backend file, where its extra configuration names none",
-            proof="tests/config/test_stored.py::test_a_variable_names_the_folder_of_the_store",
+            proof="tests/config/test_hicache.py::test_a_variable_names_the_folder_of_the_store",
         ),
         Flag(
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
@@ -259,7 +259,7 @@ SETTINGS = {
             kind=INT,
             low=0,
             high=1024,
-            proof="tests/config/test_dispatch.py::test_a_variable_is_the_bound",
+            proof="tests/moe/test_dispatch_rules.py::test_a_variable_is_the_bound",
         ),
         Flag(
             "SGLANG_NPU_USE_MULTI_STREAM",
@@ -267,7 +267,7 @@ SETTINGS = {
             "on devices with streams: the experts that every token goes through run on a second "
             "one, beside those that it chooses",
             kind=SWITCH,
-            proof="tests/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
+            proof="tests/ascend/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
         ),
         Flag(
             "SGLANG_NPU_FUSED_MOE_MODE",
@@ -277,7 +277,7 @@ SETTINGS = {
             kind=INT,
             low=1,
             high=2,
-            proof="tests/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
+            proof="tests/ascend/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

@@ -11,13 +11,12 @@ import msgspec
 
 from banyan.base.ids import RequestId
 from banyan.engine.core import EngineCore
-from banyan.messages.events import BUSY, PinFact, Reply
-from banyan.messages.orders import (
+from banyan.messages.control_ops import (
     MEMORY_TAGS,
     AttachStore,
+    ControlOp,
     DetachStore,
     ForgetDrafts,
-    Order,
     ReadWeight,
     RecordExperts,
     ReleaseMemory,
@@ -26,12 +25,13 @@ from banyan.messages.orders import (
     StopProfile,
     TakeWeights,
 )
+from banyan.messages.events import BUSY, PinFact, Reply
 from banyan.messages.requests import (
     Abort,
     Control,
-    GiveOrders,
     LoadAdapter,
     RetractAll,
+    RunControlOps,
     UnloadAdapter,
     Unpin,
 )
@@ -76,7 +76,7 @@ def unpin(core: EngineCore, control: Control, now: float) -> Reply:
 
 def abort_all(core: EngineCore, control: Control, now: float) -> Reply:
     """End every request."""
-    ids = core.scheduler.roster.ids()
+    ids = core.scheduler.request_table.ids()
     for request_id in ids:
         core.receive(Abort(request_id), now)
     return Reply(control.call, True, f"{len(ids)} requests aborted.")
@@ -104,8 +104,10 @@ def stats(core: EngineCore, control: Control, now: float) -> Reply:
 
 def requests(core: EngineCore, control: Control, now: float) -> Reply:
     """Those that live, in the order in which they are served, as JSON; `limit` bounds how many."""
-    roster = core.scheduler.roster
-    found = islice(chain(roster.running, roster.waiting), int(control.args.get("limit", 0)))
+    request_table = core.scheduler.request_table
+    found = islice(
+        chain(request_table.running, request_table.waiting), int(control.args.get("limit", 0))
+    )
     body = msgspec.json.encode([request.as_seen(now) for request in found])
     return Reply(control.call, True, body=body)
 
@@ -232,13 +234,13 @@ def unload_adapter(core: EngineCore, control: Control, now: float) -> Reply | No
     return None
 
 
-def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
-    core.receive(GiveOrders(control.call, [order]), now)
+def _give(core: EngineCore, control: Control, now: float, order: ControlOp) -> None:
+    core.receive(RunControlOps(control.call, [order]), now)
 
 
 def _while_joined(core: EngineCore, control: Control) -> Reply | None:
     """A refusal where other replicas compute with the same weights, step by step."""
-    if not core.is_joined:
+    if not core.uses_dp_attention:
         return None
     told = "Weights, adapters and memory stay as they are while replicas share feed-forward blocks."
     return Reply(control.call, False, f"{told} Start again.")

@@ -10,42 +10,44 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
-from banyan.engine.adapters import change_adapters, end_adapters, wanted_adapters
-from banyan.engine.lockstep import Lockstep
-from banyan.memory.cache import name_of_weights
-from banyan.memory.news import Removed, Stored
-from banyan.messages.events import Event, Reply, Stats
-from banyan.messages.orders import (
+from banyan.dp_attention.step_clock import StepAgreement
+from banyan.kv_cache.cache import name_of_weights
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.lora.engine import change_adapters, end_adapters, wanted_adapters
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
     AttachStore,
+    ControlOp,
+    ControlOpReply,
     DetachStore,
     DropAdapter,
-    Order,
-    OrderReply,
     ReleaseMemory,
     ResumeMemory,
     TakeAdapter,
     TakeWeights,
 )
+from banyan.messages.disaggregation import HandOff, KVTransferOp, RoomClosed, RoomFound, RoomLost
+from banyan.messages.events import Event, Reply, Stats
 from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
     Generate,
-    GiveOrders,
     LoadAdapter,
     RetractAll,
+    RunControlOps,
     StopAt,
     UnloadAdapter,
     Unpin,
 )
-from banyan.messages.rooms import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
-_Asked = Generate | Abort | StopAt | RetractAll | Unpin | GiveOrders | LoadAdapter | UnloadAdapter
+_Asked = (
+    Generate | Abort | StopAt | RetractAll | Unpin | RunControlOps | LoadAdapter | UnloadAdapter
+)
 _Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
 CoreInput = _Asked | _Told
 
@@ -74,23 +76,24 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        lockstep: Lockstep | None = None,
+        lockstep: StepAgreement | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = scheduler.limits.depth
         self.is_paused = False
         self.released: list[str] = []
-        """Memory that is not there (messages/orders.py); no rows are planned without all of it."""
+        """Memory that is not there (messages/control_ops.py); no rows are planned without all of
+        it."""
         self._lockstep = lockstep
         self.recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
         """(step, launched at, has rows), oldest first."""
         self._last_step = NO_STEP
-        self._given: deque[GiveOrders] = deque()
-        self._carried_out: GiveOrders | None = None
+        self._given: deque[RunControlOps] = deque()
+        self._carried_out: RunControlOps | None = None
         """Of the plan in flight, when that has orders."""
-        self._held: PlanSheet | None = None
+        self._held: StepPlanBuilder | None = None
         """What the other replicas have yet to agree to."""
         self._held_s = 0.0
 
@@ -112,10 +115,10 @@ class EngineCore:
             case RoomFound() | HandOff() | RoomLost() | RoomClosed():
                 self.scheduler.hear(message, now)
             case RetractAll():
-                self.scheduler.roster.retract_all()
+                self.scheduler.request_table.retract_all()
             case Unpin():
                 self.scheduler.cache.pins.let_go(message.request)
-            case GiveOrders():
+            case RunControlOps():
                 self._given.append(message)
             case LoadAdapter() | UnloadAdapter():
                 change_adapters(self.scheduler, message)
@@ -132,14 +135,14 @@ class EngineCore:
         if self._held is None and not self._may_launch():
             return None
         was_held = self._held is not None
-        sheet = self._held or self._next_sheet(now)
+        builder = self._held or self._next_builder(now)
         peers: list[Load] | None = []
-        if self._lockstep is not None and not sheet.orders:
-            peers = self._lockstep.agree(sheet.load)
-        self._held = sheet if peers is None else None
+        if self._lockstep is not None and not builder.orders:
+            peers = self._lockstep.agree(builder.load)
+        self._held = builder if peers is None else None
         plan = None
-        if peers or (sheet.has_work and peers is not None):
-            plan = sheet.plan(peers)
+        if peers or (builder.has_work and peers is not None):
+            plan = builder.plan(peers)
         if was_held:
             is_news = peers is not None
         else:
@@ -160,18 +163,18 @@ class EngineCore:
         if (wanted := wanted_adapters(self.scheduler)) is not None:
             self._given.append(wanted)
 
-    def _next_sheet(self, now: float) -> PlanSheet:
+    def _next_builder(self, now: float) -> StepPlanBuilder:
         """What this replica would do next; from here on its rows count as launched."""
         step = StepId(self._last_step + 1)
         self._held_s = now
         if self._given:
-            return self._sheet_of_orders(step)
+            return self._control_op_plan(step)
         if not self._may_plan:
-            return PlanSheet(step, [], 0)
-        sheet = self.scheduler.schedule(step, now)
-        if sheet.has_work:
+            return StepPlanBuilder(step, [], 0)
+        builder = self.scheduler.schedule(step, now)
+        if builder.has_work:
             self.scheduler.cache.horizon.launched = step
-        return sheet
+        return builder
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
         """Take in the result of the oldest plan in flight; what it means for front and runner."""
@@ -194,8 +197,8 @@ class EngineCore:
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the front."""
-        roster, rooms = self.scheduler.roster, self.scheduler.rooms
-        events, roster.events = roster.events, []
+        request_table, rooms = self.scheduler.request_table, self.scheduler.rooms
+        events, request_table.events = request_table.events, []
         if rooms is not None:
             events += rooms.late
             rooms.late = []
@@ -203,8 +206,8 @@ class EngineCore:
 
     def take_masks(self) -> list[Mask]:
         """Drain the outbox towards the runner; masks of a sheet that is held go with its plan."""
-        roster = self.scheduler.roster
-        masks, roster.masks = roster.masks, []
+        request_table = self.scheduler.request_table
+        masks, request_table.masks = request_table.masks, []
         if self._held is not None:
             step = self._held.step
             self._held.masks += [mask for mask in masks if mask.step == step]
@@ -217,12 +220,12 @@ class EngineCore:
         lookups, fetcher.lookups = fetcher.lookups, []
         return lookups
 
-    def take_news(self) -> Sequence[Stored | Removed]:
+    def take_cache_events(self) -> Sequence[Stored | Removed]:
         """Drain what the cache has come to hold and let go; nothing unless it tells."""
         news = self.scheduler.cache.news
         return () if news is None else news.take()
 
-    def take_room_orders(self) -> list[RoomOrder]:
+    def take_room_orders(self) -> list[KVTransferOp]:
         """Drain the outbox towards other servers."""
         rooms = self.scheduler.rooms
         if rooms is None:
@@ -231,7 +234,7 @@ class EngineCore:
         return orders
 
     @property
-    def is_joined(self) -> bool:
+    def uses_dp_attention(self) -> bool:
         """Whether steps are agreed with other replicas."""
         return self._lockstep is not None
 
@@ -255,15 +258,15 @@ class EngineCore:
         self.scheduler.check()
 
     def stats(self, now: float) -> Stats:
-        roster, counters = self.scheduler.roster, self.scheduler.counters
+        request_table, counters = self.scheduler.request_table, self.scheduler.counters
         cache, adapters = self.scheduler.cache, self.scheduler.adapters
         speculation = self.scheduler.speculation
         drafts = DraftCounts() if speculation is None else speculation.drafts
         ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
         return Stats(
             steps=counters.steps,
-            running=len(roster.running),
-            waiting=len(roster.waiting),
+            running=len(request_table.running),
+            waiting=len(request_table.waiting),
             total_pages=sum(x.total for x in ledgers),
             free_pages=sum(x.free for x in ledgers),
             cached_pages=sum(x.cached for x in ledgers),
@@ -293,24 +296,24 @@ class EngineCore:
             return False
         if self._given:
             return self.scheduler.cache.horizon.is_clear
-        return (self._may_plan or self.is_joined) and self.in_flight < self.depth
+        return (self._may_plan or self.uses_dp_attention) and self.in_flight < self.depth
 
     @property
     def _may_plan(self) -> bool:
         """Whether rows may be planned."""
         return not self.is_paused and not self.released
 
-    def _sheet_of_orders(self, step: StepId) -> PlanSheet:
+    def _control_op_plan(self, step: StepId) -> StepPlanBuilder:
         """What is given first, as a plan. Whoever holds pages that go recomputes later."""
         self._carried_out = self._given.popleft()
-        sheet = PlanSheet(step, [], 0)
-        sheet.orders = self._carried_out.orders
-        if any(_takes_pages(order) for order in sheet.orders):
-            self.scheduler.roster.retract_all()
+        builder = StepPlanBuilder(step, [], 0)
+        builder.orders = self._carried_out.orders
+        if any(_takes_pages(order) for order in builder.orders):
+            self.scheduler.request_table.retract_all()
             self.scheduler.flush()
-        return sheet
+        return builder
 
-    def _end_orders(self, given: GiveOrders, result: StepResult) -> None:
+    def _end_orders(self, given: RunControlOps, result: StepResult) -> None:
         """Answer whoever gave the orders, and go by what has been done."""
         self._carried_out = None
         done = [reply for reply in result.replies if reply.ok]
@@ -324,9 +327,9 @@ class EngineCore:
         if again is None or given.call == NO_CALL:
             return
         text = again
-        self.scheduler.roster.events.append(Reply(given.call, ok, text, body))
+        self.scheduler.request_table.events.append(Reply(given.call, ok, text, body))
 
-    def _is_done(self, order: Order, reply: OrderReply) -> None:
+    def _is_done(self, order: ControlOp, reply: ControlOpReply) -> None:
         match order:
             case TakeAdapter() | DropAdapter():
                 assert self.scheduler.adapters is not None
@@ -360,5 +363,5 @@ class EngineCore:
         return now - self._held_s if self._held is not None else 0.0
 
 
-def _takes_pages(order: Order) -> bool:
+def _takes_pages(order: ControlOp) -> bool:
     return isinstance(order, ReleaseMemory) and KV_CACHE in order.tags and not order.is_trial

@@ -5,7 +5,7 @@ file is mapped, so what was written survives a crash of the process. Its size is
 full, recording stops with one line, and the last record says so. Layout: magic with version, then
 records of two little-endian uint32, length and CRC-32, and that many bytes of msgpack; a length of
 0 ends the file. The first record is the CoreSpec, the others are JournalRecord. What the flight
-recorder keeps (engine/recorder.py) is in the same form.
+recorder keeps (engine/flight_recorder.py) is in the same form.
 """
 
 import errno
@@ -22,9 +22,9 @@ import msgspec
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
 from banyan.engine.core import CoreInput
-from banyan.engine.recording import HEAD
-from banyan.engine.recording import JOURNAL_MAGIC as MAGIC
-from banyan.engine.spec import CoreSpec
+from banyan.engine.core_spec import CoreSpec
+from banyan.engine.flight_recorder_memory import HEAD
+from banyan.engine.flight_recorder_memory import JOURNAL_MAGIC as MAGIC
 from banyan.messages.plan import Load, StepPlan, StepResult
 
 log = logger(__name__)

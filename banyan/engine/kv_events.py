@@ -18,8 +18,8 @@ import zmq
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.kv_events import KVEvents
-from banyan.memory.news import Removed, Stored
-from banyan.scheduler.adapter_names import id_of
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.lora.namespaces import id_of
 
 log = logger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import zmq
 
-from banyan.engine.duty import Duty
-from banyan.engine.processes import Child, spawn
+from banyan.engine.child_processes import Child, spawn
+from banyan.engine.process_spec import ProcessSpec
 from banyan.messages.frames import FrameSocket
-from banyan.messages.link import PrivateFolder
+from banyan.messages.transport import PrivateFolder
 
 
 class LocalEngines:
@@ -20,16 +20,18 @@ class LocalEngines:
         duties: of the engines, by which replica each of them is; their addresses are found here.
     """
 
-    def __init__(self, duties: Sequence[Duty]) -> None:
+    def __init__(self, duties: Sequence[ProcessSpec]) -> None:
         self.kind = "replicas"
         self._folder = PrivateFolder()
         self._children: dict[int, Child] = {}
         self.speaking: dict[int, FrameSocket] = {}
-        for duty in duties:
-            number = duty.config.parallel.replica
-            told = replace(duty, address=self._folder.address(f"front{number}"))
+        for process_spec in duties:
+            number = process_spec.config.parallel.replica
+            told = replace(process_spec, address=self._folder.address(f"front{number}"))
             self.speaking[number] = FrameSocket.bound(told.address)
-            self._children[number] = spawn("banyan.compose", f"engine{number}", told.encode())
+            self._children[number] = spawn(
+                "banyan.server.processes", f"engine{number}", told.encode()
+            )
 
     @property
     def numbers(self) -> list[int]:

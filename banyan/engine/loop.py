@@ -17,30 +17,30 @@ from banyan.base.errors import DeviceError
 from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
+from banyan.dp_attention.step_clock import StepClock
 from banyan.engine.control import answer
 from banyan.engine.core import CoreInput, EngineCore
-from banyan.engine.desk import GrammarDesk
-from banyan.engine.forecast import StepForecast
+from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.launcher import Handle, Launcher
-from banyan.engine.lockstep import StepClock
 from banyan.engine.outbox import ENDS, Outbox
+from banyan.engine.step_forecast import StepForecast
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
-from banyan.memory.news import Removed, Stored
+from banyan.kv_cache.cache_events import Removed, Stored
+from banyan.messages.control_ops import ControlOp
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
-from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
     Control,
     Generate,
-    GiveOrders,
     Message,
+    RunControlOps,
     StopAt,
 )
-from banyan.messages.rooms import RoomNews, RoomOrder
-from banyan.scheduler.burst import so_far
+from banyan.scheduler.multi_step import so_far
 
 log = logger(__name__)
 
@@ -66,19 +66,19 @@ class Publisher(Protocol):
 
 
 class StoreMover(Protocol):
-    """Carries pages to and from a store or another server (transfer/mover.py, transfer/rooms); it
-    rings the loop's wake."""
+    """Carries pages to and from a store or another server (kv_transfer/page_mover.py,
+    kv_transfer/rooms); it rings the loop's wake."""
 
     def look(self, lookups: list[Lookup]) -> None: ...
-    def obey(self, orders: list[RoomOrder]) -> None: ...
-    def ended(self) -> list[CopyResult | Held | RoomNews]: ...
+    def obey(self, orders: list[KVTransferOp]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]: ...
     def close(self) -> None: ...
 
 
 class Balancer(Protocol):
-    """Says what moves between steps; it rings the loop's wake (runner/expert_balancer.py)."""
+    """Says what moves between steps; it rings the loop's wake (moe/balancer.py)."""
 
-    def due(self) -> list[Order]: ...
+    def due(self) -> list[ControlOp]: ...
 
 
 class Wake:
@@ -128,7 +128,7 @@ class EngineLoop:
         crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
         balancer: gives orders of its own; None where nobody does.
         go_on: told, where plans follow each other through several stages, that there is none to
-            follow those in flight, and how many these are (engine/stages.py).
+            follow those in flight, and how many these are (pipeline/launcher.py).
         at_rest: called once the first work is done, the warm-up as a rule, and in every pause of
             REST_S.
     """
@@ -141,7 +141,7 @@ class EngineLoop:
         wake: Wake,
         clock: Clock,
         check_ledger: bool = False,
-        desk: GrammarDesk | None = None,
+        desk: GrammarQueue | None = None,
         ranks: OtherRanks | None = None,
         watchdog_s: float = 300.0,
         step_log: StepLog | None = None,
@@ -151,7 +151,7 @@ class EngineLoop:
         silence_s: float = 20.0,
         step_clock: StepClock | None = None,
         publisher: Publisher | None = None,
-        hurry: Callable[[StepId], None] | None = None,
+        interrupt: Callable[[StepId], None] | None = None,
         so_far: Callable[[StepId], Mapping[int, bytes] | None] | None = None,
         crashes_on_nan: bool = False,
         balancer: Balancer | None = None,
@@ -159,7 +159,7 @@ class EngineLoop:
         at_rest: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
-        self._hurry = hurry
+        self._interrupt = interrupt
         self._so_far = so_far
         self._ends: list[Abort | StopAt] = []
         """Of requests of which more has been sent than is decided: they wait for that."""
@@ -271,9 +271,9 @@ class EngineLoop:
             self._mover.look(self._core.take_lookups())
             self._mover.obey(self._core.take_room_orders())
         if self._balancer is not None and (orders := self._balancer.due()):
-            self._core.receive(GiveOrders(NO_CALL, orders), now)
+            self._core.receive(RunControlOps(NO_CALL, orders), now)
         if self._publisher is not None:
-            self._publisher.publish(self._core.take_news())
+            self._publisher.publish(self._core.take_cache_events())
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
@@ -302,7 +302,7 @@ class EngineLoop:
         is_end = isinstance(message, Abort | StopAt)
         if is_end and self._flying and self._outbox.is_ahead(message.request):
             self._ends.append(message)
-            self._end_bursts()
+            self._end_multi_step()
             return
         self._admit(message, now)
 
@@ -310,12 +310,12 @@ class EngineLoop:
         if isinstance(message, Generate):
             self._outbox.expect(message)
         self._core.receive(message, now)
-        self._end_bursts()
+        self._end_multi_step()
 
-    def _end_bursts(self) -> None:
+    def _end_multi_step(self) -> None:
         """Something has come in that the next plan should know of."""
-        if self._hurry is not None and any(plan.steps > 1 for plan in self._plans()):
-            self._hurry(self._plans()[-1].step)
+        if self._interrupt is not None and any(plan.steps > 1 for plan in self._plans()):
+            self._interrupt(self._plans()[-1].step)
 
     def _foretold(self) -> list[Tokens]:
         """What the oldest plan in flight has come to so far."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import zmq
 
-from banyan.engine.duty import Duty
-from banyan.engine.processes import STACKS, Child, Process, Pulse, doing, spawn
+from banyan.engine.child_processes import STACKS, Child, Process, Pulse, doing, spawn
+from banyan.engine.process_spec import ProcessSpec
 from banyan.messages.frames import FrameSocket
-from banyan.messages.link import PrivateFolder
+from banyan.messages.transport import PrivateFolder
 
 _LOOK_S = 0.1
 _REPORT_LOOKS = 10
@@ -35,7 +35,7 @@ class LocalRanks:
     def __init__(
         self,
         ranks: Iterable[int],
-        duty: Duty,
+        process_spec: ProcessSpec,
         meeting: str = "",
         spares: Sequence[Process] = (),
     ) -> None:
@@ -56,9 +56,11 @@ class LocalRanks:
             beats = f"{self._folder.path}/pulse{rank}"
             self._pulses[rank] = Pulse(beats)
             self._pulses[rank].beat()
-            told = replace(duty, address=address, rank=rank, mesh_address=self.meeting, pulse=beats)
+            told = replace(
+                process_spec, address=address, rank=rank, mesh_address=self.meeting, pulse=beats
+            )
             self._children[rank] = spawn(
-                "banyan.compose", told.process_name, told.encode(), spare=next(ready, None)
+                "banyan.server.processes", told.process_name, told.encode(), spare=next(ready, None)
             )
 
     def watch(self, on_death: Callable[[str], None]) -> None:

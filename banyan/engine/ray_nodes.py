@@ -2,8 +2,8 @@
 node does that somebody has started there.
 
 Ray says where they run and when one has died. Who may come, what ranks are told and how they talk
-is as in `engine/nodes.py`, and the secret never goes through Ray. Needs the package ray; opened
-with --use-ray alone.
+is as in `engine/multi_node.py`, and the secret never goes through Ray. Needs the package ray;
+opened with --use-ray alone.
 """
 
 import socket
@@ -22,8 +22,8 @@ from banyan.base.log import logger, printable, start_logging
 from banyan.config.env import read_environment
 from banyan.config.resolve import find_the_model
 from banyan.config.schema import ParallelConfig
-from banyan.engine.duty import Duty
-from banyan.engine.nodes import check_secret, own_hello, serve_node
+from banyan.engine.multi_node import check_secret, own_hello, serve_node
+from banyan.engine.process_spec import ProcessSpec
 
 log = logger(__name__)
 
@@ -57,9 +57,11 @@ class RayNodes:
         self._is_closing = False
         self._lost = ""
 
-    def start(self, duty: Duty) -> None:
+    def start(self, process_spec: ProcessSpec) -> None:
         """Let Ray start them; each finds the leader where `parallel` says."""
-        told = replace(duty, config=replace(duty.config, parallel=self.parallel)).encode()
+        told = replace(
+            process_spec, config=replace(process_spec.config, parallel=self.parallel)
+        ).encode()
         kept = ray.remote(num_cpus=self.parallel.local_world, max_restarts=0)(KeptNode)
         for node, place in enumerate(self._places, 1):
             there = NodeAffinitySchedulingStrategy(place, soft=False)
@@ -120,16 +122,17 @@ class KeptNode:
         """Keep the ranks of a node until the leader's engine ends.
 
         Args:
-            told: a `Duty`; the model is looked for on this machine, by the name that was given.
+            told: a `ProcessSpec`; the model is looked for on this machine, by the name that was
+            given.
         """
-        duty = Duty.decode(told)
-        start_logging(f"node{node}", duty.config.observe.log_level)
+        process_spec = ProcessSpec.decode(told)
+        start_logging(f"node{node}", process_spec.config.observe.log_level)
         environment = read_environment()
-        _, card = find_the_model(duty.config, environment)
-        parallel = replace(duty.config.parallel, node=node)
+        _, model_config = find_the_model(process_spec.config, environment)
+        parallel = replace(process_spec.config.parallel, node=node)
         check_secret(parallel, environment.dist_secret)
-        hello = own_hello(parallel, card)
-        serve_node(parallel, environment.dist_secret, hello, card.path, comes_again=False)
+        hello = own_hello(parallel, model_config)
+        serve_node(parallel, environment.dist_secret, hello, model_config.path, comes_again=False)
 
 
 def places_of(parallel: ParallelConfig, own: str, alive: list[str]) -> list[str]:

@@ -17,48 +17,53 @@ from typing import Any, cast
 import msgspec
 
 from banyan.base.errors import ModelError, RequestError
+from banyan.disaggregation import peer_pages as peers
+from banyan.disaggregation import scheduling as handoff
 from banyan.engine import core as core_module
 from banyan.engine.core import EngineCore
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.memory import (
-    cache,
-    groups,
-    loads,
-    news,
-    partial,
-    peers,
-    pins,
-    pool,
-    radix,
-    stamps,
-    states,
-    tiers,
-)
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages import events, orders, plan, requests, rooms, sampling
-from banyan.scheduler import (
-    adapters,
-    answers,
-    budget,
-    fetch,
-    handoff,
-    roster,
-    rows,
-    scheduler,
-    sheet,
-    speculation,
-    stages,
-    stats,
-    turns,
-)
+from banyan.kv_cache import cache, groups, loads, pins
+from banyan.kv_cache import cache_events as news
+from banyan.kv_cache import epochs as stamps
+from banyan.kv_cache import hierarchical_cache as tiers
+from banyan.kv_cache import page_pool as pool
+from banyan.kv_cache import partial_blocks as partial
+from banyan.kv_cache import radix_tree as radix
+from banyan.kv_cache import state_checkpoints as states
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.lora import scheduling as adapters
+from banyan.messages import control_ops as orders
+from banyan.messages import disaggregation as rooms
+from banyan.messages import events, plan, requests
+from banyan.messages import sampling_params as sampling
+from banyan.pipeline import micro_batches as stages
+from banyan.scheduler import budget, scheduler, speculation
+from banyan.scheduler import counters as stats
+from banyan.scheduler import fair_queue as turns
+from banyan.scheduler import hicache_fetch as fetch
+from banyan.scheduler import outputs as answers
 from banyan.scheduler import request as one_request
+from banyan.scheduler import request_table as request_table
+from banyan.scheduler import row_planner as rows
+from banyan.scheduler import step_plan_builder as builder
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
     *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, stamps),
     *(states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
-    *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
+    *(
+        adapters,
+        answers,
+        budget,
+        fetch,
+        handoff,
+        one_request,
+        request_table,
+        rows,
+        scheduler,
+        builder,
+    ),
     *(speculation, stages, stats, turns),
 )
 _KEPT = ("recorder", "_lockstep", "_grammars", "misses")
@@ -206,7 +211,7 @@ def restore(core: EngineCore, body: bytes, grammars: GrammarFactory | None = Non
         _Bringer(graph).fill(core)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the snapshot is damaged, or of another build: {error}") from None
-    for request in core.scheduler.roster.alive():
+    for request in core.scheduler.request_table.alive():
         request.grammar = _grown(request, grammars)
 
 

@@ -7,8 +7,6 @@ Source: the published configurations of inclusionAI/Ling-lite-1.5 and inclusionA
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import (
     MAX_EXPERTS,
@@ -25,6 +23,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 _NAMES = (
     HUB_NAMES
@@ -40,12 +40,12 @@ _NAMES = (
 )
 
 
-def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
+def _experts(facts: Facts, model_config: ModelConfig) -> ExpertFacts:
     count = facts.integer("num_experts", 1, MAX_EXPERTS)
     inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
     shared = facts.integer("num_shared_experts", 0, MAX_EXPERTS, default=0)
     width = facts.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH, default=inner)
-    first = facts.integer("first_k_dense_replace", 0, card.num_layers, default=0)
+    first = facts.integer("first_k_dense_replace", 0, model_config.num_layers, default=0)
     return ExpertFacts(
         count,
         facts.integer("num_experts_per_tok", 1, count),
@@ -56,16 +56,16 @@ def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
     )
 
 
-def _first(facts: Facts, card: ModelCard) -> ModelCard:
+def _first(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     is_normed = facts.flag("norm_head", default=False)
-    return replace(card, experts=_experts(facts, card), has_normed_head=is_normed)
+    return replace(model_config, experts=_experts(facts, model_config), has_normed_head=is_normed)
 
 
-def _second(facts: Facts, card: ModelCard) -> ModelCard:
+def _second(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     score = facts.text("score_function", default="sigmoid")
     if score != "sigmoid":
         raise facts.error("score_function", score, "sigmoid")
-    experts = _experts(facts, card)
+    experts = _experts(facts, model_config)
     groups = facts.integer("n_group", 1, experts.count, default=1)
     if experts.count % groups or (groups > 1 and experts.count // groups < 2):
         raise facts.error("n_group", groups, f"a divisor of {experts.count} experts, two to each")
@@ -79,26 +79,26 @@ def _second(facts: Facts, card: ModelCard) -> ModelCard:
         has_correction=facts.flag("moe_router_enable_expert_bias", default=True),
     )
     is_normed = facts.flag("use_qk_norm", default=True)
-    return replace(card, experts=experts, qk_norm="head" if is_normed else "")
+    return replace(model_config, experts=experts, qk_norm="head" if is_normed else "")
 
 
 def _biases(facts: Facts) -> Biases:
     return Biases(facts.flag("use_qkv_bias", default=False), facts.flag("use_bias", default=False))
 
 
-def _first_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _first_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """A head that is normed has been so in the file."""
-    return replace(card, experts=gguf_softmax(facts, card))
+    return replace(model_config, experts=gguf_softmax(facts, model_config))
 
 
-def _second_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _second_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Converters write the width of one shared block, or of all of them together."""
-    card = without_drafting_layers(facts, card)
-    experts = gguf_corrected(facts, card)
+    model_config = without_drafting_layers(facts, model_config)
+    experts = gguf_corrected(facts, model_config)
     whole = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0) * experts.inner
     if facts.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0) == whole:
         experts = replace(experts, shared_inner=whole)
-    return replace(card, experts=experts)
+    return replace(model_config, experts=experts)
 
 
 _HUB = HubForm(eps=1e-5, biases=_biases, more=_first)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from banyan.base.json_types import is_list
-from banyan.config.card import FULL, STATE, WINDOW, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 
 MAX_WIDTH = 1 << 20
 MAX_LENGTH = 1 << 26
@@ -44,7 +44,7 @@ _LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
 
 Kinds = tuple[tuple[str, ...], int]
 """Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
-More = Callable[[Facts, ModelCard], ModelCard]
+More = Callable[[Facts, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def window_where(facts: Facts, num_layers: int, has_window: Callable[[int], bool
     return (kinds, window) if WINDOW in kinds else ((), 0)
 
 
-def no_more(facts: Facts, card: ModelCard) -> ModelCard:
-    return card
+def no_more(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return model_config
 
 
-def nothing_of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
-    return card
+def nothing_of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
+    return model_config
 
 
 def kinds_by_heads(facts: Facts, num_layers: int) -> Kinds:
@@ -111,9 +111,9 @@ def not_told(facts: Facts) -> int | None:
     return None
 
 
-def without_logits(facts: Facts, card: ModelCard) -> ModelCard:
+def without_logits(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The head, if there is one, scores classes: it is no copy of the embedding."""
-    return replace(card, tie_embeddings=False)
+    return replace(model_config, tie_embeddings=False)
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,12 @@ class GgufForm:
     has_divisors: bool = False
     kinds: Callable[[Facts, int], Kinds] | None = None
     more: More = no_more
-    of_tensors: Callable[[Container[str], ModelCard], ModelCard] = nothing_of_tensors
+    of_tensors: Callable[[Container[str], ModelConfig], ModelConfig] = nothing_of_tensors
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A layer for drafting that checkpoints of a family bring (`models/ahead.py`).
+    """A layer for drafting that checkpoints of a family bring (`models/mtp.py`).
 
     Attributes:
         names: checkpoint format -> beginning of its tensors' names, where {} stands for the number

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, HubForm
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 _BODY = {
     "embeddings.word_embeddings": "embedding",
@@ -27,23 +27,23 @@ _NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_id
 """Some checkpoints keep 0, 1, 2 … among their weights."""
 
 
-def _encoder(facts: Facts, card: ModelCard, has_offset: bool) -> ModelCard:
+def _encoder(facts: Facts, model_config: ModelConfig, has_offset: bool) -> ModelConfig:
     """RoBERTa counts positions from behind the padding id."""
     if facts.text("position_embedding_type", default="absolute") != "absolute":
         raise facts.error(
             "position_embedding_type", facts.any("position_embedding_type"), "absolute"
         )
-    first = (1 if card.pad_id is None else card.pad_id) + 1 if has_offset else 0
-    if first >= card.context_length:
-        raise facts.error("max_position_embeddings", card.context_length, f"above {first}")
+    first = (1 if model_config.pad_id is None else model_config.pad_id) + 1 if has_offset else 0
+    if first >= model_config.context_length:
+        raise facts.error("max_position_embeddings", model_config.context_length, f"above {first}")
     return replace(
-        card,
+        model_config,
         is_encoder=True,
         tie_embeddings=False,
         rope=RopeFacts(kind="none"),
         num_segments=facts.integer("type_vocab_size", 1, 16, default=2),
         first_position=first,
-        context_length=card.context_length - first,
+        context_length=model_config.context_length - first,
     )
 
 

@@ -7,19 +7,21 @@ Source: the published configuration of CohereForAI/c4ai-command-r7b; GGUF archit
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm, full_at_every
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 
-def _positions_in_windows(facts: Facts, card: ModelCard, default_scale: float) -> ModelCard:
+def _positions_in_windows(
+    facts: Facts, model_config: ModelConfig, default_scale: float
+) -> ModelConfig:
     """Only window layers know positions."""
     return replace(
-        card,
+        model_config,
         logit_scale=facts.number("logit_scale", 1e-6, 1e6, default=default_scale),
         rope=RopeFacts(kind="none"),
-        window_rope=card.rope,
+        window_rope=model_config.rope,
     )
 
 

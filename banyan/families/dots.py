@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_LENGTH, Family, GgufForm, HubForm, Kinds, window_where
 from banyan.families.experts import corrected, gguf_corrected
 from banyan.families.names import (
@@ -15,6 +13,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -25,12 +25,14 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return window_where(facts, num_layers, lambda layer: layer >= first)
 
 
-def _experts(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(card, experts=corrected(facts, card, is_normalised=False, scale=1.0))
+def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(
+        model_config, experts=corrected(facts, model_config, is_normalised=False, scale=1.0)
+    )
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(card, experts=gguf_corrected(facts, card, is_normalised=False))
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, experts=gguf_corrected(facts, model_config, is_normalised=False))
 
 
 DOTS1 = Family(

@@ -6,8 +6,6 @@ Source: the published configurations of baidu/ERNIE-4.5-0.3B-PT and ERNIE-4.5-21
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import MAX_EXPERTS, gguf_softmax
 from banyan.families.names import (
@@ -18,6 +16,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 
 def _biases(facts: Facts) -> Biases:
@@ -25,16 +25,16 @@ def _biases(facts: Facts) -> Biases:
     return Biases(has_bias, has_bias, has_bias)
 
 
-def _experts(facts: Facts, card: ModelCard) -> ModelCard:
-    if card.mlp_bias:
+def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    if model_config.mlp_bias:
         raise facts.error("use_bias", True, "false: experts with biases are not supported")
     count = facts.integer("moe_num_experts", 1, MAX_EXPERTS)
     inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
     every = facts.integer("moe_layer_interval", 1, 1 << 16, default=1)
     first = facts.integer("moe_layer_start_index", 0, 1 << 16, default=1)
     last = facts.integer("moe_layer_end_index", -1, 1 << 16, default=-1)
-    last = card.num_layers if last < 0 else last
-    layers = range(card.num_layers)
+    last = model_config.num_layers if last < 0 else last
+    layers = range(model_config.num_layers)
     experts = ExpertFacts(
         count,
         facts.integer("moe_k", 1, count, default=min(6, count)),
@@ -43,20 +43,20 @@ def _experts(facts: Facts, card: ModelCard) -> ModelCard:
         shared_inner=facts.integer("moe_num_shared_experts", 0, MAX_EXPERTS, default=2) * inner,
         has_correction=True,
     )
-    return replace(card, experts=experts)
+    return replace(model_config, experts=experts)
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The width of the shared block is not what the file calls so; it is as wide as its experts."""
-    experts = gguf_softmax(facts, card)
+    experts = gguf_softmax(facts, model_config)
     every = facts.integer("interleave_moe_layer_step", 1, 1 << 16, default=1)
-    layers = range(card.num_layers)
+    layers = range(model_config.num_layers)
     dense = tuple(i for i in layers if i in experts.dense_layers or (i + 1) % every)
     shared = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0)
     experts = replace(
         experts, dense_layers=dense, shared_inner=shared * experts.inner, has_correction=True
     )
-    return replace(card, experts=experts)
+    return replace(model_config, experts=experts)
 
 
 _HUB = HubForm(eps=1e-5, tied=True, rope_theta=5e5, biases=_biases)

@@ -6,8 +6,6 @@ Norms before and after each block. Hugging Face's form stores norm weights minus
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import GELU_TANH, Family, GgufForm, HubForm, full_at_every
 from banyan.families.names import (
     GGUF_NAMES,
@@ -16,6 +14,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 _HUB = HUB_NAMES | {
     "model.layers.{}.post_attention_layernorm": "layers.{}.attention_post_norm",
@@ -28,23 +28,23 @@ _GGUF = GGUF_NAMES | {
 }
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     if facts.flag("use_bidirectional_attention", default=False):
         raise facts.error("use_bidirectional_attention", True, "false, for text generation")
     size = facts.number("query_pre_attn_scalar", 1e-3, 1e9, default=256.0)
     return replace(
-        card,
+        model_config,
         attention_scale=size**-0.5,
-        embedding_scale=card.hidden_size**0.5,
+        embedding_scale=model_config.hidden_size**0.5,
         attention_cap=_cap(facts, "attn_logit_softcapping"),
         logit_cap=_cap(facts, "final_logit_softcapping"),
     )
 
 
-def _gemma2_of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _gemma2_of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The caps have defaults, which null turns off."""
     return replace(
-        _of_hub(facts, card),
+        _of_hub(facts, model_config),
         attention_cap=_cap(facts, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(facts, "final_logit_softcapping", 30.0),
     )
@@ -56,23 +56,27 @@ def _cap(facts: Facts, key: str, default: float = 0.0) -> float:
     return facts.number(key, 0.0, 1e9, default=default)
 
 
-def _of_gguf(facts: Facts, card: ModelCard, largest: int) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig, largest: int) -> ModelConfig:
     """The largest model of a generation scales by its hidden size per head, and no key says so."""
-    is_largest = card.num_layers == largest
-    size = card.hidden_size / card.num_heads if is_largest else card.head_dim
+    is_largest = model_config.num_layers == largest
+    size = (
+        model_config.hidden_size / model_config.num_heads if is_largest else model_config.head_dim
+    )
     return replace(
-        card,
+        model_config,
         attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
-        embedding_scale=card.hidden_size**0.5,
+        embedding_scale=model_config.hidden_size**0.5,
         attention_cap=facts.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
         logit_cap=facts.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
     )
 
 
-def _gemma3_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _gemma3_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
-    card = _of_gguf(facts, card, largest=62)
-    return replace(card, window_rope=RopeFacts(theta=theta) if card.window else None)
+    model_config = _of_gguf(facts, model_config, largest=62)
+    return replace(
+        model_config, window_rope=RopeFacts(theta=theta) if model_config.window else None
+    )
 
 
 _FORM = HubForm(

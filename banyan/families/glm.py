@@ -7,8 +7,6 @@ Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5;
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Ahead, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import (
     corrected,
@@ -28,19 +26,23 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig
 
 
-def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The largest models norm q and k."""
     is_normed = facts.flag("use_qk_norm", default=False)
-    experts = corrected(facts, card, is_normalised=True, scale=1.0)
+    experts = corrected(facts, model_config, is_normalised=True, scale=1.0)
     ahead = layers_ahead(facts)
-    return replace(card, experts=experts, qk_norm="head" if is_normed else "", num_ahead=ahead)
+    return replace(
+        model_config, experts=experts, qk_norm="head" if is_normed else "", num_ahead=ahead
+    )
 
 
-def _of_gguf_experts(facts: Facts, card: ModelCard) -> ModelCard:
-    card = without_drafting_layers(facts, card)
-    return replace(card, experts=gguf_corrected(facts, card))
+def _of_gguf_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = without_drafting_layers(facts, model_config)
+    return replace(model_config, experts=gguf_corrected(facts, model_config))
 
 
 GLM4 = Family(

@@ -6,8 +6,6 @@ Source: the published configuration of openai/gpt-oss-20b; GGUF architecture "gp
 
 from dataclasses import replace
 
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, window_where
 from banyan.families.experts import gguf_experts, mixtral_experts
 from banyan.families.names import (
@@ -17,6 +15,8 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0
 
@@ -25,21 +25,25 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return window_where(facts, num_layers, lambda layer: layer % 2 == 0)
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     limit = facts.number("swiglu_limit", 1e-3, 1e6, default=_LIMIT)
     alpha = facts.number("swiglu_alpha", 1e-3, 1e3, default=_ALPHA)
-    return _with_experts(card, mixtral_experts(facts, card), limit, alpha)
+    return _with_experts(model_config, mixtral_experts(facts, model_config), limit, alpha)
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """YaRN's ramp has edges between dimensions, which no key says."""
-    card = replace(card, rope=replace(card.rope, truncate=False))
-    return _with_experts(card, gguf_experts(facts, card, is_normalised=True), _LIMIT, _ALPHA)
+    model_config = replace(model_config, rope=replace(model_config.rope, truncate=False))
+    return _with_experts(
+        model_config, gguf_experts(facts, model_config, is_normalised=True), _LIMIT, _ALPHA
+    )
 
 
-def _with_experts(card: ModelCard, experts: ExpertFacts, limit: float, alpha: float) -> ModelCard:
+def _with_experts(
+    model_config: ModelConfig, experts: ExpertFacts, limit: float, alpha: float
+) -> ModelConfig:
     experts = replace(experts, has_bias=True, limit=limit, alpha=alpha)
-    return replace(card, experts=experts, attention_sinks=True)
+    return replace(model_config, experts=experts, attention_sinks=True)
 
 
 def _biases(facts: Facts) -> Biases:

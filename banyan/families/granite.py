@@ -6,8 +6,6 @@ Source: the published configuration of ibm-granite/granite-3.x; GGUF architectur
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm
 from banyan.families.experts import gguf_softmax, mixtral
 from banyan.families.names import (
@@ -18,11 +16,13 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig
 
 
-def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     return replace(
-        card,
+        model_config,
         embedding_scale=facts.number("embedding_multiplier", 1e-6, 1e6, default=1.0),
         residual_scale=facts.number("residual_multiplier", 1e-6, 1e6, default=1.0),
         attention_scale=facts.number("attention_multiplier", 1e-9, 1e6, default=1.0),
@@ -30,11 +30,11 @@ def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
-def of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The same factors in a GGUF file."""
-    default = card.head_dim**-0.5
+    default = model_config.head_dim**-0.5
     return replace(
-        card,
+        model_config,
         embedding_scale=facts.number("embedding_scale", 1e-6, 1e6, default=1.0),
         residual_scale=facts.number("residual_scale", 1e-6, 1e6, default=1.0),
         attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=default),
@@ -42,8 +42,8 @@ def of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
-def _of_gguf_experts(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(of_gguf(facts, card), experts=gguf_softmax(facts, card))
+def _of_gguf_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(of_gguf(facts, model_config), experts=gguf_softmax(facts, model_config))
 
 
 GRANITE = Family(
@@ -56,7 +56,7 @@ GRANITE = Family(
 )
 
 GRANITE_MOE = Family(
-    hub=HubForm(more=lambda facts, card: mixtral(facts, of_hub(facts, card))),
+    hub=HubForm(more=lambda facts, model_config: mixtral(facts, of_hub(facts, model_config))),
     gguf=GgufForm("GraniteMoeForCausalLM", more=_of_gguf_experts),
     names={
         "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),

@@ -7,8 +7,6 @@ Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-
 from dataclasses import replace
 
 from banyan.base.json_types import is_list
-from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
 from banyan.families.experts import MAX_EXPERTS, gguf_softmax
 from banyan.families.names import (
@@ -19,6 +17,8 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 _ATTENTION = {
     "model.layers.{}.self_attn.query_layernorm": "layers.{}.attention.q_norm",
@@ -32,14 +32,16 @@ _FEED_FORWARD = {
 }
 
 
-def _stretched(facts: Facts, card: ModelCard) -> ModelCard:
+def _stretched(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """A "dynamic" RoPE with alpha has another base, whatever the length."""
     own = facts.part("rope_parameters") or facts.part("rope_scaling")
-    if own is None or card.rope.kind != "dynamic" or not own.has("alpha"):
-        return card
+    if own is None or model_config.rope.kind != "dynamic" or not own.has("alpha"):
+        return model_config
     alpha = own.number("alpha", 1.0, 1e6)
-    theta = card.rope.theta * alpha ** (card.head_dim / (card.head_dim - 2))
-    return replace(card, rope=replace(card.rope, kind="default", factor=1.0, theta=theta))
+    theta = model_config.rope.theta * alpha ** (model_config.head_dim / (model_config.head_dim - 2))
+    return replace(
+        model_config, rope=replace(model_config.rope, kind="default", factor=1.0, theta=theta)
+    )
 
 
 def _one(facts: Facts, key: str, high: int) -> int:
@@ -53,9 +55,9 @@ def _one(facts: Facts, key: str, high: int) -> int:
     return first
 
 
-def _experts(facts: Facts, card: ModelCard) -> ModelCard:
+def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     count = _one(facts, "num_experts", MAX_EXPERTS)
-    inner = card.intermediate_size
+    inner = model_config.intermediate_size
     if facts.has("moe_intermediate_size"):
         inner = _one(facts, "moe_intermediate_size", MAX_WIDTH)
     shared = _one(facts, "num_shared_expert", 64) if facts.has("num_shared_expert") else 1
@@ -63,9 +65,9 @@ def _experts(facts: Facts, card: ModelCard) -> ModelCard:
         count,
         _one(facts, "moe_topk", count),
         inner,
-        shared_inner=shared * card.intermediate_size,
+        shared_inner=shared * model_config.intermediate_size,
     )
-    return replace(_stretched(facts, card), experts=experts)
+    return replace(_stretched(facts, model_config), experts=experts)
 
 
 def _biases(facts: Facts) -> Biases:
@@ -73,8 +75,8 @@ def _biases(facts: Facts) -> Biases:
     return Biases(has_bias, has_bias)
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(card, experts=gguf_softmax(facts, card))
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, experts=gguf_softmax(facts, model_config))
 
 
 _HUB = HubForm(eps=1e-5, biases=_biases, more=_stretched)

@@ -7,13 +7,20 @@ Source: the documented fields and defaults of the families' configuration classe
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, kinds_by_heads
 from banyan.families.experts import MAX_EXPERTS, gguf_experts
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import FEED_FORWARD, biases_of_tensors
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    FULL,
+    STATE,
+    ExpertFacts,
+    ModelConfig,
+    RopeFacts,
+    StateFacts,
+)
 
 _MAX_PERIOD = 1 << 16
 _PARTS = {
@@ -32,10 +39,10 @@ def _mixer(module: str) -> dict[str, str]:
     return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
 
 
-def _rank(facts: Facts, card: ModelCard, key: str) -> int:
+def _rank(facts: Facts, model_config: ModelConfig, key: str) -> int:
     """Width that steps are squeezed through."""
     if facts.any(key) in (None, "auto"):
-        return -(-card.hidden_size // 16)
+        return -(-model_config.hidden_size // 16)
     return facts.integer(key, 1, MAX_WIDTH)
 
 
@@ -50,36 +57,36 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return tuple(FULL if at % period == offset else STATE for at in range(num_layers)), 0
 
 
-def _jamba(facts: Facts, card: ModelCard) -> ModelCard:
+def _jamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
         taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
         has_conv_bias=facts.flag("mamba_conv_bias", default=True),
         has_bias=facts.flag("mamba_proj_bias", default=False),
-        heads=facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size,
+        heads=facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size,
         key_heads=1,
         key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=16),
         value_dim=1,
-        step_rank=_rank(facts, card, "mamba_dt_rank"),
+        step_rank=_rank(facts, model_config, "mamba_dt_rank"),
         has_part_norms=True,
     )
-    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
     count = facts.integer("num_experts", 1, MAX_EXPERTS, default=16)
     if count == 1:
-        return card
+        return model_config
     period, offset = _where(facts, "expert", 2, 1)
     experts = ExpertFacts(
         count,
         facts.integer("num_experts_per_tok", 1, count, default=2),
-        card.intermediate_size,
-        dense_layers=tuple(at for at in range(card.num_layers) if at % period != offset),
+        model_config.intermediate_size,
+        dense_layers=tuple(at for at in range(model_config.num_layers) if at % period != offset),
         is_normalised=False,
     )
-    return replace(card, experts=experts)
+    return replace(model_config, experts=experts)
 
 
-def _mamba(facts: Facts, card: ModelCard) -> ModelCard:
-    inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
+def _mamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    inner = facts.integer("expand", 1, 64, default=2) * model_config.hidden_size
     state = StateFacts(
         mixer="selective",
         taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
@@ -89,12 +96,12 @@ def _mamba(facts: Facts, card: ModelCard) -> ModelCard:
         key_heads=1,
         key_dim=facts.integer("state_size", 1, MAX_WIDTH, default=16),
         value_dim=1,
-        step_rank=_rank(facts, card, "time_step_rank"),
+        step_rank=_rank(facts, model_config, "time_step_rank"),
     )
-    return replace(card, state=state, rope=RopeFacts(kind="none"))
+    return replace(model_config, state=state, rope=RopeFacts(kind="none"))
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
         taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
@@ -106,22 +113,22 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
     )
     if facts.flag("ssm.dt_b_c_rms", default=False):
         raise facts.error("ssm.dt_b_c_rms", True, "false: norms without weights are not supported")
-    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
     if facts.integer("expert_count", 0, MAX_EXPERTS, default=0) < 2:
-        return card
-    return replace(card, experts=gguf_experts(facts, card, is_normalised=False))
+        return model_config
+    return replace(model_config, experts=gguf_experts(facts, model_config, is_normalised=False))
 
 
-def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
     """Which layers have experts, and which biases and norms those with states have."""
-    at, state = biases_of_tensors(names, card)
+    at, state = biases_of_tensors(names, model_config)
     has_norms = f"blk.{at}.ssm_dt_norm.weight" in names
-    card = replace(card, state=replace(state, has_part_norms=has_norms))
-    if card.experts is None:
-        return card
-    layers = range(card.num_layers)
+    model_config = replace(model_config, state=replace(state, has_part_norms=has_norms))
+    if model_config.experts is None:
+        return model_config
+    layers = range(model_config.num_layers)
     dense = tuple(at for at in layers if f"blk.{at}.ffn_gate_inp.weight" not in names)
-    return replace(card, experts=replace(card.experts, dense_layers=dense))
+    return replace(model_config, experts=replace(model_config.experts, dense_layers=dense))
 
 
 _GGUF = {

@@ -6,8 +6,6 @@ Source: the published configuration of moonshotai/Kimi-Linear-48B-A3B.
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_LENGTH,
     MAX_WIDTH,
@@ -21,6 +19,15 @@ from banyan.families.base import (
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected, gguf_latent_of, latent_of
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    FULL,
+    STATE,
+    ExpertFacts,
+    ModelConfig,
+    RopeFacts,
+    StateFacts,
+)
 
 _MAX_HEADS = 4096
 _LATENT_EPS = 1e-6
@@ -60,7 +67,7 @@ def _state(facts: Facts) -> StateFacts:
     )
 
 
-def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
+def _experts(facts: Facts, model_config: ModelConfig) -> ExpertFacts:
     scoring = facts.text("moe_router_activation_func", default="sigmoid")
     if scoring != "sigmoid":
         raise facts.error("moe_router_activation_func", scoring, "sigmoid")
@@ -70,11 +77,11 @@ def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
         raise facts.error("num_expert_group", groups, f"groups of two or more of {count} experts")
     inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
     listed = facts.listed("mlp_layer_types")
-    if listed and (len(listed) != card.num_layers or not {*listed} <= {"dense", "sparse"}):
-        raise facts.error("mlp_layer_types", listed, f"{card.num_layers} of dense, sparse")
-    first = facts.integer("first_k_dense_replace", 0, card.num_layers, default=1)
+    if listed and (len(listed) != model_config.num_layers or not {*listed} <= {"dense", "sparse"}):
+        raise facts.error("mlp_layer_types", listed, f"{model_config.num_layers} of dense, sparse")
+    first = facts.integer("first_k_dense_replace", 0, model_config.num_layers, default=1)
     period = facts.integer("moe_layer_freq", 1, 1 << 16, default=1)
-    layers = range(card.num_layers)
+    layers = range(model_config.num_layers)
     return ExpertFacts(
         count,
         facts.integer("num_experts_per_token", 1, count),
@@ -95,40 +102,40 @@ def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
     )
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Latents are normed with another eps than the stream."""
     if not facts.flag("mla_use_nope", default=True):
         raise facts.error("mla_use_nope", False, "true: nothing rotates")
-    card = latent_of(facts, replace(card, rope=RopeFacts(kind="none")))
-    longest = facts.integer("model_max_length", 1, MAX_LENGTH, default=card.context_length)
-    assert card.latent is not None
+    model_config = latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
+    longest = facts.integer("model_max_length", 1, MAX_LENGTH, default=model_config.context_length)
+    assert model_config.latent is not None
     return replace(
-        card,
+        model_config,
         state=_state(facts),
-        experts=_experts(facts, card),
-        latent=replace(card.latent, norm_eps=_LATENT_EPS),
+        experts=_experts(facts, model_config),
+        latent=replace(model_config.latent, norm_eps=_LATENT_EPS),
         context_length=longest,
     )
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Both kinds of attention have as many heads."""
-    card = gguf_latent_of(facts, replace(card, rope=RopeFacts(kind="none")))
+    model_config = gguf_latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
     head_dim = facts.integer("kda.head_dim", 1, MAX_WIDTH)
     state = StateFacts(
         mixer="delta by key",
         taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
-        heads=card.num_heads,
-        key_heads=card.num_heads,
+        heads=model_config.num_heads,
+        key_heads=model_config.num_heads,
         key_dim=head_dim,
         value_dim=head_dim,
     )
-    assert card.latent is not None
+    assert model_config.latent is not None
     return replace(
-        card,
+        model_config,
         state=state,
-        experts=gguf_corrected(facts, card),
-        latent=replace(card.latent, norm_eps=_LATENT_EPS),
+        experts=gguf_corrected(facts, model_config),
+        latent=replace(model_config.latent, norm_eps=_LATENT_EPS),
     )
 
 

@@ -4,8 +4,6 @@ with experts."""
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_WIDTH,
     Family,
@@ -17,6 +15,8 @@ from banyan.families.base import (
 )
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, GGUF_QK_NORM, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ExpertFacts, ModelConfig, StateFacts
 
 MAX_TAPS = 16
 
@@ -38,7 +38,7 @@ def _state_of(facts: Facts) -> StateFacts:
     )
 
 
-def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The first few layers are dense; scores are sigmoids, with a bias that counts for the choice
     alone."""
     count = facts.integer("num_experts", 1, MAX_EXPERTS, default=32)
@@ -46,25 +46,29 @@ def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
         count,
         facts.integer("num_experts_per_tok", 1, count, default=min(4, count)),
         facts.integer("moe_intermediate_size", 1, MAX_WIDTH, default=1792),
-        dense_layers=tuple(range(facts.integer("num_dense_layers", 0, card.num_layers, default=2))),
+        dense_layers=tuple(
+            range(facts.integer("num_dense_layers", 0, model_config.num_layers, default=2))
+        ),
         scoring="sigmoid",
         is_normalised=facts.flag("norm_topk_prob", default=True),
         scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
         has_correction=facts.flag("use_expert_bias", default=True),
     )
-    tied = facts.flag("tie_embedding", default=card.tie_embeddings)
-    return replace(card, state=_state_of(facts), experts=experts, tie_embeddings=tied)
+    tied = facts.flag("tie_embedding", default=model_config.tie_embeddings)
+    return replace(model_config, state=_state_of(facts), experts=experts, tie_embeddings=tied)
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
-    inner = card.intermediate_size
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    inner = model_config.intermediate_size
     if facts.flag("block_auto_adjust_ff_dim", default=True):
         inner = int(2 * inner / 3)
         inner = int(inner * facts.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0))
         multiple = facts.integer("block_multiple_of", 1, MAX_WIDTH, default=256)
         inner = -(-inner // multiple) * multiple
-    tied = facts.flag("tie_embedding", default=card.tie_embeddings)
-    return replace(card, intermediate_size=inner, state=_state_of(facts), tie_embeddings=tied)
+    tied = facts.flag("tie_embedding", default=model_config.tie_embeddings)
+    return replace(
+        model_config, intermediate_size=inner, state=_state_of(facts), tie_embeddings=tied
+    )
 
 
 _NAMES = {name: place for name, place in HUB_NAMES.items() if ".mlp." not in place}
@@ -85,26 +89,28 @@ _LFM = _NAMES | {
 }
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(mixer="conv", taps=facts.integer("shortconv.l_cache", 2, MAX_TAPS))
-    return replace(card, state=state)
+    return replace(model_config, state=state)
 
 
-def _experts_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(_of_gguf(facts, card), experts=gguf_corrected(facts, card))
+def _experts_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(_of_gguf(facts, model_config), experts=gguf_corrected(facts, model_config))
 
 
-def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
     """Which biases there are."""
-    assert card.state is not None
-    layers = range(card.num_layers)
-    at = next((at for at in layers if STATE in card.kept_by(at)), 0)
+    assert model_config.state is not None
+    layers = range(model_config.num_layers)
+    at = next((at for at in layers if STATE in model_config.kept_by(at)), 0)
     has_bias = f"blk.{at}.shortconv.in_proj.bias" in names
-    card = replace(card, state=replace(card.state, has_bias=has_bias, has_conv_bias=has_bias))
-    if card.experts is None:
-        return card
+    model_config = replace(
+        model_config, state=replace(model_config.state, has_bias=has_bias, has_conv_bias=has_bias)
+    )
+    if model_config.experts is None:
+        return model_config
     corrected = any(f"blk.{at}.exp_probs_b.bias" in names for at in layers)
-    return replace(card, experts=replace(card.experts, has_correction=corrected))
+    return replace(model_config, experts=replace(model_config.experts, has_correction=corrected))
 
 
 _GGUF_NAMES = (

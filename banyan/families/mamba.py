@@ -9,8 +9,6 @@ import math
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_WIDTH,
     Family,
@@ -32,6 +30,8 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import BOTH, FULL, STATE, ModelConfig, RopeFacts, StateFacts
 
 MAX_HEADS = 4096
 _MAX_STEP = 1e9
@@ -62,8 +62,8 @@ def _mixer(module: str) -> dict[str, str]:
 _MIXER = _mixer("model.layers.{}.mamba")
 
 
-def state_of(facts: Facts, card: ModelCard) -> StateFacts:
-    inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
+def state_of(facts: Facts, model_config: ModelConfig) -> StateFacts:
+    inner = facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
     inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
     heads = facts.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
     groups = facts.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
@@ -88,17 +88,17 @@ def state_of(facts: Facts, card: ModelCard) -> StateFacts:
     )
 
 
-def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
+def _mamba2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """A model of nothing else, in words of its own."""
-    heads, value_dim = card.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
-    inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
+    heads, value_dim = model_config.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
+    inner = facts.integer("expand", 1, 64, default=2) * model_config.hidden_size
     groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads * value_dim != inner:
         raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
     state = scan_of(facts, (heads, groups), "state_size", value_dim)
-    return replace(card, state=state, rope=RopeFacts(kind="none"))
+    return replace(model_config, state=state, rope=RopeFacts(kind="none"))
 
 
 def scan_of(facts: Facts, heads: tuple[int, int], width_key: str, value_dim: int) -> StateFacts:
@@ -151,21 +151,23 @@ def _granite_kinds(facts: Facts, num_layers: int) -> Kinds:
     return state_where(facts, num_layers, _NAMES, lambda at: STATE, key=key), 0
 
 
-def _bamba(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(card, state=state_of(facts, card))
+def _bamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, state=state_of(facts, model_config))
 
 
-def _granite(facts: Facts, card: ModelCard) -> ModelCard:
-    card = replace(granite(facts, card), state=state_of(facts, card))
+def _granite(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = replace(granite(facts, model_config), state=state_of(facts, model_config))
     if facts.any("position_embedding_type") != "rope":
-        card = replace(card, rope=RopeFacts(kind="none"))
+        model_config = replace(model_config, rope=RopeFacts(kind="none"))
     shared = facts.integer("shared_intermediate_size", 1, MAX_WIDTH, default=1024)
     if not facts.integer("num_local_experts", 0, 1 << 16, default=8):
-        return replace(card, intermediate_size=shared)
-    return replace(card, experts=replace(mixtral_experts(facts, card), shared_inner=shared))
+        return replace(model_config, intermediate_size=shared)
+    return replace(
+        model_config, experts=replace(mixtral_experts(facts, model_config), shared_inner=shared)
+    )
 
 
-def _falcon(facts: Facts, card: ModelCard) -> ModelCard:
+def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Falcon-H1 scales nearly everything by constants. What goes into a projection is scaled behind
     it, and the keys' factor is one on q·k."""
 
@@ -175,13 +177,13 @@ def _falcon(facts: Facts, card: ModelCard) -> ModelCard:
     into, steps = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
     gate, down = _several(facts, "mlp_multipliers", 2)
     of_state = _several(facts, "ssm_multipliers", 5)
-    state = state_of(facts, card)
+    state = state_of(facts, model_config)
     if facts.flag("projectors_bias", default=False) != state.has_bias:
         raise facts.error("projectors_bias", not state.has_bias, "the same as mamba_proj_bias")
     for key, has_bias, scale in (
-        ("attention_bias", card.attention_bias, into),
+        ("attention_bias", model_config.attention_bias, into),
         ("mamba_proj_bias", state.has_bias, steps),
-        ("mlp_bias", card.mlp_bias, down),
+        ("mlp_bias", model_config.mlp_bias, down),
     ):
         if has_bias and scale != 1:
             raise facts.error(key, True, f"false beside a multiplier of {scale:g}")
@@ -193,11 +195,11 @@ def _falcon(facts: Facts, card: ModelCard) -> ModelCard:
         factor=factor("ssm_out_multiplier"),
     )
     return replace(
-        card,
+        model_config,
         state=state,
         embedding_scale=factor("embedding_multiplier"),
         logit_scale=factor("lm_head_multiplier"),
-        attention_scale=card.head_dim**-0.5 * into**2 * factor("key_multiplier"),
+        attention_scale=model_config.head_dim**-0.5 * into**2 * factor("key_multiplier"),
         attention_factor=into * factor("attention_out_multiplier"),
         gate_factor=gate,
         up_factor=down,
@@ -213,7 +215,7 @@ def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
     return tuple(good)
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     heads = facts.integer("ssm.time_step_rank", 1, MAX_HEADS)
     inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
     groups = facts.integer("ssm.group_count", 1, MAX_HEADS, default=1)
@@ -227,43 +229,43 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
         key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
         value_dim=inner // heads,
     )
-    return replace(card, state=state)
+    return replace(model_config, state=state)
 
 
-def state_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def state_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Mamba-2, and attention without positions where there is any."""
-    return replace(_of_gguf(facts, card), rope=RopeFacts(kind="none"), rotary_dim=0)
+    return replace(_of_gguf(facts, model_config), rope=RopeFacts(kind="none"), rotary_dim=0)
 
 
-def _granite_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    card = granite_gguf(facts, card)
-    turned = card.rotary_dim or card.head_dim
+def _granite_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = granite_gguf(facts, model_config)
+    turned = model_config.rotary_dim or model_config.head_dim
     if not facts.flag("rope.scaling.finetuned", default=False):
-        card = state_of_gguf(facts, card)
-    elif turned != card.head_dim:
+        model_config = state_of_gguf(facts, model_config)
+    elif turned != model_config.head_dim:
         # Converters sort the rows of whole heads into pairs, whatever part of them rotates.
-        raise facts.error("rope.dimension_count", turned, f"{card.head_dim}, a whole head")
+        raise facts.error("rope.dimension_count", turned, f"{model_config.head_dim}, a whole head")
     else:
-        card = _of_gguf(facts, card)
+        model_config = _of_gguf(facts, model_config)
     if facts.integer("expert_count", 0, 1 << 16, default=0) < 2:
-        return card
-    return replace(card, experts=gguf_softmax(facts, card))
+        return model_config
+    return replace(model_config, experts=gguf_softmax(facts, model_config))
 
 
-def of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+def of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
     """Which biases and norms the layers with states have."""
-    at, state = biases_of_tensors(names, card)
+    at, state = biases_of_tensors(names, model_config)
     norm = "gated" if f"blk.{at}.ssm_norm.weight" in names else ""
-    return replace(card, state=replace(state, norm=norm))
+    return replace(model_config, state=replace(state, norm=norm))
 
 
-def biases_of_tensors(names: Container[str], card: ModelCard) -> tuple[int, StateFacts]:
+def biases_of_tensors(names: Container[str], model_config: ModelConfig) -> tuple[int, StateFacts]:
     """The first layer with a state, and which biases it has."""
-    assert card.state is not None
-    at = next(at for at in range(card.num_layers) if STATE in card.kept_by(at))
+    assert model_config.state is not None
+    at = next(at for at in range(model_config.num_layers) if STATE in model_config.kept_by(at))
     has_conv_bias = f"blk.{at}.ssm_conv1d.bias" in names
     has_bias = f"blk.{at}.ssm_in.bias" in names
-    return at, replace(card.state, has_conv_bias=has_conv_bias, has_bias=has_bias)
+    return at, replace(model_config.state, has_conv_bias=has_conv_bias, has_bias=has_bias)
 
 
 _GGUF_PARTS = {

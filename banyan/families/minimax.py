@@ -8,8 +8,6 @@ of transformers, and of MiniMaxAI/MiniMax-M2.
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, NormedStream, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_corrected, mixtral_experts
 from banyan.families.names import (
@@ -21,6 +19,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ModelConfig, NormedStream, StateFacts
 
 _NORM_EPS = 1e-6
 """Of the norm behind lightning attention, which no configuration names."""
@@ -28,12 +28,12 @@ _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Constants that some checkpoints store."""
 
 
-def _turned_part(facts: Facts, card: ModelCard) -> ModelCard:
+def _turned_part(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Some configurations give the part that rotates as a number of dimensions."""
     if not facts.has("rotary_dim"):
-        return card
-    rotary = facts.integer("rotary_dim", 2, card.head_dim)
-    return replace(card, rotary_dim=rotary % card.head_dim)
+        return model_config
+    rotary = facts.integer("rotary_dim", 2, model_config.head_dim)
+    return replace(model_config, rotary_dim=rotary % model_config.head_dim)
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -58,7 +58,7 @@ def _factor(facts: Facts, kind: str, name: str) -> float:
     return facts.number(key, 1e-3, 1e3, default=1.0)
 
 
-def _text(facts: Facts, card: ModelCard) -> ModelCard:
+def _text(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Where a block joins, the stream has a factor and the block another; one on the block alone
     does the same before a norm, which does not see the rest but for its eps."""
     if not facts.flag("postnorm", default=True):
@@ -72,17 +72,17 @@ def _text(facts: Facts, card: ModelCard) -> ModelCard:
     state = StateFacts(
         mixer="lightning",
         taps=0,
-        heads=card.num_heads,
-        key_heads=card.num_heads,
-        key_dim=card.head_dim,
-        value_dim=card.head_dim,
+        heads=model_config.num_heads,
+        key_heads=model_config.num_heads,
+        key_dim=model_config.head_dim,
+        value_dim=model_config.head_dim,
         norm_eps=_NORM_EPS,
         factor=_factor(facts, "state", "beta") / stream.state,
-        depth=card.num_layers,
+        depth=model_config.num_layers,
     )
-    experts = mixtral_experts(facts, card)
+    experts = mixtral_experts(facts, model_config)
     return replace(
-        _turned_part(facts, card),
+        _turned_part(facts, model_config),
         state=state,
         normed_stream=stream,
         attention_factor=_factor(facts, "full", "beta") / stream.full,
@@ -90,15 +90,15 @@ def _text(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
-def _experts(facts: Facts, card: ModelCard) -> ModelCard:
-    card = _turned_part(facts, card)
-    experts = mixtral_experts(facts, card)
-    return replace(card, experts=replace(experts, scoring="sigmoid", has_correction=True))
+def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = _turned_part(facts, model_config)
+    experts = mixtral_experts(facts, model_config)
+    return replace(model_config, experts=replace(experts, scoring="sigmoid", has_correction=True))
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """It has no groups."""
-    return replace(card, experts=replace(gguf_corrected(facts, card), group_best=1))
+    return replace(model_config, experts=replace(gguf_corrected(facts, model_config), group_best=1))
 
 
 _LAYER = "model.layers.{}.self_attn"

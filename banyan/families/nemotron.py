@@ -8,8 +8,6 @@ state are bounded by `time_step_limit` alone, in prompts as in answers.
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds
 from banyan.families.experts import corrected, gguf_corrected, without_drafting_layers
 from banyan.families.mamba import (
@@ -21,6 +19,8 @@ from banyan.families.mamba import (
     state_of_gguf,
 )
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, NONE, STATE, ModelConfig, RopeFacts
 
 _EXPERTS = "moe"
 _NAMES = {
@@ -54,10 +54,10 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return kinds, 0
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     if not facts.has("head_dim"):
-        head_dim = facts.integer("attention_head_dim", 1, MAX_WIDTH, default=card.head_dim)
-        card = replace(card, head_dim=head_dim)
+        head_dim = facts.integer("attention_head_dim", 1, MAX_WIDTH, default=model_config.head_dim)
+        model_config = replace(model_config, head_dim=head_dim)
     heads = facts.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
     groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
@@ -67,23 +67,23 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         raise facts.error("mamba_hidden_act", activation, "silu")
     value_dim = facts.integer("mamba_head_dim", 1, MAX_WIDTH, default=64)
     state = scan_of(facts, (heads, groups), "ssm_state_size", value_dim)
-    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
     experts = [layer for layer, name in enumerate(_listed(facts)) if name in ("E", _EXPERTS)]
     if not experts:
-        return card
+        return model_config
     if facts.integer("n_shared_experts", 0, MAX_WIDTH, default=1) != 1:
         raise facts.error("n_shared_experts", facts.any("n_shared_experts"), "1")
     latent = "moe_latent_size"
     found = replace(
-        corrected(facts, card, is_normalised=True, scale=1.0),
-        dense_layers=tuple(at for at in range(card.num_layers) if at not in experts),
+        corrected(facts, model_config, is_normalised=True, scale=1.0),
+        dense_layers=tuple(at for at in range(model_config.num_layers) if at not in experts),
         shared_inner=facts.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH),
         latent=facts.integer(latent, 1, MAX_WIDTH) if facts.has(latent) else 0,
         is_gated=False,
     )
-    if found.latent and card.mlp_bias:
+    if found.latent and model_config.mlp_bias:
         raise facts.error("mlp_bias", True, "false beside moe_latent_size")
-    return replace(card, experts=found)
+    return replace(model_config, experts=found)
 
 
 def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -98,37 +98,40 @@ def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
     )[:last], 0
 
 
-def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
     """Each kind of layer says for itself whether it has biases."""
-    found = {kind: card.layer_kinds.index(kind) for kind in dict.fromkeys(card.layer_kinds)}
+    found = {
+        kind: model_config.layer_kinds.index(kind)
+        for kind in dict.fromkeys(model_config.layer_kinds)
+    }
 
     def has(kind: str, *names_of: str) -> bool:
         at = found.get(kind)
         return any(at is not None and f"blk.{at}.{name}.bias" in names for name in names_of)
 
     return replace(
-        of_tensors(names, card),
+        of_tensors(names, model_config),
         attention_bias=has(FULL, "attn_q"),
         output_bias=has(FULL, "attn_output"),
         mlp_bias=has(NONE, "ffn_up", "ffn_up_shexp"),
     )
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    return state_of_gguf(facts, without_drafting_layers(facts, card))
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return state_of_gguf(facts, without_drafting_layers(facts, model_config))
 
 
-def _moe_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    card = _of_gguf(facts, card)
+def _moe_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = _of_gguf(facts, model_config)
     latent = facts.integer("moe_latent_size", 0, MAX_WIDTH, default=0)
-    layers = range(card.num_layers)
+    layers = range(model_config.num_layers)
     experts = replace(
-        gguf_corrected(facts, card),
-        dense_layers=tuple(at for at in layers if card.kind_of(at) != NONE),
+        gguf_corrected(facts, model_config),
+        dense_layers=tuple(at for at in layers if model_config.kind_of(at) != NONE),
         latent=latent,
         is_gated=False,
     )
-    return replace(card, experts=experts)
+    return replace(model_config, experts=experts)
 
 
 _GGUF = NameMap(

@@ -6,19 +6,19 @@ Source of the latter: the published configuration of microsoft/Phi-3.5-MoE-instr
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
-from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm
 from banyan.families.experts import mixtral_experts
 from banyan.families.names import GGUF_NAMES, HUB_MIXTRAL_EXPERTS, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import ModelConfig
 
 
-def _moe(facts: Facts, card: ModelCard) -> ModelCard:
-    experts = mixtral_experts(facts, card)
+def _moe(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    experts = mixtral_experts(facts, model_config)
     if experts.per_token != 2:
         raise facts.error("num_experts_per_tok", experts.per_token, "2, which its router chooses")
     return replace(
-        card,
+        model_config,
         experts=replace(
             experts,
             scoring="sparsemixer",

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 
-from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_LENGTH,
     Ahead,
@@ -25,6 +24,7 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -65,7 +65,9 @@ _MIMO_AHEAD_NAMES = {
 }
 MIMO = replace(
     QWEN2,
-    hub=replace(_HUB2, more=lambda facts, card: replace(card, num_ahead=layers_ahead(facts))),
+    hub=replace(
+        _HUB2, more=lambda facts, model_config: replace(model_config, num_ahead=layers_ahead(facts))
+    ),
     gguf=None,
     names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
     ahead=Ahead(

@@ -9,8 +9,6 @@ Qwen3.5 have value heads in turns.
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Ahead, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
 from banyan.families.lfm import MAX_TAPS
@@ -24,6 +22,8 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.families.qwen import HUB_SHARED
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import FULL, STATE, ModelConfig, StateFacts
 
 _MAX_HEADS = 4096
 _AHEAD = "mtp."
@@ -36,7 +36,7 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return kinds, 0
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     key_heads = facts.integer("linear_num_key_heads", 1, _MAX_HEADS, default=16)
     heads = facts.integer("linear_num_value_heads", 1, _MAX_HEADS, default=32)
     if heads % key_heads:
@@ -49,19 +49,21 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         key_dim=facts.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
         value_dim=facts.integer("linear_value_head_dim", 1, MAX_WIDTH, default=128),
     )
-    card = replace(card, state=state, num_ahead=_layers_ahead(facts, card))
-    if "Qwen3_5" in card.architecture:
-        card = replace(card, state=replace(state, is_grouped=False, has_grouped_rates=False))
-    if card.architecture.startswith("Qwen3_5For"):
-        return card
+    model_config = replace(model_config, state=state, num_ahead=_layers_ahead(facts, model_config))
+    if "Qwen3_5" in model_config.architecture:
+        model_config = replace(
+            model_config, state=replace(state, is_grouped=False, has_grouped_rates=False)
+        )
+    if model_config.architecture.startswith("Qwen3_5For"):
+        return model_config
     if facts.integer("num_experts", 0, 1 << 16, default=512) == 0:
-        return card
-    return qwen_moe(facts, card, has_shared=True, is_normalised=True)
+        return model_config
+    return qwen_moe(facts, model_config, has_shared=True, is_normalised=True)
 
 
-def _layers_ahead(facts: Facts, card: ModelCard) -> int:
+def _layers_ahead(facts: Facts, model_config: ModelConfig) -> int:
     """Layers that draft. Configurations of Qwen3-Next do not speak of the one that there is."""
-    usual = int(card.architecture.startswith("Qwen3Next"))
+    usual = int(model_config.architecture.startswith("Qwen3Next"))
     found = facts.integer("mtp_num_hidden_layers", 0, 64, default=usual)
     return 0 if facts.flag("mtp_use_dedicated_embeddings", default=False) else found
 
@@ -72,7 +74,7 @@ def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
     return tuple(STATE if (at + 1) % period else FULL for at in range(last)), 0
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     heads = facts.integer("ssm.time_step_rank", 1, _MAX_HEADS)
     key_heads = facts.integer("ssm.group_count", 1, _MAX_HEADS)
     inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
@@ -88,38 +90,40 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
         value_dim=inner // heads,
         is_grouped=False,
     )
-    return replace(without_drafting_layers(facts, card), state=state)
+    return replace(without_drafting_layers(facts, model_config), state=state)
 
 
-def _next_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
-    return _normalised(gguf_qwen2_moe(facts, _of_gguf(facts, card)), facts)
+def _next_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    return _normalised(gguf_qwen2_moe(facts, _of_gguf(facts, model_config)), facts)
 
 
-def _of_gguf35(facts: Facts, card: ModelCard) -> ModelCard:
-    card = _of_gguf(facts, card)
-    assert card.state is not None
-    is_tiled = card.state.heads > card.state.key_heads
-    return replace(card, state=replace(card.state, has_grouped_rates=False, is_tiled=is_tiled))
+def _of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = _of_gguf(facts, model_config)
+    assert model_config.state is not None
+    is_tiled = model_config.state.heads > model_config.state.key_heads
+    return replace(
+        model_config, state=replace(model_config.state, has_grouped_rates=False, is_tiled=is_tiled)
+    )
 
 
-def _moe_of_gguf35(facts: Facts, card: ModelCard) -> ModelCard:
-    card = gguf_qwen2_moe(facts, _of_gguf35(facts, card))
-    return replace(_normalised(card, facts), architecture="Qwen3_5MoeForCausalLM")
+def _moe_of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    model_config = gguf_qwen2_moe(facts, _of_gguf35(facts, model_config))
+    return replace(_normalised(model_config, facts), architecture="Qwen3_5MoeForCausalLM")
 
 
-def _normalised(card: ModelCard, facts: Facts) -> ModelCard:
+def _normalised(model_config: ModelConfig, facts: Facts) -> ModelConfig:
     """Unless the file says otherwise."""
-    assert card.experts is not None
+    assert model_config.experts is not None
     is_normalised = facts.flag("expert_weights_norm", default=True)
-    return replace(card, experts=replace(card.experts, is_normalised=is_normalised))
+    return replace(model_config, experts=replace(model_config.experts, is_normalised=is_normalised))
 
 
-def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
     """Older files have the projections of a key head together."""
-    assert card.state is not None
-    at = card.layer_kinds.index(STATE)
+    assert model_config.state is not None
+    at = model_config.layer_kinds.index(STATE)
     is_grouped = f"blk.{at}.ssm_in.weight" in names
-    return replace(card, state=replace(card.state, is_grouped=is_grouped))
+    return replace(model_config, state=replace(model_config.state, is_grouped=is_grouped))
 
 
 _GGUF_NAMES = NameMap(

@@ -1,8 +1,8 @@
 """StarCoder2 (arXiv 2402.19173): layer norms with bias and a feed-forward block without a gate."""
 
-from banyan.config.facts import Facts
 from banyan.families.base import GELU_TANH, Biases, Family, GgufForm, HubForm
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.model_config.facts import Facts
 
 
 def _biases(facts: Facts) -> Biases:

@@ -11,8 +11,6 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from banyan.base.json_types import is_list, is_object
-from banyan.config.card import WINDOW, ExpertFacts, ModelCard, RopeFacts
-from banyan.config.facts import Facts, shortest
 from banyan.families.base import (
     MAX_WIDTH,
     Biases,
@@ -32,6 +30,8 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.facts import Facts, shortest
+from banyan.model_config.model_config import WINDOW, ExpertFacts, ModelConfig, RopeFacts
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
@@ -103,19 +103,24 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return window_where(facts, num_layers, lambda layer: False)
 
 
-def _window_heads(facts: Facts, card: ModelCard) -> int:
+def _window_heads(facts: Facts, model_config: ModelConfig) -> int:
     """Of layers with windows; keys and values are alike in all."""
     key, other = "num_sliding_attention_heads", facts.part("attention_other_setting")
-    heads = facts.integer(key, 1, _MAX_HEADS, default=card.num_heads)
+    heads = facts.integer(key, 1, _MAX_HEADS, default=model_config.num_heads)
     if not facts.has(key) and other is not None:
-        heads = other.integer("num_attention_heads", 1, _MAX_HEADS, default=card.num_heads)
-        alike = {"num_attention_groups": card.num_kv_heads, "head_dim": card.head_dim}
+        heads = other.integer("num_attention_heads", 1, _MAX_HEADS, default=model_config.num_heads)
+        alike = {
+            "num_attention_groups": model_config.num_kv_heads,
+            "head_dim": model_config.head_dim,
+        }
         for name, value in alike.items():
             if other.has(name) and other.any(name) != value:
                 raise other.error(name, other.any(name), f"{value}, as in all layers")
-    if heads % card.num_kv_heads:
-        raise facts.error(key, heads, f"a multiple of {card.num_kv_heads} key and value heads")
-    return heads if WINDOW in card.layer_kinds else 0
+    if heads % model_config.num_kv_heads:
+        raise facts.error(
+            key, heads, f"a multiple of {model_config.num_kv_heads} key and value heads"
+        )
+    return heads if WINDOW in model_config.layer_kinds else 0
 
 
 def _limits(facts: Facts, key: str) -> tuple[float, ...]:
@@ -170,7 +175,7 @@ def _experts(facts: Facts, usual: range) -> ExpertFacts:
     )
 
 
-def _flash(facts: Facts, card: ModelCard) -> ModelCard:
+def _flash(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Versions 3.5 and 3.7."""
     known = {"moe_router_activation": "sigmoid", "moe_dynamic_exp_p": 1, "use_rope_layers": []}
     for key, value in known.items():
@@ -180,18 +185,18 @@ def _flash(facts: Facts, card: ModelCard) -> ModelCard:
     if facts.has("rope_scaling") and stretched and stretched != [_FULL]:
         raise facts.error("yarn_only_types", stretched, f"{_FULL} alone")
     experts = replace(
-        _experts(facts, range(3, card.num_layers)),
+        _experts(facts, range(3, model_config.num_layers)),
         scoring="sigmoid",
         is_normalised=facts.flag("norm_expert_weight", default=True),
         scale=facts.number("moe_router_scaling_factor", 1e-6, 1e6, default=1.0),
         has_correction=facts.flag("use_moe_router_bias", default=True),
         limits=_limits(facts, "swiglu_limits"),
     )
-    squared = facts.number("query_pre_attn_scalar", 1e-6, 1e9, default=card.head_dim)
+    squared = facts.number("query_pre_attn_scalar", 1e-6, 1e9, default=model_config.head_dim)
     return replace(
-        card,
+        model_config,
         experts=experts,
-        window_heads=_window_heads(facts, card),
+        window_heads=_window_heads(facts, model_config),
         mlp_limits=_limits(facts, "swiglu_limits_shared"),
         has_head_gates=facts.flag("use_head_wise_attn_gate", default=True),
         attention_scale=squared**-0.5,
@@ -205,14 +210,16 @@ def _first_respelled(facts: Facts) -> Mapping[str, object]:
     return _with_groups(facts) | length
 
 
-def _first(facts: Facts, card: ModelCard) -> ModelCard:
+def _first(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Version 3, whose configuration gives the layers with experts by number."""
-    if card.num_kv_heads != 1:
-        raise facts.error("num_attention_groups", card.num_kv_heads, "1 head of keys and values")
+    if model_config.num_kv_heads != 1:
+        raise facts.error(
+            "num_attention_groups", model_config.num_kv_heads, "1 head of keys and values"
+        )
     is_normalised = facts.flag("norm_expert_weight", default=False)
     experts = replace(_experts(facts, range(4, 60)), is_normalised=is_normalised)
     rank = facts.integer("share_q_dim", 1, MAX_WIDTH, default=2048)
-    return replace(card, experts=experts, query_rank=rank)
+    return replace(model_config, experts=experts, query_rank=rank)
 
 
 def _gguf_list(facts: Facts, key: str, count: int) -> list[object]:
@@ -256,40 +263,40 @@ def _gguf_limits(facts: Facts, key: str, count: int) -> tuple[float, ...]:
     return tuple(found) if any(found) else ()
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """Full layers turn half of what the file says; it divides their frequencies alone."""
-    turned = card.rotary_dim or card.head_dim
+    turned = model_config.rotary_dim or model_config.head_dim
     if turned % 4:
         raise facts.error("rope.dimension_count", turned, "a multiple of 4, of which half rotates")
     if facts.integer("moe_every_n_layers", 1, _MAX_LAYERS, default=1) != 1:
         raise facts.error("moe_every_n_layers", facts.any("moe_every_n_layers"), "1")
-    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=card.rope.theta)
-    of_window = facts.integer("rope.dimension_count_swa", 2, card.head_dim, default=turned)
+    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=model_config.rope.theta)
+    of_window = facts.integer("rope.dimension_count_swa", 2, model_config.head_dim, default=turned)
     pairs = turned // 4
     rope = replace(
-        card.rope,
-        short_factor=card.rope.short_factor[:pairs],
-        long_factor=card.rope.long_factor[:pairs],
+        model_config.rope,
+        short_factor=model_config.rope.short_factor[:pairs],
+        long_factor=model_config.rope.long_factor[:pairs],
     )
     heads = facts.integer("attention.head_count_swa", 1, _MAX_HEADS)
-    if heads % card.num_kv_heads:
-        rule = f"a multiple of {card.num_kv_heads} key and value heads"
+    if heads % model_config.num_kv_heads:
+        rule = f"a multiple of {model_config.num_kv_heads} key and value heads"
         raise facts.error("attention.head_count", heads, rule)
-    limits = _gguf_limits(facts, "swiglu_clamp_exp", card.num_layers)
+    limits = _gguf_limits(facts, "swiglu_clamp_exp", model_config.num_layers)
     return replace(
-        card,
+        model_config,
         rope=rope,
         window_rope=RopeFacts(theta=theta, dim=of_window),
         rotary_dim=turned // 2,
-        experts=replace(gguf_corrected(facts, card), limits=limits, group_best=1),
-        window_heads=heads if WINDOW in card.layer_kinds else 0,
-        mlp_limits=_gguf_limits(facts, "swiglu_clamp_shexp", card.num_layers),
+        experts=replace(gguf_corrected(facts, model_config), limits=limits, group_best=1),
+        window_heads=heads if WINDOW in model_config.layer_kinds else 0,
+        mlp_limits=_gguf_limits(facts, "swiglu_clamp_shexp", model_config.num_layers),
         num_ahead=facts.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
     )
 
 
-def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
-    return replace(card, has_head_gates="blk.0.attn_gate.weight" in names)
+def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, has_head_gates="blk.0.attn_gate.weight" in names)
 
 
 _NAMES = HUB_NAMES | {

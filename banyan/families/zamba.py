@@ -8,12 +8,19 @@ at least `time_step_min`, in prompts as in answers.
 import math
 from dataclasses import replace
 
-from banyan.config.card import BOTH, STATE, ModelCard, RopeFacts, SharedFacts, StateFacts
-from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm, Kinds, state_where
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import MAX_HEADS, MIXER_PARTS
 from banyan.families.names import NameMap
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import (
+    BOTH,
+    STATE,
+    ModelConfig,
+    RopeFacts,
+    SharedFacts,
+    StateFacts,
+)
 
 _NORM_EPS = 1e-5
 """Of the norm behind a state, which no configuration names."""
@@ -30,10 +37,10 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     ), 0
 
 
-def _state(facts: Facts, card: ModelCard) -> StateFacts:
+def _state(facts: Facts, model_config: ModelConfig) -> StateFacts:
     heads = facts.integer("n_mamba_heads", 1, MAX_HEADS, default=8)
     groups = facts.integer("mamba_ngroups", 1, MAX_HEADS, default=1)
-    inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
+    inner = facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
     if heads % groups or inner % heads:
         raise facts.error("n_mamba_heads", heads, f"a divisor of {inner}, of {groups} groups")
     if not facts.flag("use_conv_bias", default=True):
@@ -53,12 +60,12 @@ def _state(facts: Facts, card: ModelCard) -> StateFacts:
     )
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
-    heads, width = card.num_heads, 2 * card.hidden_size
-    takers = len(card.takers)
+def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+    heads, width = model_config.num_heads, 2 * model_config.hidden_size
+    takers = len(model_config.takers)
     if not takers:
         raise facts.error("layers_block_type", "no hybrid", "a list with a hybrid layer")
-    if not card.tie_embeddings:  # then transformers has a block for every layer
+    if not model_config.tie_embeddings:  # then transformers has a block for every layer
         raise facts.error("tie_word_embeddings", False, "true: with the embedding, blocks are tied")
     if facts.flag("use_long_context", default=False):
         raise facts.error("use_long_context", True, "false: its RoPE is not the same everywhere")
@@ -67,20 +74,22 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         rank=facts.integer("adapter_rank", 1, MAX_WIDTH, default=128),
         has_attention_adapters=facts.flag("use_shared_attention_adapter", default=False),
     )
-    if shared.has_attention_adapters and card.num_kv_heads != heads:
-        raise facts.error("num_key_value_heads", card.num_kv_heads, f"{heads} beside adapters")
-    inner = 4 * card.hidden_size
-    card = replace(
-        card,
+    if shared.has_attention_adapters and model_config.num_kv_heads != heads:
+        raise facts.error(
+            "num_key_value_heads", model_config.num_kv_heads, f"{heads} beside adapters"
+        )
+    inner = 4 * model_config.hidden_size
+    model_config = replace(
+        model_config,
         head_dim=width // heads,
         intermediate_size=facts.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
         attention_scale=(width // heads / 2) ** -0.5,
         shared=shared,
-        state=_state(facts, card),
+        state=_state(facts, model_config),
     )
     if facts.flag("use_mem_rope", default=False):
-        return card
-    return replace(card, rope=RopeFacts(kind="none"))
+        return model_config
+    return replace(model_config, rope=RopeFacts(kind="none"))
 
 
 _BLOCK = "model.shared.{}"

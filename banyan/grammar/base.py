@@ -117,7 +117,7 @@ BACKENDS: Table[BackendFactory] = Table(
         "llguidance": "banyan.grammar.llguidance:LLGuidance",
         "outlines": "banyan.grammar.outlines:Outlines",
     },
-    plugins="banyan.grammars",
+    plugins="banyan.engine.grammar_setup",
 )
 
 
@@ -133,8 +133,9 @@ def stand_ins(name: str) -> tuple[str, ...]:
 def masks_for(grammar: Grammar, drafts: list[int], parents: list[int] | None = None) -> bytes:
     """drafts + 1 masks: before the first draft, and after each of them.
 
-    parents: of drafts that branch (base/branches.py); none for a chain. A draft that is not allowed
-    is rejected by its own mask, so what follows it is never reached and only fills its place.
+    parents: of drafts that branch (base/draft_tree.py); none for a chain. A draft that is not
+    allowed is rejected by its own mask, so what follows it is never reached and only fills its
+    place.
     """
     if parents:
         return b"".join(_masks_of(grammar, drafts, parents[: len(drafts)]))

@@ -13,9 +13,9 @@ from queue import SimpleQueue
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Grammar, Program
+from banyan.grammar.compile_thread import Job, Lane
 from banyan.grammar.constrained import Constrained
-from banyan.grammar.lane import Job, Lane
-from banyan.grammar.workshop import LIMIT, NEVER, GrammarLimits, Read, Words, Workshop
+from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
 from banyan.messages.constraint import Constraint
 
 _ENTRY_BYTES = 4096
@@ -46,8 +46,12 @@ class GrammarCompiler:
         self._limits = limits or GrammarLimits()
         self._words = Words(read)
         hurried = replace(self._limits, time_s=min(self._limits.quick_s, self._limits.time_s))
-        self._quick = Lane(Workshop(backends, self._words, whitespace, hurried), self._finish_quick)
-        self._slow = Lane(Workshop(backends, self._words, whitespace, self._limits), self._finish)
+        self._quick = Lane(
+            GrammarWorkerPool(backends, self._words, whitespace, hurried), self._finish_quick
+        )
+        self._slow = Lane(
+            GrammarWorkerPool(backends, self._words, whitespace, self._limits), self._finish
+        )
         self._wake = wake
         self._cache = _Cache(self._limits.cache_bytes)
         self._pending: dict[str, set[bytes]] = {}

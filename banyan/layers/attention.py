@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Caching, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, Shared
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.scale import Factors
-from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
-from banyan.layers.step import AttentionSpec, StepInputs
+from banyan.layers.step_inputs import AttentionSpec, StepInputs
+from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot
+from banyan.model_config.model_config import FULL, WINDOW
 from banyan.ops.pages import stored_width
 from banyan.ops.stored import StoredWeight
 

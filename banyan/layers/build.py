@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.expert_watch import ExpertWatch
-from banyan.layers.lane import Lane
-from banyan.layers.seats import AdapterSeats
+from banyan.layers.side_stream import Lane
+from banyan.lora.targets import LoRATargets
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
 
@@ -36,7 +36,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     kv_units: tuple[float, ...] = ()
-    adapters: AdapterSeats | None = None
+    adapters: LoRATargets | None = None
     watch: ExpertWatch | None = None
     places: ExpertMap | None = None
     sends_rows: bool = False

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from banyan.config.card import StateFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Shared
-from banyan.layers.slot import Layer, ShardRule, WeightSlot
+from banyan.layers.cache_spec import CacheTensor, Shared
+from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot
+from banyan.model_config.model_config import StateFacts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.slot import Layer, WeightSlot, single
-from banyan.layers.step import Embedded
+from banyan.layers.step_inputs import Embedded
+from banyan.layers.weight_slot import Layer, WeightSlot, single
 from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group

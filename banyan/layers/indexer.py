@@ -7,14 +7,14 @@ for all positions are left out: they change no order. Every rank chooses for its
 
 from torch import Tensor, nn
 
-from banyan.config.card import LatentFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor
+from banyan.layers.cache_spec import CacheTensor
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.norm import LayerNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule, Turning
-from banyan.layers.step import Indexed
+from banyan.layers.step_inputs import Indexed
+from banyan.layers.weight_slot import ShardRule, Turning
+from banyan.model_config.model_config import LatentFacts
 from banyan.ops.index_api import IndexShape
 from banyan.ops.pages import stored_width
 from banyan.parallel.groups import Group

@@ -11,7 +11,7 @@ from banyan.base.errors import ModelError
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.scale import Factors
-from banyan.layers.slot import ShardRule
+from banyan.layers.weight_slot import ShardRule
 from banyan.ops.api import Ops
 from banyan.parallel.groups import Group
 

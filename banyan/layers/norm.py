@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot, single
+from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group

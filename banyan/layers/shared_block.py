@@ -9,15 +9,15 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelConfig
 from banyan.parallel.groups import Group
 
 
@@ -28,12 +28,12 @@ class SharedBlock(nn.Module):
         shape: of the attention of any of them.
     """
 
-    def __init__(self, card: ModelCard, shape: AttentionShape, build: Build) -> None:
+    def __init__(self, model_config: ModelConfig, shape: AttentionShape, build: Build) -> None:
         super().__init__()
-        attention, mlp = _attention(shape, build), _mlp(card, build)
-        self.norm = RMSNorm(2 * card.hidden_size, card.norm_eps, build)
+        attention, mlp = _attention(shape, build), _mlp(model_config, build)
+        self.norm = RMSNorm(2 * model_config.hidden_size, model_config.norm_eps, build)
         self.qkv, self.out = cast(ColumnLinear, attention.qkv), attention.out
-        self.mlp_norm = RMSNorm(card.hidden_size, card.norm_eps, build)
+        self.mlp_norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
         self.gate_up, self.down = cast(ColumnLinear, mlp.gate_up), mlp.down
 
 
@@ -85,13 +85,13 @@ class Taking(nn.Module):
     """
 
     def __init__(
-        self, card: ModelCard, shape: AttentionShape, block: SharedBlock, build: Build
+        self, model_config: ModelConfig, shape: AttentionShape, block: SharedBlock, build: Build
     ) -> None:
         super().__init__()
-        facts, size = card.shared, card.hidden_size
+        facts, size = model_config.shared, model_config.hidden_size
         assert facts is not None
         self.ops, self.norm, self.mlp_norm = build.ops, block.norm, block.mlp_norm
-        self.attention, self.mlp = _attention(shape, build), _mlp(card, build)
+        self.attention, self.mlp = _attention(shape, build), _mlp(model_config, build)
         self.attention.out, self.mlp.down = block.out, block.down
         self.attention.qkv = block.qkv
         if facts.has_attention_adapters:
@@ -115,6 +115,11 @@ def _attention(shape: AttentionShape, build: Build) -> Attention:
     return Attention(replace(shape, reads=2 * shape.dim), build)
 
 
-def _mlp(card: ModelCard, build: Build) -> GatedMLP:
-    sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
+def _mlp(model_config: ModelConfig, build: Build) -> GatedMLP:
+    sizes = (
+        model_config.hidden_size,
+        model_config.intermediate_size,
+        model_config.hidden_act,
+        model_config.mlp_bias,
+    )
     return GatedMLP(*sizes, build.groups.ffn, build)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from banyan.config.card import STATE, StateFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Caching, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, Shared
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.slot import Layer, ShardRule, WeightSlot
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot
+from banyan.model_config.model_config import STATE, StateFacts
 from banyan.ops.state_api import StateRows
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group

@@ -29,7 +29,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     stored_tokens: int = 0
     """How many of the cached tokens came from the store."""
     cache_miss: str = ""
-    """Why there were no more cached tokens (memory/misses.py); "" = there were all."""
+    """Why there were no more cached tokens (kv_cache/misses.py); "" = there were all."""
 
 
 class DraftReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -159,7 +159,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     open_rooms: int = 0
     """Where pages are kept for another server, or waited for."""
     pinned_pages: int = 0
-    """Of the cached ones, those that stay for a time (memory/pins.py)."""
+    """Of the cached ones, those that stay for a time (kv_cache/pins.py)."""
     adapters: int = 0
     """In memory."""
     adapter_bytes: int = 0

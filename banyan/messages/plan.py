@@ -12,8 +12,8 @@ import struct
 import msgspec
 
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
-from banyan.messages.orders import Order, OrderReply
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.control_ops import ControlOp, ControlOpReply
+from banyan.messages.sampling_params import SamplingParams
 
 SAMPLE = 1
 """Row.want: choose the token after the row's last position."""
@@ -30,7 +30,7 @@ DEVICE = "device"
 STORE = "store"
 """PageAt.tier: pages that outlive the process."""
 PEER = "peer"
-"""PageAt.tier: pages that one server gives to another (messages/rooms.py)."""
+"""PageAt.tier: pages that one server gives to another (messages/disaggregation.py)."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -169,7 +169,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     """Masks already known; those that depend on tokens in flight come from complete()."""
     peers: list[Load] = []
     """What each replica brings to this step, as they have agreed; [] when it is not joint."""
-    orders: list[Order] = []
+    orders: list[ControlOp] = []
     """One after another; when one cannot be carried out, those behind it are left out."""
     steps: int = 1
     """A burst: at most so many decode steps, one after another and without a word in between. Each
@@ -229,11 +229,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     per_token], 0 in layers without experts. [] when no row of the step has them."""
     draft_seconds: float = 0.0
     """The part of `seconds` that drafting took."""
-    replies: list[OrderReply] = []
+    replies: list[ControlOpReply] = []
     """Of the plan's orders, up to the first that could not be carried out."""
     parents: list[bytes] = []
     """int32 per row, for each of its `drafts` which of them it follows, one before it, or -1, the
-    newest token (base/branches.py); empty for a chain; [] when no row's drafts branch."""
+    newest token (base/draft_tree.py); empty for a chain; [] when no row's drafts branch."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

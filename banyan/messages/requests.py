@@ -3,8 +3,8 @@
 import msgspec
 
 from banyan.base.ids import RequestId
-from banyan.messages.orders import Order
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.control_ops import ControlOp
+from banyan.messages.sampling_params import SamplingParams
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
@@ -13,7 +13,7 @@ NO_HIDDEN = -1
 
 
 NO_CALL = 0
-"""`GiveOrders.call` of orders that nobody asked for: calls are counted from 1."""
+"""`RunControlOps.call` of orders that nobody asked for: calls are counted from 1."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
@@ -51,7 +51,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
     room: bytes = b""
-    """Where one server hands it over to another (messages/rooms.py); b"" = nowhere."""
+    """Where one server hands it over to another (messages/disaggregation.py); b"" = nowhere."""
     peer: str = ""
     """host:port of the server that hands it over."""
     replica: int = -1
@@ -89,12 +89,12 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
     request: RequestId = RequestId("")
 
 
-class GiveOrders(msgspec.Struct, frozen=True, tag="give_orders"):
+class RunControlOps(msgspec.Struct, frozen=True, tag="give_orders"):
     """Let every rank carry these out between two steps; answered by one `Reply`."""
 
     call: int
     """NO_CALL = nobody is answered."""
-    orders: list[Order]
+    orders: list[ControlOp]
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):

@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.config.card import ModelCard
-from banyan.layers.cache import LayerCache
-from banyan.layers.step import StepInputs
+from banyan.layers.cache_spec import LayerCache
+from banyan.layers.step_inputs import StepInputs
+from banyan.model_config.model_config import ModelConfig
 
 
 class Model(Protocol):
@@ -17,7 +17,7 @@ class Model(Protocol):
         narrows: it goes on with some tokens alone behind its last attention, `StepInputs.chosen`.
     """
 
-    card: ModelCard
+    model_config: ModelConfig
     caches: list[LayerCache]
     narrows: bool
 

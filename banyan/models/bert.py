@@ -7,38 +7,38 @@ With classes, the first token's state goes through one dense layer with tanh and
 import torch
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.layers.embedding import Embedding
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import PlainMLP
 from banyan.layers.norm import LayerNorm
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelConfig
 from banyan.parallel.groups import Group
 
 
 class EncoderLayer(nn.Module):
     """Norms stand behind attention and feed-forward, on the sum with what went in."""
 
-    def __init__(self, card: ModelCard, layer: int, build: Build) -> None:
+    def __init__(self, model_config: ModelConfig, layer: int, build: Build) -> None:
         super().__init__()
-        size, eps = card.hidden_size, card.norm_eps
+        size, eps = model_config.hidden_size, model_config.norm_eps
         shape = AttentionShape(
             layer=layer,
             dim=size,
-            heads=card.num_heads,
-            kv_heads=card.num_heads,
-            head_dim=card.head_dim,
-            scale=card.head_dim**-0.5,
+            heads=model_config.num_heads,
+            kv_heads=model_config.num_heads,
+            head_dim=model_config.head_dim,
+            scale=model_config.head_dim**-0.5,
             has_bias=True,
             has_output_bias=True,
         )
         self.attention = Attention(shape, build)
         self.attention_norm = LayerNorm(size, eps, True, build)
-        inner, activation = card.intermediate_size, card.hidden_act
+        inner, activation = model_config.intermediate_size, model_config.hidden_act
         self.mlp = PlainMLP(size, inner, activation, True, build.groups.ffn, build)
         self.mlp_norm = LayerNorm(size, eps, True, build)
 
@@ -50,16 +50,16 @@ class EncoderLayer(nn.Module):
 class ClassHead(nn.Module):
     """out(tanh(dense(x))): scores of the card's classes, every rank all of it."""
 
-    def __init__(self, card: ModelCard, build: Build) -> None:
+    def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
 
         def whole(width: int) -> ColumnLinear:
             rule = {"": ShardRule()}
-            size = card.hidden_size
+            size = model_config.hidden_size
             return ColumnLinear(size, {"": width}, rule, True, Group(), build)
 
-        self.dense = whole(card.hidden_size)
-        self.out = whole(len(card.labels))
+        self.dense = whole(model_config.hidden_size)
+        self.out = whole(len(model_config.labels))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.dense(x)))
@@ -70,26 +70,28 @@ class EncoderLM(nn.Module):
 
     narrows = False
 
-    def __init__(self, card: ModelCard, build: Build) -> None:
+    def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.card = card
+        self.model_config = model_config
         self.dtype = build.dtype
-        self.stage = range(card.num_layers)
+        self.stage = range(model_config.num_layers)
         self.caches: list[LayerCache] = []  # whole prompts: nothing is kept
-        size = card.hidden_size
-        num_positions = card.context_length + card.first_position
-        self.embedding = Embedding(card.vocab_size, size, build)
+        size = model_config.hidden_size
+        num_positions = model_config.context_length + model_config.first_position
+        self.embedding = Embedding(model_config.vocab_size, size, build)
         self.positions = Embedding(num_positions, size, build)
-        self.segments = Embedding(card.num_segments, size, build)
-        self.norm = LayerNorm(size, card.norm_eps, True, build)
+        self.segments = Embedding(model_config.num_segments, size, build)
+        self.norm = LayerNorm(size, model_config.norm_eps, True, build)
         self.layers = nn.ModuleList(
-            EncoderLayer(card, layer, build) for layer in range(card.num_layers)
+            EncoderLayer(model_config, layer, build) for layer in range(model_config.num_layers)
         )
-        self.head = ClassHead(card, build) if card.labels else None
+        self.head = ClassHead(model_config, build) if model_config.labels else None
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states of the last block, [tokens, hidden_size]."""
-        x = self.embedding(step.tokens) + self.positions(step.positions + self.card.first_position)
+        x = self.embedding(step.tokens) + self.positions(
+            step.positions + self.model_config.first_position
+        )
         x = self.norm(x + self.segments(self._segments_of(step)))
         for layer in self.layers:
             x = layer(x, step)
@@ -107,9 +109,9 @@ class EncoderLM(nn.Module):
 
         A prompt starts at position 0, so counts restart there.
         """
-        if self.card.separator_id < 0:
+        if self.model_config.separator_id < 0:
             return torch.zeros_like(step.tokens)
-        before = (step.tokens == self.card.separator_id).long().cumsum(0)
+        before = (step.tokens == self.model_config.separator_id).long().cumsum(0)
         before = torch.cat([before.new_zeros(1), before[:-1]])
         first = torch.arange(len(before), device=before.device) - step.positions
         return (before > before[first]).long()

@@ -9,27 +9,27 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import BOTH, NONE, STATE, WINDOW, ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache, caches_of
-from banyan.layers.delta import GatedDeltaNet
-from banyan.layers.delta_by_key import DeltaByKey
+from banyan.layers.cache_spec import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
-from banyan.layers.experts import ExpertBlock
-from banyan.layers.latent import LatentAttention, LatentShape
-from banyan.layers.lightning import LightningAttention
+from banyan.layers.gated_delta_net import GatedDeltaNet
+from banyan.layers.kimi_delta_attention import DeltaByKey
+from banyan.layers.latent_attention import LatentAttention, LatentShape
+from banyan.layers.lightning_attention import LightningAttention
 from banyan.layers.linear import ColumnLinear
+from banyan.layers.mamba import SelectiveState
+from banyan.layers.mamba2 import StateSpace
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
-from banyan.layers.selective import SelectiveState
 from banyan.layers.shared_block import SharedBlock, Taking
 from banyan.layers.short_conv import GatedConv
-from banyan.layers.slot import ShardRule
-from banyan.layers.state_space import StateSpace
-from banyan.layers.step import Chosen, StepInputs
+from banyan.layers.step_inputs import Chosen, StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelConfig
+from banyan.moe.layer import ExpertBlock
 from banyan.parallel.groups import Group
 
 Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState | LightningAttention
@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         family: Family,
         layer: int,
         build: Build,
@@ -61,28 +61,30 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = build.ops
-        self.rope = card.rope_of(layer)
+        self.rope = model_config.rope_of(layer)
         self.is_parallel = family.parallel
-        self.is_normed = card.normed_stream is not None
-        before, between = _joins_before(card, layer)
-        self.attention_norm = _stream(card, family, build, before)
+        self.is_normed = model_config.normed_stream is not None
+        before, between = _joins_before(model_config, layer)
+        self.attention_norm = _stream(model_config, family, build, before)
         self.attention = None
-        if card.kind_of(layer) != NONE and block is None:
-            self.attention = _attention(card, family, layer, build)
-        beside = card.num_layers + layer  # numbers its states apart from the keys and values
-        is_both = card.kind_of(layer) == BOTH
-        state = _keeping(card, beside, build) if is_both else None
+        if model_config.kind_of(layer) != NONE and block is None:
+            self.attention = _attention(model_config, family, layer, build)
+        beside = (
+            model_config.num_layers + layer
+        )  # numbers its states apart from the keys and values
+        is_both = model_config.kind_of(layer) == BOTH
+        state = _keeping(model_config, beside, build) if is_both else None
         self.shared, self.state = None, state
         if block is not None:
-            shape = attention_shape(card, family, layer)
-            self.shared = Taking(card, shape, block, build)
+            shape = attention_shape(model_config, family, layer)
+            self.shared = Taking(model_config, shape, block, build)
             self.attention, self.state = state, None
-        self.attention_post_norm = _post_norm(card, family, build)
-        self.mlp = _feed_forward(card, family, layer, build)
+        self.attention_post_norm = _post_norm(model_config, family, build)
+        self.mlp = _feed_forward(model_config, family, layer, build)
         has_both = self.mlp is not None and self.attention is not None
         has_norm = has_both and not family.parallel
-        self.mlp_norm = _stream(card, family, build, between) if has_norm else None
-        self.mlp_post_norm = _post_norm(card, family, build)
+        self.mlp_norm = _stream(model_config, family, build, between) if has_norm else None
+        self.mlp_post_norm = _post_norm(model_config, family, build)
 
     def forward(
         self,
@@ -156,47 +158,51 @@ class DecoderLM(nn.Module):
     narrows = True
 
     def __init__(
-        self, card: ModelCard, family: Family, build: Build, served_length: int = 0
+        self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
     ) -> None:
         super().__init__()
-        self.card = card
+        self.model_config = model_config
         self.dtype = build.dtype
-        size, vocab = card.hidden_size, card.vocab_size
-        scale = card.embedding_scale / card.residual_scale
+        size, vocab = model_config.hidden_size, model_config.vocab_size
+        scale = model_config.embedding_scale / model_config.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
-        self.stage = stage_of(card.num_layers, self.stages)
-        self.shared = nn.ModuleList(_shared(card, family, build))  # before layers: it names them
+        self.stage = stage_of(model_config.num_layers, self.stages)
+        self.shared = nn.ModuleList(
+            _shared(model_config, family, build)
+        )  # before layers: it names them
         self.layers = nn.ModuleList(
-            DecoderLayer(card, family, layer, build, self._block_of(layer))
+            DecoderLayer(model_config, family, layer, build, self._block_of(layer))
             if layer in self.stage
             else nn.Identity()
-            for layer in range(card.num_layers)
+            for layer in range(model_config.num_layers)
         )
         self.caches: list[LayerCache] = caches_of(self)
         self.rotaries = {
             rope: Rotary(
-                rope.dim or card.rotary_dim or card.head_dim,
+                rope.dim or model_config.rotary_dim or model_config.head_dim,
                 rope,
-                card.context_length,
-                served_length or card.context_length,
+                model_config.context_length,
+                served_length or model_config.context_length,
                 build.ops,
                 build.device,
             )
-            for rope in dict.fromkeys(card.rope_of(layer) for layer in self.stage)
+            for rope in dict.fromkeys(model_config.rope_of(layer) for layer in self.stage)
             if rope.kind != "none"
         }
-        last = _stream_eps(card, _joins_before(card, card.num_layers)[0])
-        self.norm = _norm(card, family, last, build)
+        last = _stream_eps(model_config, _joins_before(model_config, model_config.num_layers)[0])
+        self.norm = _norm(model_config, family, last, build)
         self.head: Logits | ColumnLinear | None = None
-        if card.labels:
+        if model_config.labels:
             rules = {"": ShardRule()}
-            self.head = ColumnLinear(size, {"": len(card.labels)}, rules, False, Group(), build)
-        elif card.pooling is None:
+            self.head = ColumnLinear(
+                size, {"": len(model_config.labels)}, rules, False, Group(), build
+            )
+        elif model_config.pooling is None:
             self.head = Logits(
-                *(vocab, size, build, card.logit_scale, card.logit_cap),
-                *(card.head_bias, card.has_normed_head),
+                *(vocab, size, build, model_config.logit_scale, model_config.logit_cap),
+                *(model_config.head_bias, model_config.has_normed_head),
             )
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -214,14 +220,14 @@ class DecoderLM(nn.Module):
             if step.taps is not None:
                 step.taps.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
-            chosen = step.chosen if number == self.card.num_layers - 1 else None
+            chosen = step.chosen if number == self.model_config.num_layers - 1 else None
             x, residual = layer(x, residual, angles.get(layer.rope), step, first, chosen)
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)
 
     def _block_of(self, layer: int) -> SharedBlock | None:
-        takers = self.card.takers if self.shared else ()
+        takers = self.model_config.takers if self.shared else ()
         if layer not in takers:
             return None
         return cast(SharedBlock, self.shared[takers.index(layer) % len(self.shared)])
@@ -247,113 +253,128 @@ def layers_of(num_layers: int, stage: int, stages: int) -> range:
     return range(first, last)
 
 
-def _shared(card: ModelCard, family: Family, build: Build) -> list[SharedBlock]:
+def _shared(model_config: ModelConfig, family: Family, build: Build) -> list[SharedBlock]:
     """The blocks that layers take in turns."""
-    if card.shared is None:
+    if model_config.shared is None:
         return []
-    shape = attention_shape(card, family, card.takers[0])
-    return [SharedBlock(card, shape, build) for _ in range(card.shared.blocks)]
+    shape = attention_shape(model_config, family, model_config.takers[0])
+    return [SharedBlock(model_config, shape, build) for _ in range(model_config.shared.blocks)]
 
 
 def _feed_forward(
-    card: ModelCard, family: Family, layer: int, build: Build
+    model_config: ModelConfig, family: Family, layer: int, build: Build
 ) -> GatedMLP | PlainMLP | ExpertBlock | None:
     """None where a layer does nothing but mix tokens."""
-    mixes_only = family.has_single_parts and card.kind_of(layer) != NONE
-    if not card.intermediate_size or mixes_only:
+    mixes_only = family.has_single_parts and model_config.kind_of(layer) != NONE
+    if not model_config.intermediate_size or mixes_only:
         return None
-    if card.experts is not None and layer not in card.experts.dense_layers:
-        sizes = (card.hidden_size, card.experts, card.hidden_act, build, layer)
-        return ExpertBlock(*sizes, card.mlp_limit_of(layer))
-    group = build.groups.ffn if card.experts is None else build.groups.dense_ffn
-    sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
+    if model_config.experts is not None and layer not in model_config.experts.dense_layers:
+        sizes = (
+            model_config.hidden_size,
+            model_config.experts,
+            model_config.hidden_act,
+            build,
+            layer,
+        )
+        return ExpertBlock(*sizes, model_config.mlp_limit_of(layer))
+    group = build.groups.ffn if model_config.experts is None else build.groups.dense_ffn
+    sizes = (
+        model_config.hidden_size,
+        model_config.intermediate_size,
+        model_config.hidden_act,
+        model_config.mlp_bias,
+    )
     if not family.gated:
         return PlainMLP(*sizes, group, build)
-    factors = (card.gate_factor, card.up_factor)
-    return GatedMLP(*sizes, group, build, factors, card.mlp_limit_of(layer))
+    factors = (model_config.gate_factor, model_config.up_factor)
+    return GatedMLP(*sizes, group, build, factors, model_config.mlp_limit_of(layer))
 
 
 def _attention(
-    card: ModelCard, family: Family, layer: int, build: Build
+    model_config: ModelConfig, family: Family, layer: int, build: Build
 ) -> Attention | LatentAttention | Keeping:
     """What mixes tokens in this layer."""
-    if card.kind_of(layer) == STATE:
-        return _keeping(card, layer, build)
-    if card.latent is not None:
+    if model_config.kind_of(layer) == STATE:
+        return _keeping(model_config, layer, build)
+    if model_config.latent is not None:
         shape = LatentShape(
             layer=layer,
-            dim=card.hidden_size,
-            heads=card.num_heads,
-            facts=card.latent,
-            scale=card.attention_scale or card.head_dim**-0.5,
-            norm_eps=card.norm_eps,
-            has_bias=card.attention_bias,
+            dim=model_config.hidden_size,
+            heads=model_config.num_heads,
+            facts=model_config.latent,
+            scale=model_config.attention_scale or model_config.head_dim**-0.5,
+            norm_eps=model_config.norm_eps,
+            has_bias=model_config.attention_bias,
         )
         return LatentAttention(shape, build)
-    return Attention(attention_shape(card, family, layer), build)
+    return Attention(attention_shape(model_config, family, layer), build)
 
 
-def attention_shape(card: ModelCard, family: Family, layer: int) -> AttentionShape:
+def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> AttentionShape:
     """Of a layer that keeps keys and values per head."""
     return AttentionShape(
         layer=layer,
-        dim=card.hidden_size,
-        heads=card.heads_of(layer),
-        kv_heads=card.num_kv_heads,
-        head_dim=card.head_dim,
-        scale=card.attention_scale or card.head_dim**-0.5,
-        window=card.window if card.kind_of(layer) == WINDOW else 0,
-        soft_cap=card.attention_cap,
-        has_bias=card.attention_bias,
-        has_output_bias=card.output_bias,
-        qk_norm=card.qk_norm or family.qk_norm,
-        norm_eps=card.norm_eps,
-        rotary_dim=card.rotary_dim_of(layer),
-        has_sinks=card.attention_sinks,
+        dim=model_config.hidden_size,
+        heads=model_config.heads_of(layer),
+        kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        scale=model_config.attention_scale or model_config.head_dim**-0.5,
+        window=model_config.window if model_config.kind_of(layer) == WINDOW else 0,
+        soft_cap=model_config.attention_cap,
+        has_bias=model_config.attention_bias,
+        has_output_bias=model_config.output_bias,
+        qk_norm=model_config.qk_norm or family.qk_norm,
+        norm_eps=model_config.norm_eps,
+        rotary_dim=model_config.rotary_dim_of(layer),
+        has_sinks=model_config.attention_sinks,
         is_gated=family.has_attention_gate,
-        has_head_gates=card.has_head_gates,
-        query_rank=card.query_rank,
-        factor=card.attention_factor,
+        has_head_gates=model_config.has_head_gates,
+        query_rank=model_config.query_rank,
+        factor=model_config.attention_factor,
     )
 
 
-def _keeping(card: ModelCard, layer: int, build: Build) -> Keeping:
+def _keeping(model_config: ModelConfig, layer: int, build: Build) -> Keeping:
     """What mixes tokens by a state."""
-    facts, dim = card.state, card.hidden_size
+    facts, dim = model_config.state, model_config.hidden_size
     assert facts is not None, f"layer {layer} keeps a state of which the card says nothing"
     if facts.mixer == "conv":
         return GatedConv(layer, dim, facts, build)
     mixer = _MIXERS[facts.mixer]
-    return mixer(layer, dim, facts, card.norm_eps, build)
+    return mixer(layer, dim, facts, model_config.norm_eps, build)
 
 
-def _joins_before(card: ModelCard, layer: int) -> tuple[float, float]:
+def _joins_before(model_config: ModelConfig, layer: int) -> tuple[float, float]:
     """Factors on a normed stream where blocks have joined it: before a layer, and between what
     mixes tokens in it and its feed-forward block."""
-    facts = card.normed_stream
+    facts = model_config.normed_stream
     if facts is None:
         return 1.0, 1.0
-    is_state = layer < card.num_layers and card.kind_of(layer) == STATE
+    is_state = layer < model_config.num_layers and model_config.kind_of(layer) == STATE
     return facts.mlp if layer else 1.0, facts.state if is_state else facts.full
 
 
-def _stream_eps(card: ModelCard, factor: float = 1.0) -> float:
+def _stream_eps(model_config: ModelConfig, factor: float = 1.0) -> float:
     """eps of norms of the residual stream, which is kept 1/residual_scale times as large, and
     as much smaller as a factor on all of it says."""
-    return card.norm_eps / (card.residual_scale * factor) ** 2
+    return model_config.norm_eps / (model_config.residual_scale * factor) ** 2
 
 
-def _stream(card: ModelCard, family: Family, build: Build, factor: float) -> Stream:
+def _stream(model_config: ModelConfig, family: Family, build: Build, factor: float) -> Stream:
     if not family.pre_norm:
         return Sum(build.ops)
-    return _norm(card, family, _stream_eps(card, factor), build)
+    return _norm(model_config, family, _stream_eps(model_config, factor), build)
 
 
-def _post_norm(card: ModelCard, family: Family, build: Build) -> RMSNorm | LayerNorm | None:
-    return _norm(card, family, card.norm_eps, build) if family.post_norm else None
+def _post_norm(
+    model_config: ModelConfig, family: Family, build: Build
+) -> RMSNorm | LayerNorm | None:
+    return _norm(model_config, family, model_config.norm_eps, build) if family.post_norm else None
 
 
-def _norm(card: ModelCard, family: Family, eps: float, build: Build) -> RMSNorm | LayerNorm:
+def _norm(
+    model_config: ModelConfig, family: Family, eps: float, build: Build
+) -> RMSNorm | LayerNorm:
     if family.norm == "rms":
-        return RMSNorm(card.hidden_size, eps, build)
-    return LayerNorm(card.hidden_size, eps, family.norm == "layer+bias", build)
+        return RMSNorm(model_config.hidden_size, eps, build)
+    return LayerNorm(model_config.hidden_size, eps, family.norm == "layer+bias", build)

@@ -12,16 +12,16 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard, Pooling
 from banyan.families.base import Family
 from banyan.layers.attention import Attention
 from banyan.layers.build import Build
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.norm import RMSNorm
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelConfig, Pooling
 from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 
@@ -30,16 +30,16 @@ class BlockLM(DecoderLM):
     """Satisfies `models.base.Model`; a step is blocks, whose tokens read each other."""
 
     def __init__(
-        self, card: ModelCard, family: Family, build: Build, served_length: int = 0
+        self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
     ) -> None:
-        super().__init__(card, family, build, served_length)
-        assert card.eagle is not None
+        super().__init__(model_config, family, build, served_length)
+        assert model_config.eagle is not None
         del self.embedding, self.head
-        self.facts, self.width = card.eagle, card.hidden_size
-        outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
-        inputs = len(card.eagle.taps) * card.hidden_size
+        self.facts, self.width = model_config.eagle, model_config.hidden_size
+        outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
+        inputs = len(model_config.eagle.taps) * model_config.hidden_size
         self.join = ColumnLinear(inputs, outputs, rules, False, Group(), build)
-        self.state_norm = RMSNorm(card.hidden_size, card.norm_eps, build)
+        self.state_norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
 
     def borrow(self, model: DecoderLM) -> None:
         """Take the embedding and the head of the model that it drafts for."""
@@ -68,7 +68,7 @@ class StateReader(nn.Module):
 
     def __init__(self, blocks: BlockLM) -> None:
         super().__init__()
-        self.card = replace(blocks.card, pooling=Pooling())
+        self.model_config = replace(blocks.model_config, pooling=Pooling())
         self.caches: list[LayerCache] = blocks.caches
         self._blocks = [blocks]  # not its own: no weights are its
 

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from banyan.config.card import ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention
 from banyan.layers.build import Build
@@ -21,10 +20,11 @@ from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.norm import RMSNorm, Sum
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule
-from banyan.layers.step import StepInputs
-from banyan.models.ahead import FollowingLM
+from banyan.layers.step_inputs import StepInputs
+from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.decoder import DecoderLayer, DecoderLM, attention_shape
+from banyan.models.mtp import FollowingLM
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
@@ -32,8 +32,8 @@ from banyan.parallel.groups import Group
 class FirstLayer(DecoderLayer):
     """A block that reads the stream as it is."""
 
-    def __init__(self, card: ModelCard, family: Family, build: Build) -> None:
-        super().__init__(card, family, 0, build)
+    def __init__(self, model_config: ModelConfig, family: Family, build: Build) -> None:
+        super().__init__(model_config, family, 0, build)
         del self.attention_norm
         self.attention_norm = Sum(build.ops)
 
@@ -46,19 +46,21 @@ class EagleLM(FollowingLM):
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         family: Family,
         build: Build,
         page_size: int,
         has_bias: bool,
         served_length: int = 0,
     ) -> None:
-        layers: dict[str, nn.Module] = {"0": FirstLayer(card, family, build)}
-        for layer in range(1, card.num_layers):
-            layers[str(layer)] = DecoderLayer(card, family, layer, build)
-        super().__init__(card, layers, build, page_size, served_length)
-        outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
-        self.join = ColumnLinear(2 * card.hidden_size, outputs, rules, has_bias, Group(), build)
+        layers: dict[str, nn.Module] = {"0": FirstLayer(model_config, family, build)}
+        for layer in range(1, model_config.num_layers):
+            layers[str(layer)] = DecoderLayer(model_config, family, layer, build)
+        super().__init__(model_config, layers, build, page_size, served_length)
+        outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
+        self.join = ColumnLinear(
+            2 * model_config.hidden_size, outputs, rules, has_bias, Group(), build
+        )
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
@@ -83,12 +85,12 @@ class EagleLM(FollowingLM):
 class TwofoldLayer(DecoderLayer):
     """A block whose attention reads a token and a state side by side; the state is the stream."""
 
-    def __init__(self, card: ModelCard, family: Family, build: Build) -> None:
-        super().__init__(card, family, 0, build)
-        size = card.hidden_size
-        shape = replace(attention_shape(card, family, 0), reads=2 * size)
+    def __init__(self, model_config: ModelConfig, family: Family, build: Build) -> None:
+        super().__init__(model_config, family, 0, build)
+        size = model_config.hidden_size
+        shape = replace(attention_shape(model_config, family, 0), reads=2 * size)
         self.attention = Attention(shape, build)
-        self.state_norm = RMSNorm(size, card.norm_eps, build)
+        self.state_norm = RMSNorm(size, model_config.norm_eps, build)
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
@@ -110,7 +112,7 @@ class Eagle3LM(FollowingLM):
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         family: Family,
         build: Build,
         page_size: int,
@@ -118,18 +120,18 @@ class Eagle3LM(FollowingLM):
         has_head: bool,
         served_length: int = 0,
     ) -> None:
-        assert card.eagle is not None
-        layers: dict[str, nn.Module] = {"0": TwofoldLayer(card, family, build)}
-        super().__init__(card, layers, build, page_size, served_length)
-        self.facts = card.eagle
-        inputs = len(card.eagle.taps) * card.hidden_size
-        outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
+        assert model_config.eagle is not None
+        layers: dict[str, nn.Module] = {"0": TwofoldLayer(model_config, family, build)}
+        super().__init__(model_config, layers, build, page_size, served_length)
+        self.facts = model_config.eagle
+        inputs = len(model_config.eagle.taps) * model_config.hidden_size
+        outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
         self.join = ColumnLinear(inputs, outputs, rules, has_bias, Group(), build)
-        self.norm = RMSNorm(card.hidden_size, card.norm_eps, build)
+        self.norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
         if has_head:
-            self.head = Logits(card.eagle.num_tokens, card.hidden_size, build)
-        if card.eagle.num_tokens < card.vocab_size:
-            self.known = torch.arange(card.eagle.num_tokens, device=build.device)
+            self.head = Logits(model_config.eagle.num_tokens, model_config.hidden_size, build)
+        if model_config.eagle.num_tokens < model_config.vocab_size:
+            self.known = torch.arange(model_config.eagle.num_tokens, device=build.device)
 
     @property
     def taps(self) -> tuple[int, ...]:

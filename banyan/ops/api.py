@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.ops.adapter_rows import AdapterRowOps
-from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
 from banyan.ops.index_api import IndexOps
 from banyan.ops.logits_api import LogitOps
+from banyan.ops.lora import AdapterOps
+from banyan.ops.lora_rows import AdapterRowOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.prologue_api import PrologueOps
 from banyan.ops.sampling import SampleRows
@@ -62,7 +62,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class BurstInputs:
+class MultiStepInputs:
     """What changes from step to step of a burst, and when it ends. All on the host.
 
     Attributes:
@@ -88,7 +88,7 @@ class BurstInputs:
     at: np.ndarray
     first_stop: np.ndarray
     stops: np.ndarray
-    hurry: np.ndarray
+    interrupt: np.ndarray
     number: int
     told: np.ndarray
     tell: int
@@ -110,7 +110,7 @@ class Recording(Protocol):
         """all_…: of every replica, where several work on one batch."""
         ...
 
-    def burst(self, rows: int, inputs: BurstInputs) -> int:
+    def multi_step(self, rows: int, inputs: MultiStepInputs) -> int:
         """Run for one token of each of `rows` requests, again and again, each time with what was
         sampled before; returns how often."""
         ...

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from banyan.ops.draft_paths import move_tokens, places_on, walk_rows
 from banyan.ops.pages import FLOAT8, to_numbers, to_stored
-from banyan.ops.paths import move_tokens, places_on, walk_rows
 
 
 def write_latent(

@@ -181,7 +181,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     {
         "cpu": "banyan.ops.cpu:KERNELS",
         "cuda": "banyan.ops.cuda:KERNELS",
-        "npu": "banyan.ops.npu:KERNELS",
+        "npu": "banyan.ascend.ops:KERNELS",
         "null": "banyan.ops.null:KERNELS",
     },
     plugins="banyan.kernels",
@@ -194,7 +194,7 @@ TOOLKITS: Table[OpenToolkit] = Table(
     {
         "cpu": "banyan.ops.cpu:open_toolkit",
         "cuda": "banyan.ops.cuda:open_toolkit",
-        "npu": "banyan.ops.npu:open_toolkit",
+        "npu": "banyan.ascend.ops:open_toolkit",
     },
     plugins="banyan.toolkits",
 )
@@ -247,8 +247,8 @@ class BoundOps:
         object.__setattr__(self, "_spec", spec)
 
     def joins_index(self, shape: IndexShape) -> bool:
-        is_joined = self._spec.toolkit.joins_index(shape)
-        return is_joined and not self.is_reference("choose_positions")
+        uses_dp_attention = self._spec.toolkit.joins_index(shape)
+        return uses_dp_attention and not self.is_reference("choose_positions")
 
     def open_prologue(self, shape: PrologueShape) -> LatentPrologue | None:
         if self.is_reference("write_latent"):

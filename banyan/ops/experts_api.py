@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.ops.adapters import AdapterTable, AdapterTokens
-from banyan.ops.expert_adapters import ExpertSides
+from banyan.ops.lora import AdapterTable, AdapterTokens
+from banyan.ops.lora_experts import ExpertSides
 from banyan.ops.stored import StoredWeight
 
 
@@ -125,7 +125,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose among experts; the words are those of `config.card.ExpertFacts`."""
+    """How tokens choose among experts; the words are those of `config.model_config.ExpertFacts`."""
 
     per_token: int
     scoring: str = "softmax"

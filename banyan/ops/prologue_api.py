@@ -19,7 +19,7 @@ class PrologueShape:
         dim: of the residual stream.
         query_rank: width that queries are squeezed through, 0 = none.
         heads: of this rank.
-        rank, plain_dim, rope_dim: as of `config.card.LatentFacts`.
+        rank, plain_dim, rope_dim: as of `config.model_config.LatentFacts`.
         query_eps, latent_eps: of the norms of squeezed queries and of latents.
         reads_squeezed: somebody else reads squeezed queries.
         obstacle: what this layer does that no operator of them all does, "" = nothing.

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.adapter_rows import GAIN, LOOKED_UP, SOME_LOOKED_UP, SOME_OUTPUTS, RowTable
-from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.attention_reference import choose_positions as choose_positions
 from banyan.ops.attention_reference import dense_attention as dense_attention
 from banyan.ops.attention_reference import gather_row as gather_row
@@ -20,8 +18,10 @@ from banyan.ops.attention_reference import unpack_bits as unpack_bits
 from banyan.ops.attention_reference import visible as visible
 from banyan.ops.attention_reference import write_kv as write_kv
 from banyan.ops.attention_reference import write_latent as write_latent
-from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
+from banyan.ops.lora import AdapterTable, AdapterTokens
+from banyan.ops.lora_experts import ExpertSides, ExpertTable
+from banyan.ops.lora_rows import GAIN, LOOKED_UP, SOME_LOOKED_UP, SOME_OUTPUTS, RowTable
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.state_reference import apply_gate as apply_gate

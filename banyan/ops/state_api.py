@@ -28,7 +28,7 @@ class StateRows:
     pages: Tensor
     row_starts: Tensor
     context_lengths: Tensor
-    trails: Tensor | None = None
+    rollback_checkpoints: Tensor | None = None
 
 
 class StateOps(Protocol):

@@ -26,7 +26,7 @@ def short_conv(
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     taps = weight.shape[0]
-    for page, tokens, is_fresh, trail in _walk(rows):
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
         before = torch.zeros_like(last_inputs[page]) if is_fresh else last_inputs[page]
         seen = torch.cat([before, x[tokens].float()])  # [taps − 1 + count, channels]
         count = tokens.stop - tokens.start
@@ -37,7 +37,7 @@ def short_conv(
             total = total + weight[i] * seen[i : i + count]
         out[tokens] = (functional.silu(total) if has_silu else total).to(x.dtype)
         last_inputs[page] = seen[count:]
-        for t, kept in trail.items():
+        for t, kept in rollback_checkpoint.items():
             last_inputs[kept] = seen[t + 1 - tokens.start :][: taps - 1]
     return out
 
@@ -63,7 +63,7 @@ def scan(
     shared = v.shape[1] // q.shape[1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     wide_q, wide_k = (part.float().repeat_interleave(shared, 1).unsqueeze(-1) for part in (q, k))
-    for page, tokens, is_fresh, trail in _walk(rows):
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
         state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
         for t in range(tokens.start, tokens.stop):
             value, force = v[t].float(), strength[t].unsqueeze(-1)
@@ -75,8 +75,8 @@ def scan(
             state = state + wide_k[t] * added.unsqueeze(1)
             read = (wide_q[t] * state).sum(1)
             out[t] = (read if skip is None else read + skip.unsqueeze(-1) * value).to(v.dtype)
-            if t in trail:
-                states[trail[t]] = state
+            if t in rollback_checkpoint:
+                states[rollback_checkpoint[t]] = state
         states[page] = state
     return out
 
@@ -92,15 +92,15 @@ def selective_scan(
     rows: StateRows,
 ) -> Tensor:
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    for page, tokens, is_fresh, trail in _walk(rows):
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
         state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
         for t in range(tokens.start, tokens.stop):
             value = v[t].float()
             moved = k[t].float().unsqueeze(1) * (step[t] * value)
             state = torch.exp(-rate * step[t]) * state + moved
             out[t] = ((q[t].float().unsqueeze(1) * state).sum(0) + skip * value).to(v.dtype)
-            if t in trail:
-                states[trail[t]] = state
+            if t in rollback_checkpoint:
+                states[rollback_checkpoint[t]] = state
         states[page] = state
     return out
 
@@ -111,10 +111,12 @@ def _walk(rows: StateRows) -> Iterator[tuple[int, slice, bool, dict[int, int]]]:
     pages = rows.pages.tolist()  # sync: the reference walks the rows one by one
     starts = rows.row_starts.tolist()  # sync: as above
     contexts = rows.context_lengths.tolist()  # sync: as above
-    trails = [] if rows.trails is None else rows.trails.tolist()  # sync: as above
+    rollback_checkpoints = (
+        [] if rows.rollback_checkpoints is None else rows.rollback_checkpoints.tolist()
+    )  # sync: as above
     for row, context in enumerate(contexts):
         first, end = starts[row : row + 2]
         if end > first:
-            page, count = trails[row] if trails else (0, 0)
-            trail = {end - 1 - count + at: page + at for at in range(count)}
-            yield pages[row], slice(first, end), context == 0, trail
+            page, count = rollback_checkpoints[row] if rollback_checkpoints else (0, 0)
+            rollback_checkpoint = {end - 1 - count + at: page + at for at in range(count)}
+            yield pages[row], slice(first, end), context == 0, rollback_checkpoint

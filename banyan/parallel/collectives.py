@@ -47,8 +47,8 @@ class Collectives(Protocol):
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         """The rows that the ranks give, those of rank 0 first: [count, width].
 
-        x: this rank's rows first. rows: as `parallel.joint.JointRows.table`, which says how many
-        each rank gives, `count` in all. Here and below every rank has rows of its own.
+        x: this rank's rows first. rows: as `parallel.joint.DPAttentionRows.table`, which says
+        how many each rank gives, `count` in all. Here and below every rank has rows of its own.
         """
         ...
 
@@ -167,7 +167,7 @@ COLLECTIVES: Table[Transport] = Table(
     {
         "shared": "banyan.parallel.shared:SHARED",
         "gloo": "banyan.parallel.gloo:GLOO",
-        "hccl": "banyan.parallel.hccl:HCCL",
+        "hccl": "banyan.ascend.hccl:HCCL",
     },
     "banyan.collectives",
 )

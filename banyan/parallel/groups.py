@@ -14,6 +14,7 @@ from typing import cast
 
 from torch import Tensor
 
+from banyan.dp_attention.batch import DividedBatch, DPAttentionBatch, DPAttentionRows
 from banyan.ops.api import Recorder
 from banyan.ops.experts_api import Ranks
 from banyan.parallel.collectives import (
@@ -22,7 +23,6 @@ from banyan.parallel.collectives import (
     NamedCollectives,
     open_collectives,
 )
-from banyan.parallel.joint import DividedBatch, JointBatch, JointRows
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -41,7 +41,7 @@ class Group:
         rank: int = 0,
         size: int = 1,
         collectives: Collectives | None = None,
-        joint: JointRows | None = None,
+        joint: DPAttentionRows | None = None,
     ) -> None:
         assert 0 <= rank < size and (size == 1 or collectives is not None)
         self.rank = rank
@@ -49,7 +49,7 @@ class Group:
         self._collectives = collectives
         self._joint = joint
 
-    def of_rows(self, joint: JointRows) -> "Group":
+    def of_rows(self, joint: DPAttentionRows) -> "Group":
         """The same ranks, which are of several replicas and have rows of their own."""
         return Group(self.rank, self.size, self._collectives, joint)
 
@@ -176,7 +176,7 @@ class Groups:
     stages: Group
     everyone: Group
     dense_ffn: Group
-    joint: JointBatch | None = None
+    joint: DPAttentionBatch | None = None
     context: Group = field(default_factory=Group)
     divided: DividedBatch | None = None
     exchange: Group = field(default_factory=Group)
@@ -214,7 +214,7 @@ class Groups:
 
     @classmethod
     def of_replicas(
-        cls, mine: Group, everyone: Group, joint: JointBatch, are_experts_apart: bool
+        cls, mine: Group, everyone: Group, joint: DPAttentionBatch, are_experts_apart: bool
     ) -> "Groups":
         """Data-parallel attention: each replica attends by itself, and all of them share the
         feed-forward blocks and the head.
@@ -339,7 +339,7 @@ def open_groups(
         where = (replica * size + rank, replicas * size)
         everyone = meet("", *where)
         mine = meet(f".replica{replica}", rank, size)
-        joint = JointBatch(replica, replicas, size, recorder, has_outputs=not are_heads_apart)
+        joint = DPAttentionBatch(replica, replicas, size, recorder, has_outputs=not are_heads_apart)
         groups = Groups.of_replicas(mine, everyone, joint, are_experts_apart)
         groups = groups.with_heads_apart() if are_heads_apart else groups
         return finished(groups, "", *where)

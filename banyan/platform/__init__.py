@@ -10,7 +10,7 @@ PLATFORMS: Table[type[Platform]] = Table(
     {
         "cpu": "banyan.platform.cpu:CpuPlatform",
         "cuda": "banyan.platform.cuda:CudaPlatform",
-        "npu": "banyan.platform.npu:NpuPlatform",
+        "npu": "banyan.ascend.platform:NpuPlatform",
         "null": "banyan.platform.null:NullPlatform",
     },
     plugins="banyan.platforms",

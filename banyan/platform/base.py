@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelConfig
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How work of a device can be done again without Python: a program for steps of any size, which its
@@ -181,7 +181,7 @@ class Platform(Protocol):
 
     def memory(self) -> Memory: ...
 
-    def defaults(self, card: ModelCard) -> Defaults:
+    def defaults(self, model_config: ModelConfig) -> Defaults:
         """What suits this device where nobody says otherwise."""
         ...
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform.base import ANY_SIZE, Memory, Traits
 from banyan.platform.host import Host
 
@@ -59,7 +59,7 @@ class CpuPlatform(Host):
             free = min(free, limit - used + cached)
         return Memory(total, max(0, free), self._ours())
 
-    def defaults(self, card: ModelCard) -> Defaults:
+    def defaults(self, model_config: ModelConfig) -> Defaults:
         return Defaults(
             device=self.traits.name,
             dtypes=self.traits.dtypes,
@@ -67,7 +67,7 @@ class CpuPlatform(Host):
             chunk_tokens=512,
             running_cap=128,  # more only lengthens everybody's step
             free_share=0.25,  # the machine is rarely ours alone
-            burst=8,
+            multi_step=8,
         )
 
     def _ours(self) -> int:

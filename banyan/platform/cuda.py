@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Traits
 
@@ -51,7 +51,7 @@ class CudaPlatform(Accelerator):
         )
         super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
 
-    def defaults(self, card: ModelCard) -> Defaults:
+    def defaults(self, model_config: ModelConfig) -> Defaults:
         size = self.size_gib
         most = next((rows for below, rows in _SHAPES if size < below), _LARGEST_SHAPE)
         shapes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32)]

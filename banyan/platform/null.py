@@ -2,8 +2,8 @@
 
 import torch
 
-from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
+from banyan.model_config.model_config import ModelConfig
 from banyan.platform.base import Memory, Traits
 from banyan.platform.host import Host
 
@@ -30,5 +30,5 @@ class NullPlatform(Host):
     def memory(self) -> Memory:
         return Memory(_ENDLESS_BYTES, _ENDLESS_BYTES, 0)
 
-    def defaults(self, card: ModelCard) -> Defaults:
+    def defaults(self, model_config: ModelConfig) -> Defaults:
         return Defaults("null", self.traits.dtypes, 16, 512, 128, 0.25)

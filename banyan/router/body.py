@@ -5,8 +5,8 @@ it, is for the worker.
 import orjson
 
 from banyan.base.json_types import is_object
-from banyan.frontend.threads import off_loop
-from banyan.scheduler.prefixes import BLOCK_BYTES, MAX_BLOCKS
+from banyan.base.thread_pool import off_loop
+from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS
 from banyan.server.http.limits import MAX_CONTAINERS, MAX_VALUES
 
 PROMPT_FIELDS = (

@@ -1,4 +1,4 @@
-"""RouterConfig: everything a router is told at its start. Frozen; `flags.py` fills it."""
+"""RouterConfig: everything a router is told at its start. Frozen; `support/flags.py` fills it."""
 
 from dataclasses import dataclass, field
 

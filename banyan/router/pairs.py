@@ -14,8 +14,8 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list
-from banyan.frontend.threads import off_loop
-from banyan.router.crew import Outgoing
+from banyan.base.thread_pool import off_loop
+from banyan.router.proxy import Outgoing
 from banyan.router.upstream import Answer, Lost, NotReached
 from banyan.router.worker import Try, Worker
 from banyan.server.http.limits import json_object
@@ -65,7 +65,7 @@ class _Side:
 
 
 class Pair:
-    """Implements Crew."""
+    """Implements Proxy."""
 
     def __init__(self, prefill: Worker, decode: Worker) -> None:
         self.workers = (prefill, decode)

@@ -13,7 +13,7 @@ from typing import Protocol
 from banyan.base.table import Table
 from banyan.router.config import PolicyConfig
 from banyan.router.worker import Worker
-from banyan.scheduler.prefixes import BLOCK_BYTES, MAX_BLOCKS, prefix_keys, token_keys
+from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS, prefix_keys, token_keys
 from banyan.scheduler.routing import (
     CacheAware,
     bucket,

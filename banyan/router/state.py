@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from banyan.config.schema import Config
 from banyan.router.config import RouterConfig
 from banyan.router.figures import Figures
-from banyan.router.fleet import Fleet
 from banyan.router.gate import Gate
-from banyan.server.http.exchange import RETRY_AFTER_S
-from banyan.server.http.keys import Keys
+from banyan.router.worker_pool import Fleet
+from banyan.server.http.api_keys import Keys
+from banyan.server.http.request_context import RETRY_AFTER_S
 
 
 @dataclass

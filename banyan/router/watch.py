@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.router.config import RouterConfig
-from banyan.router.fleet import Fleet
 from banyan.router.upstream import Lost, NotReached
 from banyan.router.worker import Worker
+from banyan.router.worker_pool import Fleet
 
 if TYPE_CHECKING:
-    from banyan.router.hearing import Hearing
+    from banyan.router.cache_events import Hearing
 
 log = logger(__name__)
 
@@ -102,6 +102,6 @@ class Watch:
 def _open_hearing(config: RouterConfig) -> "Hearing | None":
     if not config.policy.follows_events:
         return None
-    from banyan.router.hearing import Hearing  # nobody else needs ZeroMQ
+    from banyan.router.cache_events import Hearing  # nobody else needs ZeroMQ
 
     return Hearing(config)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from banyan.router.breaker import Breaker, BreakerRule
 from banyan.router.config import HealthConfig, WorkerSpec
 from banyan.router.upstream import Upstream
-from banyan.scheduler.prefixes import BLOCK_BYTES, Contents, Prefixes
+from banyan.scheduler.prefix_hashes import BLOCK_BYTES, Contents, Prefixes
 
 
 class Try:

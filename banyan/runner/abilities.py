@@ -30,4 +30,4 @@ class Abilities:
     text: bool
     vectors: bool
     hidden: bool
-    bursts: bool
+    multi_steps: bool

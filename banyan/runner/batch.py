@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.base.ids import PADDING_SLOT
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.branches import Branches
+from banyan.runner.draft_trees import Branches
 from banyan.runner.slots import SlotTable
 
 
@@ -144,7 +144,7 @@ class Batch:
         return np.arange(self.offsets[-1], dtype=np.int64) + shifts
 
     @property
-    def trails(self) -> np.ndarray:
+    def rollback_checkpoints(self) -> np.ndarray:
         """Of each row, how many drafts come before its own, and how many are its; [rows, 2]."""
         drafts = np.array([row.drafts if row.want & SAMPLE else 0 for row in self.rows], np.int64)
         return np.stack([np.cumsum(drafts) - drafts, drafts], axis=1)

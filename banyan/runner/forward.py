@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.layers.step import Taps
+from banyan.dp_attention.batch import DPAttentionBatch
+from banyan.layers.step_inputs import Taps
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.host import sent
 from banyan.ops.sampling import SampleRows
 from banyan.parallel.groups import Group
-from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.batch import Batch
-from banyan.runner.burst import Burst, Bursts
 from banyan.runner.inputs import StepTensors, has_embedded
+from banyan.runner.multi_step import MultiStep, MultiSteps
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
 
@@ -51,18 +51,20 @@ class Forward(Protocol):
         """Compute the hidden states of a batch."""
         ...
 
-    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> Burst | None:
+    def multi_step(
+        self, batch: Batch, steps: int, number: int, tell: int, bell: int
+    ) -> MultiStep | None:
         """Run up to `steps` decode steps of a batch, one after another, and be as behind `run` with
         the last of them; None (and nothing done) where this is not done. number: of the plan.
-        tell, bell: as in BurstInputs."""
+        tell, bell: as in MultiStepInputs."""
         ...
 
     def told(self, number: int) -> dict[int, bytes] | None:
-        """What the burst of a plan has sampled so far, as `Bursts.told`; from any thread."""
+        """What the burst of a plan has sampled so far, as `MultiSteps.told`; from any thread."""
         ...
 
-    def hurry(self, number: int) -> None:
-        """Bursts of plans up to this number end with the step that runs; from any thread."""
+    def interrupt(self, number: int) -> None:
+        """MultiSteps of plans up to this number end with the step that runs; from any thread."""
         ...
 
     def left(self, batch: Batch) -> Tensor:
@@ -133,7 +135,7 @@ class EagerForward:
         attention: AttentionBackend,
         larger: Callable[[Batch], StepTensors],
         device: torch.device,
-        joint: JointBatch | None = None,
+        joint: DPAttentionBatch | None = None,
         stages: Group | None = None,
         narrows: bool = False,
     ) -> None:
@@ -160,13 +162,13 @@ class EagerForward:
         inputs = self._step.part(batch, self._attention, narrows)
         self._hidden, self._taps = self._model.forward(inputs), inputs.taps
 
-    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+    def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
         return None
 
     def told(self, number: int) -> None:
         return None
 
-    def hurry(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         """There is nothing to end."""
 
     def turn_to(self, batch: Batch) -> None:
@@ -234,7 +236,7 @@ class RecordedForward:
         table: SlotTable,
         attention: AttentionBackend,
         step: StepTensors,
-        joint: JointBatch | None = None,
+        joint: DPAttentionBatch | None = None,
         stages: Group | None = None,
         narrows: bool = False,
     ) -> None:
@@ -259,7 +261,7 @@ class RecordedForward:
         self._taps = inputs.taps
         positions = step.to_positions.numpy()
         sampling = SampleRows.of(table.params, positions, self._entered, table.tokens)
-        self._has_logits = model.card.pooling is None
+        self._has_logits = model.model_config.pooling is None
         self._num_ready = 0
         """Rows of the result that hold the logits of the last step."""
         self._is_ready = False
@@ -284,9 +286,9 @@ class RecordedForward:
 
         replicas = 1 if joint is None else joint.replicas
         self._step = recorder.record(whole, step.max_tokens, step.max_outputs, replicas)
-        self._bursts = None
+        self._multi_steps = None
         if self._has_logits and joint is None:
-            self._bursts = Bursts(self._step, step, table, self._sampled, self._best)
+            self._multi_steps = MultiSteps(self._step, step, table, self._sampled, self._best)
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
@@ -350,9 +352,11 @@ class RecordedForward:
         else:
             self.watch(self._step.times(*sizes))
 
-    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> Burst | None:
+    def multi_step(
+        self, batch: Batch, steps: int, number: int, tell: int, bell: int
+    ) -> MultiStep | None:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
-        if self._bursts is None or self.watch is not None or not is_plain:
+        if self._multi_steps is None or self.watch is not None or not is_plain:
             return None
         if not self._inputs.holds(batch) or has_embedded(batch, self._table):
             return None
@@ -360,17 +364,17 @@ class RecordedForward:
         self._is_eager, self._is_ready, self._is_sampled = False, True, True
         count = self._num_ready = len(batch.last)
         self._entered[:count] = batch.to_slots
-        ran = self._bursts.run(batch, steps, number, tell, bell)
+        ran = self._multi_steps.run(batch, steps, number, tell, bell)
         self._last = (count, count, count)
         self._kept = batch.last if self._narrows else None
-        return Burst(ran, self._bursts.earlier(batch, ran))
+        return MultiStep(ran, self._multi_steps.earlier(batch, ran))
 
     def told(self, number: int) -> dict[int, bytes] | None:
-        return None if self._bursts is None else self._bursts.told(number)
+        return None if self._multi_steps is None else self._multi_steps.told(number)
 
-    def hurry(self, number: int) -> None:
-        if self._bursts is not None:
-            self._bursts.hurry(number)
+    def interrupt(self, number: int) -> None:
+        if self._multi_steps is not None:
+            self._multi_steps.interrupt(number)
 
     def next_tokens(self) -> Sampled | None:
         if self._is_eager or not self._is_sampled:
@@ -440,7 +444,7 @@ class RecordedForward:
         return joint is not None and joint.tokens.total > joint.replicas * self._inputs.max_tokens
 
 
-def _shared_sizes(joint: JointBatch | None) -> tuple[int, int]:
+def _shared_sizes(joint: DPAttentionBatch | None) -> tuple[int, int]:
     """Tokens of all replicas, and outputs that they make logits for together."""
     if joint is None:
         return 0, 0
@@ -456,7 +460,7 @@ def _places(tokens: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
     return found
 
 
-def as_agreed(tokens: np.ndarray, joint: JointBatch | None) -> np.ndarray:
+def as_agreed(tokens: np.ndarray, joint: DPAttentionBatch | None) -> np.ndarray:
     """`tokens` to make logits for, filled up with the first to as many as replicas agreed on."""
     if joint is None or not joint.has_outputs:
         return tokens

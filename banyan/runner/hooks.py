@@ -18,9 +18,9 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.base.named_code import load_named
 from banyan.config.hooks import TOKENS, HookSpec, hook_specs
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.formats.arrays import read_arrays, write_arrays
-from banyan.layers.step import StepInputs
+from banyan.layers.step_inputs import StepInputs
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 
@@ -32,7 +32,7 @@ _CALLED = re.compile(r"embedding|head|layers\.\d+(\.(?!\w*norm$)\w+)?")
 Hook = Callable[[nn.Module, tuple[object, ...], object], object]
 
 
-def watch_layers(model: Model, config: ModelConfig, rank: int) -> None:
+def watch_layers(model: Model, config: LoadConfig, rank: int) -> None:
     """Hang on `model` what the flags ask for.
 
     Raises:
@@ -42,7 +42,8 @@ def watch_layers(model: Model, config: ModelConfig, rank: int) -> None:
         return
     if not isinstance(model, DecoderLM):
         raise ConfigError(
-            f"--forward-hooks and --debug-tensor-dump-*: {model.card.architecture} has no layers "
+            f"--forward-hooks and --debug-tensor-dump-*: {model.model_config.architecture} has "
+            "no layers "
             "that can be watched",
             hint="decoders have",
         )
@@ -51,7 +52,7 @@ def watch_layers(model: Model, config: ModelConfig, rank: int) -> None:
     for spec in hook_specs(config.hooks):
         _hang_hook(model, spec, config.path)
     if config.dump_folder:
-        layers = config.dump_layers or range(model.card.num_layers)
+        layers = config.dump_layers or range(model.model_config.num_layers)
         folder = Path(config.dump_folder) / f"rank{rank}-pid{os.getpid()}"
         Dump(model, folder, frozenset(layers)).hang()
 
@@ -170,10 +171,13 @@ class Injection:
         for layer in model.stage:
             given = [arrays.get(f"layers.{layer}.{name}") for name in ("input", "residual")]
             for array in given:
-                if array is not None and array.shape != (len(self._tokens), model.card.hidden_size):
+                if array is not None and array.shape != (
+                    len(self._tokens),
+                    model.model_config.hidden_size,
+                ):
                     raise ConfigError(
                         f"--debug-tensor-dump-input-file: inputs of layer {layer} have the shape "
-                        f"{array.shape}, not {(len(self._tokens), model.card.hidden_size)}"
+                        f"{array.shape}, not {(len(self._tokens), model.model_config.hidden_size)}"
                     )
             if given[0] is not None:
                 rest = None if given[1] is None else torch.from_numpy(given[1])

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step import Chosen, Embedded, StepInputs, Taps
+from banyan.layers.step_inputs import Chosen, Embedded, StepInputs, Taps
 from banyan.messages.plan import SAMPLE
-from banyan.ops.adapters import AdapterTokens
 from banyan.ops.host import sent
+from banyan.ops.lora import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.batch import Batch, Everywhere
@@ -82,7 +82,9 @@ class StepTensors:
         self.carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
         self._taps = taps
         self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
-        self.trails = zeros(max_rows, 2, dtype=torch.int32) if store.trails else None
+        self.rollback_checkpoints = (
+            zeros(max_rows, 2, dtype=torch.int32) if store.rollback_checkpoints else None
+        )
         slots = table.adapters if has_adapters else None
         self._adapters = None if slots is None else slots.room(max_tokens, max_outputs)
         self._fill = self._gather
@@ -90,7 +92,9 @@ class StepTensors:
             self._host = _HostViews(self, table)
             self._few = _FewViews(self._host)
             self._fill = self._fill_on_host
-        self._is_plain = self._adapters is None and self.paths is None and self.trails is None
+        self._is_plain = (
+            self._adapters is None and self.paths is None and self.rollback_checkpoints is None
+        )
 
     def holds(self, batch: Batch) -> bool:
         """The same on all ranks."""
@@ -120,7 +124,7 @@ class StepTensors:
         geometry = StepGeometry(
             *(self.row_starts, self.context_lengths, tuple(views)),
             paths=self.paths,
-            trails=self.trails,
+            rollback_checkpoints=self.rollback_checkpoints,
         )
         states = BoundStates(self._store, geometry)
         bound, carried = attention.bind(geometry), self.carried
@@ -143,8 +147,12 @@ class StepTensors:
         )
         paths = None if self.paths is None else self.paths[:tokens]
         lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
-        trails = None if self.trails is None else self.trails[:rows]
-        geometry = StepGeometry(*lengths, views, paths=paths, trails=trails)
+        rollback_checkpoints = (
+            None if self.rollback_checkpoints is None else self.rollback_checkpoints[:rows]
+        )
+        geometry = StepGeometry(
+            *lengths, views, paths=paths, rollback_checkpoints=rollback_checkpoints
+        )
         return StepInputs(
             tokens=self.tokens[:tokens],
             positions=self.positions[:tokens],
@@ -211,8 +219,11 @@ class StepTensors:
         host.positions[:num_tokens] = batch.positions if batch.branches else positions
         if self.paths is not None:
             enter_paths(self.paths.numpy(), batch)
-        if self.trails is not None:
-            self.trails.numpy()[:num_rows] = batch.trails + (self._store.first_trail, 0)
+        if self.rollback_checkpoints is not None:
+            self.rollback_checkpoints.numpy()[:num_rows] = batch.rollback_checkpoints + (
+                self._store.first_rollback_checkpoint,
+                0,
+            )
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
         if batch.everywhere is not None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
-from banyan.config.card import STATE
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache_spec import LayerCache
 from banyan.messages.plan import PageCopy
+from banyan.model_config.model_config import STATE
 from banyan.runner.host_zeros import private_zeros, viewed
 
 Positions = TypeVar("Positions", int, np.ndarray, Tensor)
@@ -82,10 +82,12 @@ class KVStore:
         device: torch.device,
         is_shared: bool = False,
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
-        trails: int = 0,
+        rollback_checkpoints: int = 0,
     ) -> None:
         self.groups = groups
-        self.trails = trails if any(group.kind == STATE for group in groups) else 0
+        self.rollback_checkpoints = (
+            rollback_checkpoints if any(group.kind == STATE for group in groups) else 0
+        )
         self.caches = tuple(caches)
         self.is_host = device.type == "cpu"
         """The pages lie in memory of the host."""
@@ -107,7 +109,7 @@ class KVStore:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
             tokens = () if group.kind == STATE else (group.page_size,)
-            behind = self.trails if group.kind == STATE else 0
+            behind = self.rollback_checkpoints if group.kind == STATE else 0
             self._group_of[cache.layer] = index
             self._tensors[cache.layer], self.places[cache.layer] = {}, {}
             for name, tensor in cache.tensors.items():
@@ -147,13 +149,13 @@ class KVStore:
                     pages[copy.dst.page].copy_(pages[copy.src.page])
 
     @property
-    def first_trail(self) -> int:
+    def first_rollback_checkpoint(self) -> int:
         """The first of the pages for trails; where there are any."""
         return next(group.num_pages for group in self.groups if group.kind == STATE)
 
-    def go_back(self, pages: Sequence[int], trails: Sequence[int]) -> None:
+    def go_back(self, pages: Sequence[int], rollback_checkpoints: Sequence[int]) -> None:
         """States are what these pages of trails have."""
-        targets, sources = torch.tensor(pages), torch.tensor(trails)
+        targets, sources = torch.tensor(pages), torch.tensor(rollback_checkpoints)
         for group, layout in enumerate(self.groups):
             for held in self._pages_of(group) if layout.kind == STATE else ():
                 held[targets] = held[sources]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.config.schema import DeviceConfig
 from banyan.layers.build import Build
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.platform.base import Lane, Platform
@@ -75,10 +75,10 @@ def open_offload(device: DeviceConfig, platform: Platform) -> Offload | None:
     return Offload(platform, asked, group, of_group, device.offload_ahead)
 
 
-def not_streamed(card: ModelCard) -> ConfigError:
+def not_streamed(model_config: ModelConfig) -> ConfigError:
     """What says so of a model whose blocks are not ours, or none of a decoder."""
     return ConfigError(
-        f"{_FLAGS}: layers of {card.architecture} are not streamed, those of decoders are",
+        f"{_FLAGS}: layers of {model_config.architecture} are not streamed, those of decoders are",
         hint="leave them out, and --model-impl at auto",
     )
 
@@ -106,7 +106,7 @@ class OffloadedBlocks:
             ConfigError: it has no blocks that could be streamed.
         """
         if not isinstance(model, DecoderLM):
-            raise not_streamed(model.card)
+            raise not_streamed(model.model_config)
         seen = Counter(
             id(module)
             for part in (*model.children(), *model.layers.children())

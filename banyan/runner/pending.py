@@ -9,7 +9,7 @@ import numpy as np
 from banyan.base.log import logger
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
 from banyan.runner.batch import Batch
-from banyan.runner.burst import Burst
+from banyan.runner.multi_step import MultiStep
 
 log = logger(__name__)
 
@@ -78,7 +78,7 @@ class Begun:
     plan: StepPlan
     batch: Batch
     failed: dict[int, str]
-    burst: Burst | None = None
+    multi_step: MultiStep | None = None
     chosen: np.ndarray | None = None
     """The experts that its tokens chose in these layers; None where nobody asks."""
 

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.config.card import CLS, MEAN, Pooling
+from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import POOL
+from banyan.model_config.model_config import CLS, MEAN, Pooling
 from banyan.models.base import Model
-from banyan.ops.adapters import AdapterTokens
-from banyan.runner.adapter_slots import AdapterSlots
+from banyan.ops.lora import AdapterTokens
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
 

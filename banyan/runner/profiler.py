@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.base.trace import Marks, Trace
-from banyan.messages.orders import Order, StartProfile
-from banyan.runner.orders import Finish, Said
+from banyan.messages.control_ops import ControlOp, StartProfile
+from banyan.runner.control_ops import Finish, Said
 
 log = logger(__name__)
 
@@ -47,7 +47,7 @@ class Profiler:
         if self._steps == self._most_steps:
             self._end()
 
-    def prepare_start(self, order: Order) -> Finish:
+    def prepare_start(self, order: ControlOp) -> Finish:
         """
         Raises:
             RequestError: it cannot be recorded.
@@ -75,7 +75,7 @@ class Profiler:
 
         return start
 
-    def prepare_stop(self, order: Order) -> Finish:
+    def prepare_stop(self, order: ControlOp) -> Finish:
         """
         Raises:
             RequestError: nothing is recorded, and nothing has been since the last stop.

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
+from banyan.kv_transfer.page_mover import PageMover
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
-from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
-from banyan.runner.rank_doors import Door, Pages, own_pages
-from banyan.runner.shelves import Shelf
-from banyan.transfer.mover import PageMover
+from banyan.runner.page_layout import Shelf
+from banyan.runner.rank_page_access import Door, Pages, own_pages
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ class Ahead:
     def look(self, lookups: list[Lookup]) -> None:
         self._mover.look(lookups)
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         self._mover.obey(orders)
 
-    def ended(self) -> list[CopyResult | Held | RoomNews]:
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
         return self._mover.ended()
 
     def close(self) -> None:

@@ -20,9 +20,12 @@ from torch import Tensor
 from banyan.base.ids import PADDING_SLOT, StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
-from banyan.config.card import FULL, STATE, WINDOW
+from banyan.dp_attention.step_peers import Peers
+from banyan.kv_transfer.page_mover import PageMover
 from banyan.layers.build import Build
-from banyan.layers.cache import numbered_through
+from banyan.layers.cache_spec import numbered_through
+from banyan.lora.pool import LoRAPool
+from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
@@ -39,24 +42,22 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
+from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
+from banyan.moe.returned_experts import told_experts
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
-from banyan.runner.adapter_slots import AdapterSlots
-from banyan.runner.adapters import AdapterRack
 from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
-from banyan.runner.branches import Compaction, branches_of
-from banyan.runner.burst import Burst
-from banyan.runner.expert_told import told_experts
+from banyan.runner.choose_forward import RunnerSizes, open_forward
+from banyan.runner.device_thread import Home
+from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.forward import Forward
-from banyan.runner.home import Home
 from banyan.runner.kvstore import KVStore
-from banyan.runner.open_forward import RunnerSizes, open_forward
-from banyan.runner.peers import Peers
+from banyan.runner.multi_step import MultiStep
 from banyan.runner.pending import Begun, PendingStep, after, failed
 from banyan.runner.pooling import Pooler
 from banyan.runner.rank_pages import copy_after
@@ -65,10 +66,9 @@ from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
 from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.beside import DraftModel, open_beside
+from banyan.runner.speculative.draft_model import DraftModel, open_beside
 from banyan.runner.speculative.drafting import Drafting, Verified
 from banyan.runner.speculative.target import TargetStep
-from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
 
@@ -98,30 +98,35 @@ class ModelRunner:
         open_mover: Callable[[KVStore], PageMover | None] | None = None,
         open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
         draft: DraftModel | None = None,
-        rack: AdapterRack | None = None,
+        lora_pool: LoRAPool | None = None,
     ) -> None:
-        card, device = model.card, build.device
+        model_config, device = model.model_config, build.device
         self.platform = platform or CpuPlatform()
         self._build = build
         self._device = device
         self._ranks = build.groups.world
         self._table = SlotTable(
-            *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
+            *(sizes.max_slots, sizes.max_length, model_config.vocab_size, sizes.groups, device),
             is_drafting=open_drafter is not None,
             adapters=None
-            if rack is None
-            else AdapterSlots(sizes.max_slots + 1, rack, build.groups),
-            bursts=sizes.burst > 1,
+            if lora_pool is None
+            else AdapterSlots(sizes.max_slots + 1, lora_pool, build.groups),
+            multi_steps=sizes.multi_step > 1,
         )
         beside = [] if draft is None else draft.model.caches
         caches = numbered_through([model.caches, beside])
         can_go_back = self.platform.traits.is_host and not sizes.branching
-        trails = sizes.draft_room if open_drafter is not None and can_go_back else 0
+        rollback_checkpoints = sizes.draft_room if open_drafter is not None and can_go_back else 0
         self.store = KVStore(
-            sizes.groups, caches, device, sizes.shares_pages, self.platform.stream, trails
+            sizes.groups,
+            caches,
+            device,
+            sizes.shares_pages,
+            self.platform.stream,
+            rollback_checkpoints,
         )
         self.mover = None if open_mover is None else open_mover(self.store)
-        self._card = card
+        self._model_config = model_config
         taps = () if draft is None or draft.reads is None else draft.reads.taps
         reads_all = sizes.reads_all or (draft is not None and draft.reads is not None and not taps)
         self._sizes = replace(sizes, taps=taps, reads_all=reads_all)
@@ -130,7 +135,7 @@ class ModelRunner:
         """An eventfd by which running plans wake the loop; None = nobody listens."""
         self.marks = Marks("runner")
         """Of the thread that launches; what a profiler records."""
-        self._sampler = Sampler(self._table, card.vocab_size, build.ops)
+        self._sampler = Sampler(self._table, model_config.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._drafting = None
         self._ran = TargetStep(bool(taps))
@@ -144,7 +149,7 @@ class ModelRunner:
             drafter = open_drafter(partial(open_beside, *whole))
             mine = (self._table, self._ran, self.store, compaction, sizes.branching)
             self._drafting = Drafting(drafter, *mine)
-        self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
+        self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
         self._peers: Peers | None = None
         joint = build.groups.joint
         if joint is not None:
@@ -156,8 +161,8 @@ class ModelRunner:
         """Run `model`, of the same card, from the next step on."""
         self.platform.synchronize()
         self.model: Model | None = model
-        card = self._card
-        usual = "encoder" if card.is_encoder else "reference"
+        model_config = self._model_config
+        usual = "encoder" if model_config.is_encoder else "reference"
         backend = self._sizes.attention or usual
         attention = BACKENDS.load(backend)(self._build.ops, self.store)
         with self.platform.stream():
@@ -167,8 +172,8 @@ class ModelRunner:
             )
         self.platform.synchronize()
         self._pooler = None
-        if card.pooling is not None:
-            self._pooler = Pooler(card.pooling, model, self._table.adapters)
+        if model_config.pooling is not None:
+            self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
 
     def drop_model(self) -> None:
         """Let go of the model; no rows can run until another one is taken."""
@@ -198,13 +203,13 @@ class ModelRunner:
             copies=True,
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE, PEER),
             drafts=self._drafting is not None,
-            goes_back=self.store.trails > 0,
+            goes_back=self.store.rollback_checkpoints > 0,
             peers=self._peers is not None,
             adapters=self._table.adapters is not None,
             text=self._pooler is None,
             vectors=self._pooler is not None,
             hidden=True,
-            bursts=self._forward.is_recorded
+            multi_steps=self._forward.is_recorded
             and self._pooler is None
             and self._drafting is None
             and self._ranks.size == 1,
@@ -233,9 +238,9 @@ class ModelRunner:
         recorder.ring_next(self.bell)
         return True
 
-    def hurry(self, step: StepId) -> None:
-        """Bursts of plans up to this one end with the step that runs; from any thread."""
-        self._forward.hurry(step)
+    def interrupt(self, step: StepId) -> None:
+        """MultiSteps of plans up to this one end with the step that runs; from any thread."""
+        self._forward.interrupt(step)
 
     def told(self, step: StepId) -> dict[int, bytes] | None:
         """What the rows of the burst that runs have sampled so far: index in the plan -> int32 ids;
@@ -282,8 +287,8 @@ class ModelRunner:
             return Begun(plan, batch, failed)
         if carry is not None:
             batch = replace(batch, carried=carry(batch))
-        burst, watch = self._run(batch, plan), self._build.watch
-        return Begun(plan, batch, failed, burst, None if watch is None else watch.chosen)
+        multi_step, watch = self._run(batch, plan), self._build.watch
+        return Begun(plan, batch, failed, multi_step, None if watch is None else watch.chosen)
 
     def left(self, begun: Begun) -> Tensor:
         """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
@@ -295,12 +300,12 @@ class ModelRunner:
 
     def end(self, begun: Begun, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         """Sample, and read out what else is wanted; what then gives the result."""
-        plan, batch, failed, burst = begun.plan, begun.batch, begun.failed, begun.burst
+        plan, batch, failed, multi_step = begun.plan, begun.batch, begun.failed, begun.multi_step
         sampled, scores, verified, vectors, hidden = None, None, None, None, None
         if begun.has_run:
             sampled, scores, verified = self._read_out(plan, batch, mask_of)
-            if burst is not None:
-                self._table.grow(batch.to_slots, burst.steps - 1)
+            if multi_step is not None:
+                self._table.grow(batch.to_slots, multi_step.steps - 1)
             if self._drafting is not None and verified is not None:
                 self._drafting.draft(batch, verified, len(plan.rows))
             if self._pooler is not None:
@@ -308,9 +313,9 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
             if begun.chosen is not None:
-                told = told_experts(self._build.watch, begun.chosen, batch, self._card)
+                told = told_experts(self._build.watch, begun.chosen, batch, self._model_config)
                 hidden = (hidden or {}) | told
-        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
+        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, multi_step)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self.platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
@@ -318,18 +323,18 @@ class ModelRunner:
         self.marks.end("read out")
         return lambda: result
 
-    def _run(self, batch: Batch, plan: StepPlan) -> Burst | None:
+    def _run(self, batch: Batch, plan: StepPlan) -> MultiStep | None:
         """The forward pass; with its ops, one after another, while a trace is recorded. What comes
         before the last step of a burst."""
         times: list[OpTime] = []
         trace = self.marks.trace
         self._forward.watch = None if trace is None else times.extend
-        burst = None
+        multi_step = None
         if plan.steps > 1:
             steps = min(row.count for row in plan.rows)
             bell = -1 if self.bell is None else self.bell
-            burst = self._forward.burst(batch, steps, plan.step, plan.tell, bell)
-        if burst is None:
+            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.tell, bell)
+        if multi_step is None:
             self._forward.run(batch)
         if self._build.watch is not None:
             self._build.watch.ran(batch.positions)
@@ -338,9 +343,9 @@ class ModelRunner:
             if trace is not None and at:
                 trace.add("ops", stage.name, at, stage.seconds, bytes=stage.bytes)
             at += stage.seconds
-        return burst
+        return multi_step
 
-    def _admit(self, rows: list[Row], in_burst: bool) -> tuple[Batch, dict[int, str]]:
+    def _admit(self, rows: list[Row], in_multi_step: bool) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""
         good: list[tuple[int, Row]] = []
         failed: dict[int, str] = {}
@@ -355,7 +360,7 @@ class ModelRunner:
                 if agreed:  # the others count on so many tokens
                     good.append((index, Row(PADDING_SLOT, 0, row.count)))
             else:
-                if in_burst:  # of which each step runs one position
+                if in_multi_step:  # of which each step runs one position
                     exact = msgspec.structs.replace(exact, count=1, drafts=0)
                 good.append((index, exact))
                 spare += row.count - exact.count if agreed else 0
@@ -370,11 +375,11 @@ class ModelRunner:
         self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
     ) -> tuple[Sampled | None, Scores | None, Verified | None]:
         """Sample, verify and score; logits are made only for the positions that need them."""
-        sheet, scores = None, None
+        builder, scores = None, None
         if batch.wanted & SCORE:
-            sheet = ScoreSheet.of(batch, self._table)
-            scores = Scores(sheet, batch, self._table, self._device, self._build.ops)
-        self._score_known(batch, sheet, scores)
+            builder = ScoreSheet.of(batch, self._table)
+            scores = Scores(builder, batch, self._table, self._device, self._build.ops)
+        self._score_known(batch, builder, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._peers is None or not self._peers.has_outputs):
             return None, scores, self._verify(batch, None)
@@ -386,11 +391,11 @@ class ModelRunner:
             sampled = self._sample(plan, batch, logits, mask_of)
         here = sampled if self._drafting is None else sampled.fetched(self.platform)
         verified = self._verify(batch, here)
-        if sheet is None or scores is None:
+        if builder is None or scores is None:
             return here, None, verified
-        entries = np.flatnonzero(sheet.is_sampled)
+        entries = np.flatnonzero(builder.is_sampled)
         if len(entries):
-            rows = batch.outputs_at(sheet.row[entries], sheet.position[entries])
+            rows = batch.outputs_at(builder.row[entries], builder.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
             chosen = sent(rows, self._device)
@@ -407,15 +412,15 @@ class ModelRunner:
             self._table.grow(batch.to_slots)
         return None
 
-    def _score_known(self, batch: Batch, sheet: ScoreSheet | None, scores: Scores | None) -> None:
+    def _score_known(self, batch: Batch, builder: ScoreSheet | None, scores: Scores | None) -> None:
         """Score the tokens that were there before the step, a bounded number of logits at once."""
-        known = np.zeros(0, np.int64) if sheet is None else np.flatnonzero(~sheet.is_sampled)
+        known = np.zeros(0, np.int64) if builder is None else np.flatnonzero(~builder.is_sampled)
         for part in self._rounds(len(known)):
             entries = known[part]
-            if sheet is None or scores is None or not len(entries):
+            if builder is None or scores is None or not len(entries):
                 self._forward.logits(entries)  # those of other replicas
                 continue
-            row, position = sheet.row[entries], sheet.position[entries]
+            row, position = builder.row[entries], builder.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
             where = np.stack([batch.slots[row], position])
@@ -486,7 +491,7 @@ class Outcome:
     vectors: Tensor | None
     hidden: dict[int, Tensor]
     verified: Verified | None = None
-    burst: Burst | None = None
+    multi_step: MultiStep | None = None
 
     def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
         """Begin to bring its tensors to the host: tokens and best, unless they are there, then
@@ -534,8 +539,8 @@ def _result(
     if sampled is not None:
         indices = batch.indices[batch.sampling].tolist()
         stands = [True] * len(indices) if verified is None else verified.stands.tolist()
-        if outcome.burst is not None:
-            for index, earlier in zip(indices, outcome.burst.earlier, strict=True):
+        if outcome.multi_step is not None:
+            for index, earlier in zip(indices, outcome.multi_step.earlier, strict=True):
                 tokens[index] = earlier.tobytes()
         if sampled.here is not None:
             ids, best = sampled.here

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from banyan.base.ids import SlotId
+from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host import sent
 from banyan.ops.sampling import PARAMS, params_tensor
-from banyan.runner.adapter_slots import AdapterSlots
 from banyan.runner.host_zeros import zeros
 from banyan.runner.kvstore import GroupLayout
 
@@ -49,10 +49,10 @@ class SlotTable:
         device: torch.device,
         is_drafting: bool = False,
         adapters: AdapterSlots | None = None,
-        bursts: bool = False,
+        multi_steps: bool = False,
     ) -> None:
         slots = max_slots + 1
-        self._has_bursts = bursts
+        self._has_multi_step = multi_steps
         self.adapters = adapters
         self.max_slots = max_slots
         self.max_length = max_length
@@ -69,7 +69,7 @@ class SlotTable:
         self.drafts: dict[int, list[int]] = {}
         """Slot -> what a drafter makes of its tokens: what may come after the last known one."""
         self.parents: dict[int, list[int]] = {}
-        """Slot -> the parent of each of them, where they branch (base/branches.py)."""
+        """Slot -> the parent of each of them, where they branch (base/draft_tree.py)."""
         self._is_drafting = is_drafting
         self._brought = [0] * slots
         """Tokens that joins and `given` brought; rows of others start where the slot ends."""
@@ -210,7 +210,7 @@ class SlotTable:
         slot = row.slot
         if slot not in self._joins:
             raise RowError(self._refused.get(slot, f"slot {slot}: {_NO_JOIN}"))
-        if row.drafts and not (self._is_drafting or self._has_bursts):
+        if row.drafts and not (self._is_drafting or self._has_multi_step):
             raise RowError(f"the row brings {row.drafts} drafts; no drafter is configured")
         if row.count <= row.drafts or row.start < 0:
             raise RowError(
@@ -220,7 +220,7 @@ class SlotTable:
             self._write(slot, row.start, np.frombuffer(row.given, np.int32))
             self.known[slot] = self._brought[slot] = row.start + len(row.given) // 4
             self._drop_drafts(slot)
-        if self._is_drafting or self._has_bursts:
+        if self._is_drafting or self._has_multi_step:
             row = self._exact(row)
         known, end = self.known[slot], row.start + row.count
         if end - row.drafts > known:

@@ -22,5 +22,5 @@ class BoundStates:
         view = self.step.groups[self.store.group_of(layer)]
         pages = view.page_tables[:, 0]
         lengths = (self.step.row_starts, self.step.context_lengths)
-        rows = StateRows(pages, *lengths, self.step.trails)
+        rows = StateRows(pages, *lengths, self.step.rollback_checkpoints)
         return self.store.tensors(layer), rows

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 
 from banyan.base.errors import ConfigError
-from banyan.messages.orders import AttachStore, DetachStore, Order
-from banyan.runner.orders import Finish, Said
-from banyan.transfer.base import Store
-from banyan.transfer.mover import Mover
+from banyan.kv_transfer.page_mover import Mover
+from banyan.kv_transfer.store import Store
+from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
+from banyan.runner.control_ops import Finish, Said
 
 OpenStore = Callable[[str, dict[str, object]], Store]
 """Opens a store by its name and its own options; ConfigError when that cannot be."""
@@ -31,7 +31,7 @@ class StoreSwitch:
         self._unused: Store | None = None
         """Opened for an order that another rank could not carry out."""
 
-    def prepare_attach(self, order: Order) -> Finish:
+    def prepare_attach(self, order: ControlOp) -> Finish:
         """Open the store, which changes nothing yet.
 
         Raises:
@@ -54,7 +54,7 @@ class StoreSwitch:
 
         return attach
 
-    def prepare_detach(self, order: Order) -> Finish:
+    def prepare_detach(self, order: ControlOp) -> Finish:
         assert isinstance(order, DetachStore)
         self._close_unused()
 
@@ -72,6 +72,6 @@ class StoreSwitch:
             store.close()
 
 
-def prepare_beside(order: Order) -> Finish:
+def prepare_beside(order: ControlOp) -> Finish:
     """On a rank other than 0, whose pages rank 0 maps since the start."""
     return lambda: Said("")

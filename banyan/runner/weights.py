@@ -1,5 +1,5 @@
-"""Holdings: the weights and pages that one rank's runner holds, and how they come and go while it
-lives. Knows files and tensors; when anything changes is the engine's business.
+"""LoadedWeights: the weights and pages that one rank's runner holds, and how they come and go
+while it lives. Knows files and tensors; when anything changes is the engine's business.
 """
 
 import gc
@@ -13,36 +13,36 @@ import torch
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
-from banyan.config.schema import ModelConfig
+from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
-from banyan.messages.orders import (
+from banyan.lora.load import open_projections
+from banyan.messages.control_ops import (
     KV_CACHE,
     MEMORY_TAGS,
     WEIGHTS,
-    Order,
+    ControlOp,
     ReadWeight,
     ReleaseMemory,
     ResumeMemory,
     TakeWeights,
 )
-from banyan.models.ahead import AheadLM
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.dflash import BlockLM
 from banyan.models.eagle import Eagle3LM, EagleLM
-from banyan.models.foreign import load_foreign
-from banyan.models.weights.adapters import open_projections
-from banyan.models.weights.ahead import load_ahead
+from banyan.models.mtp import MTPModel
+from banyan.models.transformers_model import load_foreign
 from banyan.models.weights.custom import Transform, load_transforms
 from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
+from banyan.models.weights.mtp import load_ahead
 from banyan.models.weights.reader import stamp_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
+from banyan.runner.control_ops import Finish, Said
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
-from banyan.runner.orders import Finish, Said
 from banyan.runner.runner import ModelRunner
 
 log = logger(__name__)
@@ -52,16 +52,16 @@ _MOST_NUMBERS = 1 << 21
 """Of one tensor that are told at once."""
 
 
-def transforms_of(config: ModelConfig, card: ModelCard) -> list[Transform]:
+def transforms_of(config: LoadConfig, model_config: ModelConfig) -> list[Transform]:
     """What is made of the checkpoint's tensors before the model takes them, in order."""
-    own = load_transforms(config.loader_functions, card.path)
-    return [*own, torchao_transform(config.torchao, card)] if config.torchao else own
+    own = load_transforms(config.loader_functions, model_config.path)
+    return [*own, torchao_transform(config.torchao, model_config)] if config.torchao else own
 
 
 def load_weights(
-    config: ModelConfig, card: ModelCard, build: Build, offload: Offload | None = None
+    config: LoadConfig, model_config: ModelConfig, build: Build, offload: Offload | None = None
 ) -> Model:
-    """This rank's share of the model at `card.path`.
+    """This rank's share of the model at `model_config.path`.
 
     Args:
         offload: which of it lies in memory of the host; None = nothing.
@@ -73,15 +73,15 @@ def load_weights(
     with _lone_torch(build.ops):
         if config.implementation == "transformers":
             if offload is not None:
-                raise not_streamed(card)
-            return load_foreign(card, build, config.load_format)
+                raise not_streamed(model_config)
+            return load_foreign(model_config, build, config.load_format)
         model = load_model(
-            card,
+            model_config,
             build,
             config.load_format,
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
-            transforms=transforms_of(config, card),
+            transforms=transforms_of(config, model_config),
             watch=blocks,
         )
     if blocks is not None:
@@ -96,48 +96,54 @@ def load_weights(
 
 
 def load_the_ahead(
-    config: ModelConfig, card: ModelCard, model: Model, build: Build, page_size: int
-) -> AheadLM:
+    config: LoadConfig, model_config: ModelConfig, model: Model, build: Build, page_size: int
+) -> MTPModel:
     """This rank's share of the layer that drafts for `model`, from its checkpoint."""
     with _lone_torch(build.ops):
         return load_ahead(
-            *(card, model, build, page_size, config.load_format),
+            *(model_config, model, build, page_size, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
-            transforms=transforms_of(config, card),
+            transforms=transforms_of(config, model_config),
         )
 
 
 def load_the_eagle(
-    config: ModelConfig,
-    card: ModelCard,
+    config: LoadConfig,
+    model_config: ModelConfig,
     model: Model,
     build: Build,
     page_size: int,
-    served: ModelConfig,
+    served: LoadConfig,
 ) -> EagleLM | Eagle3LM:
     """This rank's share of a model that was trained to draft for `model`, which was loaded as
     `served` says."""
     with _lone_torch(build.ops):
         eagle = load_eagle(
-            *(card, model, build, page_size, config.load_format),
+            *(model_config, model, build, page_size, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
         )
-        if card.eagle is not None and card.eagle.tokens and isinstance(eagle, EagleLM):
+        if (
+            model_config.eagle is not None
+            and model_config.eagle.tokens
+            and isinstance(eagle, EagleLM)
+        ):
             narrow_the_head(
-                *(eagle, model.card, card.eagle.tokens, build, served.load_format),
+                *(eagle, model.model_config, model_config.eagle.tokens, build, served.load_format),
                 is_mapped=not served.disable_mmap,
-                transforms=transforms_of(served, model.card),
+                transforms=transforms_of(served, model.model_config),
             )
         return eagle
 
 
-def load_the_blocks(config: ModelConfig, card: ModelCard, model: Model, build: Build) -> BlockLM:
+def load_the_blocks(
+    config: LoadConfig, model_config: ModelConfig, model: Model, build: Build
+) -> BlockLM:
     """This rank's share of a model that drafts blocks for `model`."""
     with _lone_torch(build.ops):
         return load_dflash(
-            *(card, model, build, config.load_format),
+            *(model_config, model, build, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
         )
@@ -152,8 +158,8 @@ def _settle_memory() -> None:
     give_back()
 
 
-class Holdings:
-    """Takes, releases and resumes, each in two phases (runner/orders.py).
+class LoadedWeights:
+    """Takes, releases and resumes, each in two phases (runner/control_ops.py).
 
     Args:
         config: how weights are read.
@@ -164,8 +170,8 @@ class Holdings:
 
     def __init__(
         self,
-        config: ModelConfig,
-        card: ModelCard,
+        config: LoadConfig,
+        model_config: ModelConfig,
         build: Build,
         runner: ModelRunner,
         may_release: bool = False,
@@ -173,14 +179,14 @@ class Holdings:
     ) -> None:
         self._offload = offload
         self._config = config
-        self._card = card
+        self._model_config = model_config
         self._build = build
         self._runner = runner
-        self._stamp = self._stamp_of(config, card)
+        self._stamp = self._stamp_of(config, model_config)
         self._may_release = may_release
         self._released: list[str] = []
 
-    def prepare_take(self, order: Order) -> Finish:
+    def prepare_take(self, order: ControlOp) -> Finish:
         """Load the weights of another folder or file. Both are in memory for a moment: a checkpoint
         that cannot be read changes nothing.
 
@@ -188,10 +194,10 @@ class Holdings:
             ModelError, ConfigError: no such checkpoint, or one of another architecture or size.
         """
         assert isinstance(order, TakeWeights)
-        card = self._card_at(order.path)
-        config = replace(self._config, load_format="auto", path=card.path)
-        stamp = self._stamp_of(config, card)
-        loaded = [load_weights(config, card, self._build, self._offload)]
+        model_config = self._model_config_at(order.path)
+        config = replace(self._config, load_format="auto", path=model_config.path)
+        stamp = self._stamp_of(config, model_config)
+        loaded = [load_weights(config, model_config, self._build, self._offload)]
 
         def take() -> Said:
             if order.is_trial:
@@ -199,7 +205,7 @@ class Holdings:
                 _settle_memory()
                 return Said("The weights can be taken.")
             self._runner.take_model(loaded.pop())
-            self._config, self._card = config, card
+            self._config, self._model_config = config, model_config
             self._stamp = stamp
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             _settle_memory()
@@ -210,7 +216,7 @@ class Holdings:
 
         return take
 
-    def prepare_release(self, order: Order) -> Finish:
+    def prepare_release(self, order: ControlOp) -> Finish:
         """
         Raises:
             RequestError: a tag that nothing has, or what is released already or cannot come back.
@@ -239,7 +245,7 @@ class Holdings:
 
         return release
 
-    def prepare_resume(self, order: Order) -> Finish:
+    def prepare_resume(self, order: ControlOp) -> Finish:
         """
         Raises:
             RequestError: a tag that nothing has.
@@ -250,7 +256,9 @@ class Holdings:
         loaded: list[Model] = []
         if WEIGHTS in tags:
             self._require_same_files()
-            loaded.append(load_weights(self._config, self._card, self._build, self._offload))
+            loaded.append(
+                load_weights(self._config, self._model_config, self._build, self._offload)
+            )
 
         def resume() -> Said:
             if loaded:
@@ -261,7 +269,7 @@ class Holdings:
 
         return resume
 
-    def prepare_read(self, order: Order) -> Finish:
+    def prepare_read(self, order: ControlOp) -> Finish:
         """Rank 0 reads; the others would find the same.
 
         Raises:
@@ -274,8 +282,8 @@ class Holdings:
             raise ConfigError("random weights have no names", hint="serve a checkpoint")
         self._require_same_files()
         config = self._config
-        transforms = transforms_of(config, self._card)
-        tensors = tensors_of(self._card, not config.disable_mmap, transforms)
+        transforms = transforms_of(config, self._model_config)
+        tensors = tensors_of(self._model_config, not config.disable_mmap, transforms)
         body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
         return lambda: Said("", body)
 
@@ -284,21 +292,22 @@ class Holdings:
         Raises:
             ModelError, ConfigError: the files are not those that the weights were read from.
         """
-        if self._stamp_of(self._config, self._card) != self._stamp:
+        if self._stamp_of(self._config, self._model_config) != self._stamp:
             raise ConfigError(
-                f"the files at {printable(self._card.path)!r} are not those that the weights were "
+                f"the files at {printable(self._model_config.path)!r} are not those that the "
+                "weights were "
                 "read from",
                 hint="POST /update_weights_from_disk takes what is there",
             )
 
     @staticmethod
-    def _stamp_of(config: ModelConfig, card: ModelCard) -> list[tuple[str, int, int]]:
-        return [] if config.load_format == "dummy" else stamp_of(card)
+    def _stamp_of(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
+        return [] if config.load_format == "dummy" else stamp_of(model_config)
 
-    def _card_at(self, path: str) -> ModelCard:
+    def _model_config_at(self, path: str) -> ModelConfig:
         """The card of the checkpoint at `path`, which must be of this model."""
-        config, mine = self._config, self._card
-        found = read_card(
+        config, mine = self._config, self._model_config
+        found = read_model_config(
             path, overrides=config.overrides, is_foreign=config.implementation == "transformers"
         )
         same = replace(

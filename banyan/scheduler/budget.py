@@ -82,7 +82,7 @@ class Limits:
         paid_drafts: drafting takes time and pages of its own, so no more is drafted than is asked.
         fixed_drafts: as many are made and verified as may be, whatever they bring and cost.
         draft_room: drafts of one step, over all rows.
-        burst: decode steps that one plan may hold (scheduler/burst.py).
+        burst: decode steps that one plan may hold (scheduler/multi_step.py).
         conservativeness: scales the new-token ratio.
         growth: what that ratio is made of.
         priorities: who goes before whom.
@@ -108,13 +108,13 @@ class Limits:
     max_prompts: int = 0
     growth: Growth = Growth()
     draft_room: int = DRAFT_ROOM
-    burst: int = 1
+    multi_step: int = 1
     micro_batch: int = 0
 
     @property
     def starts_are_bounds(self) -> bool:
         """Rows in flight may yield fewer tokens than planned."""
-        return self.drafts > 0 or self.burst > 1
+        return self.drafts > 0 or self.multi_step > 1
 
 
 class NewTokenRatio:

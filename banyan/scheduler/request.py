@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
-from banyan.memory.cache import TOKEN_BYTES, Lease
-from banyan.memory.loads import Load
+from banyan.kv_cache.cache import TOKEN_BYTES, Lease
+from banyan.kv_cache.loads import Load
 from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
@@ -155,7 +155,7 @@ class Request:
         self.next_drafts: list[int] = []
         """Its drafts, when it has told them."""
         self.next_parents: list[int] = []
-        """What each of them follows, where they branch (base/branches.py)."""
+        """What each of them follows, where they branch (base/draft_tree.py)."""
         self.draft_share = -1.0
         """Share of its drafts that come true, the last ones above all; -1 = none has been seen."""
         self.drafts = DraftCounts()
@@ -164,7 +164,8 @@ class Request:
         self.watched = 0
         """Rows for which a draft is made to see whether drafts would be worth their time."""
         self.jumps_at = 0
-        """Once so many tokens are known; none is sampled past them before (scheduler/jump.py)."""
+        """Once so many tokens are known; none is sampled past them before
+        (scheduler/jump_forward.py)."""
         self.has_jumped = False
         """The newest tokens are not the runner's own: the next row gives them to it."""
         self.given_after = NO_STEP
@@ -181,15 +182,15 @@ class Request:
         self.admitted_s = -1.0
         self.cached_tokens = 0
         self.cache_miss = ""
-        """Why there were no more of them (memory/misses.py)."""
+        """Why there were no more of them (kv_cache/misses.py)."""
         self.missed_eviction = 0
         """Which eviction took them; 0 = none."""
         self.stored_tokens = 0
         """How many of the cached ones came from the store."""
         self.fetch: Fetch | None = None
-        """What it looks for in the store (scheduler/fetch.py)."""
+        """What it looks for in the store (scheduler/hicache_fetch.py)."""
         self.taking: Taking | None = None
-        """What another server hands over (scheduler/handoff.py)."""
+        """What another server hands over (disaggregation/scheduling.py)."""
         self.retractions = 0
         self.is_suspect = False
         """Was part of a step that failed as a whole; runs alone until it proves itself."""

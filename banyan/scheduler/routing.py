@@ -2,7 +2,7 @@
 
 `total_requests` and `total_tokens` choose the replica with the least of it, the first of equals.
 The rest is for a router of servers, which draws its own lots and remembers prompts
-(`scheduler/prefixes.py`); indices are positions among the servers that can take the request.
+(`scheduler/prefix_hashes.py`); indices are positions among the servers that can take the request.
 """
 
 import hashlib

@@ -8,8 +8,11 @@ from array import array
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
+from banyan.disaggregation.scheduling import open_rooms
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.memory.cache import KVCache, Match
+from banyan.kv_cache.cache import KVCache, Match
+from banyan.lora.scheduling import Adapters, has_place
+from banyan.messages.disaggregation import HandOff, KVTransferEvent, RoomLost
 from banyan.messages.plan import (
     CopyResult,
     Join,
@@ -18,23 +21,20 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.messages.requests import Generate
-from banyan.messages.rooms import HandOff, RoomLost, RoomNews
-from banyan.scheduler.adapters import Adapters, has_place
-from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims, why_no_more
-from banyan.scheduler.answers import Answers
+from banyan.pipeline.micro_batches import StageShare
+from banyan.scheduler.admission import may_enter, prefix_of, reserve, victims, why_no_more
 from banyan.scheduler.budget import Limits, NewTokenRatio
-from banyan.scheduler.burst import steps_of_a_burst
-from banyan.scheduler.door import check_request
-from banyan.scheduler.fetch import Fetcher
-from banyan.scheduler.handoff import open_rooms
-from banyan.scheduler.order import QueueOrder
+from banyan.scheduler.fair_queue import Turns, end_overdue
+from banyan.scheduler.hicache_fetch import Fetcher
+from banyan.scheduler.multi_step import steps_of_a_multi_step
+from banyan.scheduler.outputs import Answers
+from banyan.scheduler.queue_limits import check_request
+from banyan.scheduler.queue_order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
-from banyan.scheduler.roster import Roster
-from banyan.scheduler.rows import Planned, RowPlanner
-from banyan.scheduler.sheet import PlanSheet
+from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.row_planner import Planned, RowPlanner
 from banyan.scheduler.speculation import Speculation
-from banyan.scheduler.stages import StageShare
-from banyan.scheduler.turns import Turns, end_overdue
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
 
 class Scheduler:
@@ -45,8 +45,8 @@ class Scheduler:
         limits: what may not be exceeded.
         order: in which order waiting requests are tried.
         grammars: compiles `Generate.grammar`; None when there is no backend.
-        role: GIVES or TAKES of scheduler/handoff.py; "" = prompts are computed and continued here.
-        adapters: which there are; None where requests may name none.
+        role: GIVES or TAKES of disaggregation/scheduling.py; "" = prompts are computed and
+        continued here. adapters: which there are; None where requests may name none.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         has_stages = limits.token_gap > 0
-        self.roster = Roster(cache, limits.max_running, limits.drafts > 0, has_stages)
-        self.counters = self.roster.counters
+        self.request_table = RequestTable(cache, limits.max_running, limits.drafts > 0, has_stages)
+        self.counters = self.request_table.counters
         self._order = order
         self._turns = Turns(limits.priorities.max_wait_s)
         self._grammars = grammars
@@ -72,8 +72,8 @@ class Scheduler:
         self.fetcher = Fetcher(cache)
         self.rooms = open_rooms(role, cache, limits.chunk_tokens)
         if self.rooms is not None:
-            self.roster.on_end = self.rooms.ended
-        self._answers = Answers(cache, self.roster, self.rooms, limits.depth)
+            self.request_table.on_end = self.rooms.ended
+        self._answers = Answers(cache, self.request_table, self.rooms, limits.depth)
         self.speculation: Speculation | None = None
         if limits.drafts:
             paid, fixed = limits.paid_drafts, limits.fixed_drafts
@@ -91,7 +91,7 @@ class Scheduler:
     def submit(self, generate: Generate, now: float) -> None:
         """Queue a request, or answer at once why not."""
         try:
-            check_request(generate, self.roster, self.cache, self.limits, self.adapters)
+            check_request(generate, self.request_table, self.cache, self.limits, self.adapters)
             if self.adapters is not None:
                 generate = self.adapters.received(generate)
             if self.rooms is not None:
@@ -100,7 +100,7 @@ class Scheduler:
         except RequestError as error:
             if self.rooms is not None:
                 self.rooms.refused(generate)
-            self.roster.refuse(generate.request, error.status, str(error), error.code)
+            self.request_table.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
         priority = self.limits.priorities.of(generate.priority)
@@ -108,26 +108,26 @@ class Scheduler:
         if self.cache.is_apart:
             namespace += self._arrivals.to_bytes(8, "little")
         request = Request(generate, grammar, priority, now, self._arrivals, namespace)
-        self._turns.join(request, self.roster.alive())
-        self.roster.add(request)
+        self._turns.join(request, self.request_table.alive())
+        self.request_table.add(request)
         self.fetcher.begin(request, now)
         if self.rooms is not None:
             self.rooms.begin(request)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request at any state; unknown ids have ended already."""
-        request = self.roster.find(request_id)
+        request = self.request_table.find(request_id)
         if request is not None:
-            self.roster.finish(request, "abort", now)
+            self.request_table.finish(request, "abort", now)
         elif self.rooms is not None:
             self.rooms.abandon(request_id)
 
     def stop_at(self, request_id: RequestId, length: int, now: float) -> None:
         """The front found a stop text: keep `length` output tokens."""
-        request = self.roster.find(request_id)
+        request = self.request_table.find(request_id)
         if request is not None:
             keep = max(0, min(length, request.output_len))
-            self.roster.finish(request, "stop", now, cut_at=request.prompt_len + keep)
+            self.request_table.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
     def end_copies(self, result: CopyResult) -> None:
         self.fetcher.read(len(result.ids), result.seconds)
@@ -135,7 +135,7 @@ class Scheduler:
         if self.rooms is not None:
             self.rooms.copies_ended()
 
-    def hear(self, news: RoomNews, now: float) -> None:
+    def hear(self, news: KVTransferEvent, now: float) -> None:
         """What has become of a room."""
         request = None if self.rooms is None else self.rooms.hear(news)
         if request is None:
@@ -144,55 +144,59 @@ class Scheduler:
             request.cached_tokens = news.cached_tokens
             self._answers.take(request, array("i", news.tokens), news.scores, now)
         elif isinstance(news, RoomLost):
-            self.roster.fail(request, news.status, news.text, news.code)
+            self.request_table.fail(request, news.status, news.text, news.code)
 
     def flush(self, keeps_pins: bool = False) -> bool:
         """Empty the cache; False (and nothing done) while requests hold pages of it."""
         if not keeps_pins:
             self.cache.pins.let_go()
-        if self.roster.running or any(request.flights for request in self.roster.waiting):
+        if self.request_table.running or any(
+            request.flights for request in self.request_table.waiting
+        ):
             return False
         self.cache.flush()
         return True
 
     # -- a step -------------------------------------------------------------------------------
 
-    def schedule(self, step: StepId, now: float) -> PlanSheet:
+    def schedule(self, step: StepId, now: float) -> StepPlanBuilder:
         """What step `step` should do; a sheet without work is not launched."""
         self._now = now
         limits = self.limits
-        end_overdue(self.roster, limits, now)
-        self.roster.free_lingering()
+        end_overdue(self.request_table, limits, now)
+        self.request_table.free_lingering()
         self.cache.pins.expire(now)
-        sheet = PlanSheet(
-            *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
-            *(len(self.roster.running), limits.draft_room),
+        builder = StepPlanBuilder(
+            *(step, self.request_table.leaves, limits.chunk_tokens, limits.max_prompts),
+            *(len(self.request_table.running), limits.draft_room),
         )
         if self.rooms is not None:
-            roster = self.roster
-            self.rooms.go_on(roster.running, roster.waiting, len(roster.free_slots))
+            request_table = self.request_table
+            self.rooms.go_on(
+                request_table.running, request_table.waiting, len(request_table.free_slots)
+            )
         suspect = self._suspect()
         if suspect is not None:
-            self._run_alone(suspect, sheet)
+            self._run_alone(suspect, builder)
         else:
             self._preempt()
-            sheet.steps, sheet.tell = steps_of_a_burst(self.roster, limits)
-            self._plan_running(sheet)
-            self._admit(sheet)
+            builder.steps, builder.tell = steps_of_a_multi_step(self.request_table, limits)
+            self._plan_running(builder)
+            self._admit(builder)
         # What goes elsewhere is read first: its page may be another's in this very plan.
         if self.cache.tier is not None:
-            self.cache.tier.plan_writes(bool(sheet.rows))
-            sheet.copies[:0] = self.cache.tier.take_copies()
+            self.cache.tier.plan_writes(bool(builder.rows))
+            builder.copies[:0] = self.cache.tier.take_copies()
         if self.cache.peers is not None:
-            sheet.copies[:0] = self.cache.peers.take_copies()
-        if sheet.has_work:
-            self.roster.leaves = []
-            self.flights[step] = sheet.flights
+            builder.copies[:0] = self.cache.peers.take_copies()
+        if builder.has_work:
+            self.request_table.leaves = []
+            self.flights[step] = builder.flights
             self.counters.steps += 1
-            self.counters.computed_tokens += sum(row.count for row in sheet.rows)
-            if sheet.has_decode:
+            self.counters.computed_tokens += sum(row.count for row in builder.rows)
+            if builder.has_decode:
                 self._ratio.decay()
-        return sheet
+        return builder
 
     def commit(self, result: StepResult, now: float) -> None:
         """Take in the outcome of the oldest step in flight."""
@@ -218,16 +222,16 @@ class Scheduler:
                 row_scores = scores.get(flight.row, [])
                 tokens = result.tokens[flight.row]
                 self._accept(flight, tokens, drafts, row_scores, vector, hidden)
-        if not len(self.roster):
+        if not len(self.request_table):
             self._ratio.reset()
 
     @property
     def is_idle(self) -> bool:
-        return not len(self.roster)
+        return not len(self.request_table)
 
     def check(self) -> None:
         """Raise AssertionError when a page, slot or request is counted wrongly."""
-        self.roster.check()
+        self.request_table.check()
         if self.adapters is not None:
             self.adapters.check()
 
@@ -239,90 +243,96 @@ class Scheduler:
         One at a time, and none while pages of a retracted one are still coming back.
         """
         gap = self.limits.priorities.preemption_gap
-        if not gap or not self.roster.waiting or not self.roster.running:
+        if not gap or not self.request_table.waiting or not self.request_table.running:
             return
-        first, lowest = self.roster.waiting[0], self.roster.running[-1]
+        first, lowest = self.request_table.waiting[0], self.request_table.running[-1]
         if self._waits(first):
             return
-        if first.priority - lowest.priority < gap or any(r.flights for r in self.roster.waiting):
+        if first.priority - lowest.priority < gap or any(
+            r.flights for r in self.request_table.waiting
+        ):
             return
-        reserved = reserve(self.roster.running, self.cache, self._ratio)
+        reserved = reserve(self.request_table.running, self.cache, self._ratio)
         match = prefix_of(first, self.cache).whole
-        if not self.roster.free_slots or not may_enter(
+        if not self.request_table.free_slots or not may_enter(
             first, match, self.cache, self.limits, self._ratio, reserved
         ):
-            self.roster.retract(lowest)
+            self.request_table.retract(lowest)
 
-    def _plan_running(self, sheet: PlanSheet) -> None:
-        for request in self._share.of(self.roster.running, sheet):
+    def _plan_running(self, builder: StepPlanBuilder) -> None:
+        for request in self._share.of(self.request_table.running, builder):
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
-            if self._planner.plan(request, sheet) is Planned.STARVED:
-                self._make_way(request, sheet)
+            if self._planner.plan(request, builder) is Planned.STARVED:
+                self._make_way(request, builder)
                 if request.state == RUNNING:
-                    self._planner.plan(request, sheet)  # what was retracted may be free at once
-        sheet.is_starved = sheet.is_starved and bool(self.roster.running)
+                    self._planner.plan(request, builder)  # what was retracted may be free at once
+        builder.is_starved = builder.is_starved and bool(self.request_table.running)
 
-    def _make_way(self, starved: Request, sheet: PlanSheet) -> None:
+    def _make_way(self, starved: Request, builder: StepPlanBuilder) -> None:
         """Retract until the pages that `starved` lacks are at least on their way back.
 
         What this very step reads and writes stays: with stages, lower ranks may have rows in it
         already. Then `starved` waits, and comes first in the next step.
         """
-        wanted, lower = sheet.starved_of, victims(self.roster.running, starved)
-        idle = [victim for victim in lower if victim.latest_step != sheet.step]
+        wanted, lower = builder.starved_of, victims(self.request_table.running, starved)
+        idle = [victim for victim in lower if victim.latest_step != builder.step]
         for victim in idle:
             if self.cache.has_room(wanted):
                 return
-            self.roster.retract(victim)
+            self.request_table.retract(victim)
         if self.cache.has_room(wanted) or len(idle) < len(lower):
             return
         assert starved.lease is not None
-        if len(self.roster.running) > 1 or self.cache.has_copies(starved.lease):
-            self.roster.retract(starved)
+        if len(self.request_table.running) > 1 or self.cache.has_copies(starved.lease):
+            self.request_table.retract(starved)
         elif self.cache.horizon.is_clear and not self.cache.pins.give_way():
             text = f"needs {wanted} more pages, which the cache does not have"
-            self.roster.fail(starved, 500, text, "out_of_pages")
-        self._ratio.retracted(self.roster.running)
+            self.request_table.fail(starved, 500, text, "out_of_pages")
+        self._ratio.retracted(self.request_table.running)
 
-    def _admit(self, sheet: PlanSheet) -> None:
-        if sheet.is_starved or not self.roster.waiting:
+    def _admit(self, builder: StepPlanBuilder) -> None:
+        if builder.is_starved or not self.request_table.waiting:
             return
         has_store = self.cache.tier is not None and self.cache.tier.is_attached
-        if not self.roster.free_slots and not has_store:
+        if not self.request_table.free_slots and not has_store:
             return  # in most steps of an overload; putting a long queue in order takes time
-        reserved = reserve(self.roster.running, self.cache, self._ratio)
+        reserved = reserve(self.request_table.running, self.cache, self._ratio)
         self.fetcher.go_on(
-            self.roster.waiting,
+            self.request_table.waiting,
             lambda request, match: may_enter(
                 request, match, self.cache, self.limits, self._ratio, reserved
             ),
         )
-        if not self.roster.free_slots:
+        if not self.request_table.free_slots:
             return
-        ordered = self._order(self.roster.waiting, self._probe)
+        ordered = self._order(self.request_table.waiting, self._probe)
         for request in self._turns.deal(ordered, self._now):
             if request.flights or self._waits(request):
                 continue  # for its last token, which was in flight when it was retracted, or pages
-            if sheet.budget <= 0 or not self.roster.free_slots or self._share.is_full(sheet):
+            if (
+                builder.budget <= 0
+                or not self.request_table.free_slots
+                or self._share.is_full(builder)
+            ):
                 return
-            while not self._enter(request, sheet, reserved):
-                if self.roster.running or not self.cache.pins.give_way():
+            while not self._enter(request, builder, reserved):
+                if self.request_table.running or not self.cache.pins.give_way():
                     return
             for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
                 reserved[g] += pages
 
     def _waits(self, request: Request) -> bool:
         """Whether it waits for its adapter, for a store, or for another server."""
-        if not has_place(request, self.adapters, self.roster, self._now):
+        if not has_place(request, self.adapters, self.request_table, self._now):
             return True
         if self.rooms is not None and self.rooms.holds_back(request):
             return True
         return self.fetcher.holds_back(request, self._now)
 
-    def _enter(self, request: Request, sheet: PlanSheet, reserved: list[int]) -> bool:
+    def _enter(self, request: Request, builder: StepPlanBuilder, reserved: list[int]) -> bool:
         """Give a slot, a lease and the first row; False (and nothing changed) without room."""
-        if not has_place(request, self.adapters, self.roster, self._now):
+        if not has_place(request, self.adapters, self.request_table, self._now):
             return False
         match = prefix_of(request, self.cache)
         if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
@@ -331,17 +341,17 @@ class Scheduler:
                 return False
         if request.admitted_s < 0 and request.taking is None:
             request.cache_miss, request.missed_eviction = why_no_more(request, self.cache, match)
-        slot = self.roster.free_slots.pop()
+        slot = self.request_table.free_slots.pop()
         generate = request.generate
         lease, grants = self.cache.lease(slot, request.namespace, match, generate.priority)
-        self.roster.enter(request, slot, lease, match.tokens)
-        at_grants = len(sheet.grants)
+        self.request_table.enter(request, slot, lease, match.tokens)
+        at_grants = len(builder.grants)
         restores = match.part is not None or (self.cache.has_state and match.tokens > 0)
-        if self._planner.plan(request, sheet, restores) is not Planned.ROW:
-            self.roster.step_back(request)
+        if self._planner.plan(request, builder, restores) is not Planned.ROW:
+            self.request_table.step_back(request)
             return False
-        sheet.grants[at_grants:at_grants] = grants
-        sheet.joins.append(
+        builder.grants[at_grants:at_grants] = grants
+        builder.joins.append(
             Join(
                 slot=slot,
                 tokens=bytes(request.tokens),
@@ -366,25 +376,25 @@ class Scheduler:
     def _suspect(self) -> Request | None:
         """The oldest request that was part of a failed step and has not proved itself since."""
         if self._has_suspects:
-            for request in self.roster.waiting + self.roster.running:
+            for request in self.request_table.waiting + self.request_table.running:
                 if request.is_suspect:
                     return request
             self._has_suspects = False
         return None
 
-    def _run_alone(self, suspect: Request, sheet: PlanSheet) -> None:
+    def _run_alone(self, suspect: Request, builder: StepPlanBuilder) -> None:
         """After a step failed as a whole, run its requests one at a time to find the culprit."""
         if self.flights:
             return
         if suspect.state == RUNNING:
-            if self._planner.plan(suspect, sheet) is Planned.STARVED:
-                self._make_way(suspect, sheet)
+            if self._planner.plan(suspect, builder) is Planned.STARVED:
+                self._make_way(suspect, builder)
             if suspect.state == RUNNING:
                 return
         nothing = [0] * len(self.cache.groups)
-        while not self._enter(suspect, sheet, nothing):
-            if self.roster.running:
-                self.roster.retract(self.roster.running[-1])
+        while not self._enter(suspect, builder, nothing):
+            if self.request_table.running:
+                self.request_table.retract(self.request_table.running[-1])
             elif not self.cache.pins.give_way():
                 return
 
@@ -430,35 +440,35 @@ class Scheduler:
         if not flight.is_void:
             if flight.restores:
                 flight.request.starts_over = True
-                self.roster.recompute(flight.request)
+                self.request_table.recompute(flight.request)
             else:
-                self.roster.fail(flight.request, failure.status, failure.text)
+                self.request_table.fail(flight.request, failure.status, failure.text)
         self._drop_promises(flight.step, flight.request.id)
 
     def _fail_step(self, result: StepResult, flights: list[Flight]) -> None:
         """A step failed as a whole: recompute everything, its requests one at a time."""
         alive = [f.request for f in flights if not f.is_void]
         if len(alive) == 1:
-            self.roster.fail(alive[0], 500, result.error)
+            self.request_table.fail(alive[0], 500, result.error)
         else:
             for request in alive:
                 request.is_suspect = self._has_suspects = True
         self._drop_promises(result.step, "")
         self.cache.settle(result.step)
-        for request in list(self.roster.running):
-            self.roster.recompute(request)
-        for request in self.roster.waiting:
-            self.roster.void(request)
+        for request in list(self.request_table.running):
+            self.request_table.recompute(request)
+        for request in self.request_table.waiting:
+            self.request_table.void(request)
 
     def _drop_promises(self, step: StepId, writer: str) -> None:
         if not self.cache.forget_promises(step, writer):
             return
-        for request in list(self.roster.running):
+        for request in list(self.request_table.running):
             assert request.lease is not None
             if not all(node.is_attached for node in request.lease.path):
-                self.roster.recompute(request)
-        for request in self.roster.waiting:
-            self.roster.void(request)  # retracted: which pages it read is no longer known
+                self.request_table.recompute(request)
+        for request in self.request_table.waiting:
+            self.request_table.void(request)  # retracted: which pages it read is no longer known
 
     # -- the door -----------------------------------------------------------------------------
 

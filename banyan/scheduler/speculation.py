@@ -8,7 +8,7 @@ still watched: about one row of a step, or, where a model drafts, a few rows fro
 
 from collections.abc import Sequence
 
-from banyan.base.branches import ranks_of
+from banyan.base.draft_tree import ranks_of
 from banyan.messages.plan import StepResult
 from banyan.scheduler.request import DraftCounts, Flight, Request
 

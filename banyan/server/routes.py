@@ -2,41 +2,34 @@
 
 from dataclasses import replace
 
-from banyan.server.admin import (
-    adapters,
-    experts,
-    facts,
-    health,
-    loads,
-    memory,
-    operate,
-    profile,
-    recording,
-    requests,
-    stores,
-)
+from banyan.server.admin import control as operate
+from banyan.server.admin import experts, health, loads, memory, profile, requests
+from banyan.server.admin import flight_recorder as recording
+from banyan.server.admin import hicache as stores
+from banyan.server.admin import lora as adapters
+from banyan.server.admin import server_info as facts
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.batches.route import BatchRequest, batch, batches
 from banyan.server.console.files import console_routes
-from banyan.server.describe.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
-from banyan.server.describe.pages import page_routes
+from banyan.server.embeddings import scores
+from banyan.server.embeddings import sglang as vectors
+from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
-from banyan.server.http.exchange import SEND_TIMEOUT_S
+from banyan.server.http.request_context import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
-from banyan.server.native import generate, parsing, pins, tokens
 from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
+from banyan.server.openapi.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
+from banyan.server.openapi.pages import page_routes
 from banyan.server.responses.route import responses_routes
-from banyan.server.vectors import native as vectors
-from banyan.server.vectors import scores
-from banyan.server.vectors.embeddings import EmbeddingRequest, create_embeddings
+from banyan.server.sglang import generate, parsing, pins, tokens
+from banyan.server.state import ServerState
 
 _GET = ("GET",)
 _POST = ("POST",)

@@ -50,8 +50,9 @@ class _Passing:
 
 
 class StagesInLine:
-    """Stages that take turns together, each with another step (engine/stages.py): a turn is as long
-    as its longest stage, and at its end all of them make the logits of the step that is through."""
+    """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is
+    as long as its longest stage, and at its end all of them make the logits of the step that is
+    through."""
 
     def __init__(self, world: World, step_time: StagedTime, stages: int) -> None:
         self._world = world
@@ -98,7 +99,7 @@ class JointTime(Protocol):
 
 class JoinedDevices:
     """Devices of replicas that work on every step together. They agree on it as theirs do
-    (engine/lockstep.py), but in no time.
+    (dp_attention/step_clock.py), but in no time.
 
     Attributes:
         wake: what lets each replica launch what it may, by number; filled by whoever makes them.
@@ -117,7 +118,7 @@ class JoinedDevices:
         self._launched = [0] * replicas
 
     def agree(self, replica: int, load: Load) -> list[Load] | None:
-        """See `engine.lockstep.Lockstep`."""
+        """See `engine.lockstep.StepAgreement`."""
         step = self._agreed[replica]
         told = self._loads.setdefault(step, {})
         if not told and not load.tokens:
@@ -153,7 +154,7 @@ class JoinedDevices:
 
 @dataclass(frozen=True)
 class OneOfJoined:
-    """The devices of joined replicas, as one of these sees them: `Device`, and `Lockstep`."""
+    """The devices of joined replicas, as one of these sees them: `Device`, and `StepAgreement`."""
 
     devices: JoinedDevices
     replica: int

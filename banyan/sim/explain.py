@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from banyan.base.errors import ModelError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Began, Full, Launched
-from banyan.memory import misses
-from banyan.memory.cache import unit_keys
-from banyan.memory.radix import Node
+from banyan.kv_cache import misses
+from banyan.kv_cache.cache import unit_keys
+from banyan.kv_cache.radix_tree import Node
 from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import StepPlan
 from banyan.scheduler.request import RUNNING, Request
@@ -59,7 +59,7 @@ class Explanation:
     cached_tokens: int = 0
     stored_tokens: int = 0
     miss: str = ""
-    """Why there were no more cached tokens: of memory/misses.py."""
+    """Why there were no more cached tokens: of kv_cache/misses.py."""
     evicted_s: float = -1.0
     """When what comes there was evicted; -1 = before the recording begins, or it was not."""
     elsewhere_tokens: int = 0
@@ -108,7 +108,7 @@ def explain(path: str, request: str) -> Explanation:
             is_late = played.core.scheduler.cache.tree.evicted > 0
         evictions.see(played)
         if watcher is None:
-            for one in played.core.scheduler.roster.alive():
+            for one in played.core.scheduler.request_table.alive():
                 names[one.id] = None
                 if _is_meant(one.id, request):
                     found = Explanation(one.id, prompt_tokens=one.prompt_len, is_late=is_late)
@@ -225,12 +225,12 @@ class _Watcher:
 
 def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> str:
     """Why a request that waits did not enter the step that has just been planned."""
-    roster = core.scheduler.roster
+    request_table = core.scheduler.request_table
     if core.is_paused or core.released:
         return PAUSED if core.is_paused else MEMORY
     if request.flights:
         return IN_FLIGHT
-    if not roster.free_slots:
+    if not request_table.free_slots:
         return PLACES
     if request.fetch is not None and not request.fetch.is_over:
         return COMING if request.fetch.is_loading else STORE
@@ -238,7 +238,7 @@ def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> st
     taken = sum(row.count for row in plan.rows if row.count > row.drafts + 1) if plan else 0
     if taken >= limit:
         return BUDGET
-    return PAGES if roster.waiting and roster.waiting[0] is request else OTHERS
+    return PAGES if request_table.waiting and request_table.waiting[0] is request else OTHERS
 
 
 def _elsewhere(core: EngineCore, request: Request) -> int:

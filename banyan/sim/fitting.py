@@ -1,13 +1,13 @@
 """Fitting: what a model takes of a machine, before anything is loaded. Only numbers: the cache is
-counted from the card, and `memory/sizing.py` divides what the weights leave, as the engine will.
+counted from the card, and `kv_cache/sizing.py` divides what the weights leave, as the engine will.
 """
 
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.memory.sizing import MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import MemoryPlan, plan_memory
+from banyan.model_config.model_config import ModelConfig
 from banyan.sim.layout import Layout, cache_groups, weights_per_device
 
 LIBRARY_BYTES = 256 << 20
@@ -58,7 +58,7 @@ class Fit:
         return min(self.memory.max_running, self.memory.max_total_tokens // (pages * size))
 
 
-def fit(config: Config, card: ModelCard, room: Room, weight_bytes: float) -> Fit:
+def fit(config: Config, model_config: ModelConfig, room: Room, weight_bytes: float) -> Fit:
     """How a model that `config` serves would lie in memory; `config` has nothing left open.
 
     Args:
@@ -68,37 +68,39 @@ def fit(config: Config, card: ModelCard, room: Room, weight_bytes: float) -> Fit
         CapacityError: it does not fit.
         ConfigError: layers keep a state, which is not counted here.
     """
-    if card.has_states:
+    if model_config.has_states:
         raise ConfigError(
             "this model is not planned: some of its layers keep a state, which is not counted here",
             hint="start it: the log tells the room there is",
         )
     parallel = config.parallel
-    layout = Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined, cp=parallel.cp)
-    weights = round(weights_per_device(card, layout, weight_bytes))
+    layout = Layout(
+        parallel.tp, parallel.pp, parallel.dp, parallel.uses_dp_attention, cp=parallel.cp
+    )
+    weights = round(weights_per_device(model_config, layout, weight_bytes))
     sharers = parallel.local_world * parallel.local_replicas if room.is_host else 1
-    per_number = cache_bytes_of(config, card, room.is_host)
-    groups = cache_groups(config, card, layout, per_number)
+    per_number = cache_bytes_of(config, model_config, room.is_host)
+    groups = cache_groups(config, model_config, layout, per_number)
     held = LIBRARY_BYTES + weights
     memory = plan_memory(
         config.cache,
         config.schedule,
-        context_length=config.model.context_length or card.context_length,
+        context_length=config.model.context_length or model_config.context_length,
         groups=groups,
         process_bytes=held,
         total_bytes=room.total_bytes // sharers,
         free_bytes=max(0, room.free_bytes // sharers - held),
     )
     token = sum(group.page_bytes for group in groups) / config.cache.page_size
-    return Fit(weights, _activations(config, card), token, memory)
+    return Fit(weights, _activations(config, model_config), token, memory)
 
 
-def cache_bytes_of(config: Config, card: ModelCard, is_host: bool) -> float:
+def cache_bytes_of(config: Config, model_config: ModelConfig, is_host: bool) -> float:
     """Bytes of one number in the cache, scales shared out."""
     kind = config.cache.dtype
     if kind == "int8":
-        vectors = 2 if card.latent is not None else 2 * card.num_kv_heads
-        return 1.0 + _SCALE_BYTES * vectors / card.kept_per_token
+        vectors = 2 if model_config.latent is not None else 2 * model_config.num_kv_heads
+        return 1.0 + _SCALE_BYTES * vectors / model_config.kept_per_token
     if kind in _CACHE_BYTES:
         return _CACHE_BYTES[kind]
     plain = _NUMBER_BYTES[config.model.activation_dtype]
@@ -106,14 +108,14 @@ def cache_bytes_of(config: Config, card: ModelCard, is_host: bool) -> float:
     return 2.0 if rounds else float(plain)
 
 
-def _activations(config: Config, card: ModelCard) -> int:
+def _activations(config: Config, model_config: ModelConfig) -> int:
     """Of one step with a full chunk: what a layer keeps at a time, and the logits of every row."""
     chunk = max(config.schedule.chunk_tokens, 1)
-    inner = max(card.inner_of(layer) for layer in range(card.num_layers))
+    inner = max(model_config.inner_of(layer) for layer in range(model_config.num_layers))
     width = (
-        4 * card.hidden_size
+        4 * model_config.hidden_size
         + 3 * inner
-        + 2 * max(card.num_heads, card.window_heads) * card.head_dim
+        + 2 * max(model_config.num_heads, model_config.window_heads) * model_config.head_dim
     )
-    logits = config.schedule.running_cap * card.vocab_size * 4
+    logits = config.schedule.running_cap * model_config.vocab_size * 4
     return chunk * width * _NUMBER_BYTES[config.model.activation_dtype] + logits

@@ -47,7 +47,7 @@ _MEMORY, _MATRIX = 0.8, 0.6
 """Share of the data sheet that a step reaches: read from memory, of the matrix units."""
 
 
-def _sheet(
+def _builder(
     memory_gb: float, tb_s: float, tflops: float, link_gb_s: float, link_s: float
 ) -> Hardware:
     """From a maker's data sheet: decimal gigabytes, dense 16-bit operations, one direction of the
@@ -64,11 +64,11 @@ def _sheet(
 
 
 SHEETS: Mapping[str, Hardware] = {
-    "a100-80gb": _sheet(80, 2.039, 312, 300, _NVLINK_S),
-    "h100-sxm": _sheet(80, 3.35, 989, 450, _NVLINK_S),
-    "h200-sxm": _sheet(141, 4.8, 989, 450, _NVLINK_S),
-    "l40s": _sheet(48, 0.864, 362, 32, _PCIE_S),
-    "l4": _sheet(24, 0.3, 121, 32, _PCIE_S),
+    "a100-80gb": _builder(80, 2.039, 312, 300, _NVLINK_S),
+    "h100-sxm": _builder(80, 3.35, 989, 450, _NVLINK_S),
+    "h200-sxm": _builder(141, 4.8, 989, 450, _NVLINK_S),
+    "l40s": _builder(48, 0.864, 362, 32, _PCIE_S),
+    "l4": _builder(24, 0.3, 121, 32, _PCIE_S),
 }
 """Data sheets of nvidia.com (A100 80GB SXM, H100 SXM, H200 SXM, L40S, L4; the last two have PCIe
 4.0 x16 and no link of their own)."""

@@ -4,9 +4,9 @@ the cache."""
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import WINDOW, ModelCard
 from banyan.config.schema import Config
-from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.model_config.model_config import WINDOW, ModelConfig
 from banyan.sim.hardware import Hardware
 
 
@@ -16,8 +16,8 @@ class Layout:
     Attributes:
         tp: ranks that every layer is cut over.
         pp: stages that the layers are divided into.
-        dp: replicas; with `is_joined`, replicas of the attention inside one group of `tp` ranks.
-        is_joined: the replicas share the feed-forward blocks (data-parallel attention).
+        dp: replicas; with `uses_dp_attention`, replicas of the attention inside one group of
+        `tp` ranks. is_joined: the replicas share the feed-forward blocks (data-parallel attention).
         prefill, decode: servers of `tp` ranks and `pp` stages each that compute prompts, and that
             continue them; 0 of both = each does all.
         cp: shares that a step's tokens are divided into for attention, within `tp` ranks.
@@ -26,7 +26,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    is_joined: bool = False
+    uses_dp_attention: bool = False
     prefill: int = 0
     decode: int = 0
     cp: int = 1
@@ -35,17 +35,20 @@ class Layout:
     def devices(self) -> int:
         if self.prefill:
             return self.tp * self.pp * (self.prefill + self.decode)
-        return self.tp * self.pp * (1 if self.is_joined else self.dp)
+        return self.tp * self.pp * (1 if self.uses_dp_attention else self.dp)
 
     @property
     def attention_ranks(self) -> int:
         """Ranks that the attention of one replica, or of one share, is cut over."""
-        return self.tp // self.cp // (self.dp if self.is_joined else 1)
+        return self.tp // self.cp // (self.dp if self.uses_dp_attention else 1)
 
     def __str__(self) -> str:
         parts = [f"tp={self.tp}", f"pp={self.pp}" if self.pp > 1 else ""]
         parts += [f"cp={self.cp}" if self.cp > 1 else ""]
-        parts += [f"dp={self.dp}" if self.dp > 1 else "", "dp-attention" if self.is_joined else ""]
+        parts += [
+            f"dp={self.dp}" if self.dp > 1 else "",
+            "dp-attention" if self.uses_dp_attention else "",
+        ]
         parts += [f"prefill={self.prefill},decode={self.decode}" if self.prefill else ""]
         return ",".join(part for part in parts if part)
 
@@ -58,11 +61,11 @@ def read_layout(text: str) -> Layout:
             what the server does not combine.
     """
     numbers = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "prefill": 0, "decode": 0}
-    is_joined = False
+    uses_dp_attention = False
     for word in text.split(","):
         name, _, value = word.partition("=")
         if word == "dp-attention":
-            is_joined = True
+            uses_dp_attention = True
         elif name in numbers and value.isdecimal() and 1 <= int(value) <= 1 << 16:
             numbers[name] = int(value)
         else:
@@ -71,18 +74,18 @@ def read_layout(text: str) -> Layout:
                 hint="write tp=N, pp=N, dp=N, cp=N, dp-attention, or prefill=N and decode=N, with "
                 "commas between",
             )
-    layout = Layout(**numbers, is_joined=is_joined)
+    layout = Layout(**numbers, uses_dp_attention=uses_dp_attention)
     if bool(layout.prefill) != bool(layout.decode):
         raise ConfigError(
             f"layout {text!r}: {layout.prefill} prefill and {layout.decode} decode servers",
             hint="give one of each at least",
         )
-    if layout.prefill and (layout.dp > 1 or is_joined):
+    if layout.prefill and (layout.dp > 1 or uses_dp_attention):
         raise ConfigError(
             f"layout {text!r}: prefill and decode servers have one replica each",
             hint="leave dp out, and give more servers",
         )
-    if layout.cp > 1 and (layout.pp > 1 or is_joined or layout.prefill):
+    if layout.cp > 1 and (layout.pp > 1 or uses_dp_attention or layout.prefill):
         raise ConfigError(
             f"layout {text!r}: prompts are divided among the ranks of one stage, and of servers "
             "that do all",
@@ -92,7 +95,7 @@ def read_layout(text: str) -> Layout:
         raise ConfigError(
             f"layout {text!r}: {layout.tp} ranks cannot be divided by {layout.cp} shares"
         )
-    if is_joined and layout.tp % layout.dp:
+    if uses_dp_attention and layout.tp % layout.dp:
         raise ConfigError(
             f"layout {text!r}: {layout.tp} ranks cannot be divided by {layout.dp} replicas"
         )
@@ -111,37 +114,46 @@ class Weights:
     embedding: int
 
     @staticmethod
-    def of(card: ModelCard) -> "Weights":
-        experts, latent, hidden = card.experts, card.latent, card.hidden_size
+    def of(model_config: ModelConfig) -> "Weights":
+        experts, latent, hidden = (
+            model_config.experts,
+            model_config.latent,
+            model_config.hidden_size,
+        )
         if latent is None:
-            rank, width = card.query_rank, card.num_heads * card.head_dim
+            rank, width = model_config.query_rank, model_config.num_heads * model_config.head_dim
             queries = rank * (hidden + width) if rank else hidden * width
-            attention = queries + hidden * (width + 2 * card.num_kv_heads * card.head_dim)
+            attention = queries + hidden * (
+                width + 2 * model_config.num_kv_heads * model_config.head_dim
+            )
         else:
             key = latent.plain_dim + latent.rope_dim
-            queries = card.num_heads * key
+            queries = model_config.num_heads * key
             attention = hidden * queries
             if latent.query_rank:
                 attention = latent.query_rank * (hidden + queries)
             attention += hidden * (latent.rank + latent.rope_dim)
-            heads = card.num_heads * (latent.plain_dim + latent.value_dim)
-            attention += latent.rank * heads + card.num_heads * latent.value_dim * hidden
+            heads = model_config.num_heads * (latent.plain_dim + latent.value_dim)
+            attention += latent.rank * heads + model_config.num_heads * latent.value_dim * hidden
             indexer = latent.query_rank * latent.index_heads * latent.index_dim
             attention += indexer + hidden * (latent.index_dim + latent.index_heads)
         dense = routed = 0
-        for layer in range(card.num_layers):
+        for layer in range(model_config.num_layers):
             if experts is None or layer in experts.dense_layers:
-                dense += 3 * hidden * card.intermediate_size
+                dense += 3 * hidden * model_config.intermediate_size
             else:
                 gates = experts.count + experts.has_shared_gate
                 dense += 3 * hidden * experts.shared_inner + hidden * gates
                 routed += 3 * hidden * experts.inner * experts.count
-        head = hidden * card.vocab_size
-        embedding = 0 if card.tie_embeddings else head
-        more = sum(card.heads_of(layer) - card.num_heads for layer in range(card.num_layers))
-        attention = card.num_layers * attention + 2 * hidden * card.head_dim * more
-        if card.has_head_gates:
-            attention += hidden * (card.num_layers * card.num_heads + more)
+        head = hidden * model_config.vocab_size
+        embedding = 0 if model_config.tie_embeddings else head
+        more = sum(
+            model_config.heads_of(layer) - model_config.num_heads
+            for layer in range(model_config.num_layers)
+        )
+        attention = model_config.num_layers * attention + 2 * hidden * model_config.head_dim * more
+        if model_config.has_head_gates:
+            attention += hidden * (model_config.num_layers * model_config.num_heads + more)
         return Weights(attention, dense, routed, head, embedding)
 
     @property
@@ -149,21 +161,21 @@ class Weights:
         return self.attention + self.dense + self.routed + self.head + self.embedding
 
 
-def kept_share(card: ModelCard, ranks: int) -> float:
+def kept_share(model_config: ModelConfig, ranks: int) -> float:
     """Part of a token's cache that one of `ranks` keeps: whole heads, or all of a latent vector."""
-    if card.latent is not None:
+    if model_config.latent is not None:
         return 1.0
-    return -(-card.num_kv_heads // ranks) / card.num_kv_heads
+    return -(-model_config.num_kv_heads // ranks) / model_config.num_kv_heads
 
 
-def weights_per_device(card: ModelCard, layout: Layout, weight_bytes: float) -> float:
-    weights = Weights.of(card)
+def weights_per_device(model_config: ModelConfig, layout: Layout, weight_bytes: float) -> float:
+    weights = Weights.of(model_config)
     cut = (weights.dense + weights.routed + weights.head + weights.embedding) / layout.tp
     return weight_bytes * (weights.attention / layout.attention_ranks + cut) / layout.pp
 
 
 def cache_groups(
-    config: Config, card: ModelCard, layout: Layout, cache_bytes: float
+    config: Config, model_config: ModelConfig, layout: Layout, cache_bytes: float
 ) -> list[GroupBytes]:
     """The groups of pages on one device, in the order of their first layers.
 
@@ -171,13 +183,15 @@ def cache_groups(
         cache_bytes: of one number.
     """
     size = config.cache.page_size
-    token = card.kept_per_token * kept_share(card, layout.attention_ranks) * cache_bytes
-    kinds = [card.kind_of(layer) for layer in range(card.num_layers)]
+    token = (
+        model_config.kept_per_token * kept_share(model_config, layout.attention_ranks) * cache_bytes
+    )
+    kinds = [model_config.kind_of(layer) for layer in range(model_config.num_layers)]
     return [
         GroupBytes(
             kind,
             round(size * token * kinds.count(kind) / layout.pp),
-            card.window if kind == WINDOW else 0,
+            model_config.window if kind == WINDOW else 0,
         )
         for kind in dict.fromkeys(kinds)
     ]
@@ -185,7 +199,7 @@ def cache_groups(
 
 def room_for_cache(
     config: Config,
-    card: ModelCard,
+    model_config: ModelConfig,
     hardware: Hardware,
     layout: Layout,
     weight_bytes: float,
@@ -196,13 +210,13 @@ def room_for_cache(
     Raises:
         CapacityError: the weights leave no room.
     """
-    held = round(weights_per_device(card, layout, weight_bytes))
+    held = round(weights_per_device(model_config, layout, weight_bytes))
     total = round(hardware.memory_gib * (1 << 30))
     return plan_memory(
         config.cache,
         config.schedule,
-        context_length=config.model.context_length or card.context_length,
-        groups=cache_groups(config, card, layout, cache_bytes),
+        context_length=config.model.context_length or model_config.context_length,
+        groups=cache_groups(config, model_config, layout, cache_bytes),
         process_bytes=held,
         total_bytes=total,
         free_bytes=max(0, total - held),

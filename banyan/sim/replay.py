@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from banyan.base.build import own_version
 from banyan.base.errors import ModelError
+from banyan.base.version import own_version
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import (
     Began,

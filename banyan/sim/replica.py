@@ -12,13 +12,13 @@ from typing import Protocol
 from banyan.base.ids import RequestId, SlotId, StepId
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import plan_hash
-from banyan.memory.cache import TOKEN_BYTES
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
-from banyan.messages.rooms import RoomNews, RoomOrder
-from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.stats import Counters
+from banyan.messages.sampling_params import SamplingParams
+from banyan.scheduler.counters import Counters
 from banyan.sim.device import Device
 from banyan.sim.report import Visit
 from banyan.sim.workload import Arrival
@@ -105,12 +105,12 @@ class Replica:
         self._core.receive(generate, now)
         self.turn()
 
-    def hear(self, news: CopyResult | RoomNews) -> None:
+    def hear(self, news: CopyResult | KVTransferEvent) -> None:
         """Something that another replica has to do with has happened."""
         self._core.receive(news, self._world.clock.now())
         self.turn()
 
-    def take_room_orders(self) -> list[RoomOrder]:
+    def take_room_orders(self) -> list[KVTransferOp]:
         return self._core.take_room_orders()
 
     @property

@@ -8,8 +8,8 @@ floating operations per weight and token; the slower of the two decides (William
 from collections.abc import Sequence
 from typing import Protocol
 
-from banyan.config.card import WINDOW, ModelCard
 from banyan.messages.plan import StepPlan
+from banyan.model_config.model_config import WINDOW, ModelConfig
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout, Weights, kept_share
 
@@ -33,7 +33,7 @@ class Roofline:
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         hardware: Hardware,
         layout: Layout = _ALONE,
         *,
@@ -41,20 +41,27 @@ class Roofline:
         cache_bytes: float = 2.0,
         stream_bytes: float = 2.0,
     ) -> None:
-        self._card = card
+        self._model_config = model_config
         self._hardware = hardware
         self._layout = layout
-        self._weights = Weights.of(card)
+        self._weights = Weights.of(model_config)
         self._weight_bytes = weight_bytes
         self._stream_bytes = stream_bytes
         ranks = layout.attention_ranks
-        self._position_bytes = card.kept_per_token * cache_bytes * kept_share(card, ranks)
-        heads = sum(map(card.heads_of, range(card.num_layers))) / card.num_layers
-        self._position_flops = 4 * heads * card.head_dim / ranks
-        if card.latent is not None:
-            width = 2 * card.latent.rank + card.latent.rope_dim
-            self._position_flops = 2 * card.num_heads * width / ranks
-        self._full_layers = sum(card.kind_of(i) != WINDOW for i in range(card.num_layers))
+        self._position_bytes = (
+            model_config.kept_per_token * cache_bytes * kept_share(model_config, ranks)
+        )
+        heads = (
+            sum(map(model_config.heads_of, range(model_config.num_layers)))
+            / model_config.num_layers
+        )
+        self._position_flops = 4 * heads * model_config.head_dim / ranks
+        if model_config.latent is not None:
+            width = 2 * model_config.latent.rank + model_config.latent.rope_dim
+            self._position_flops = 2 * model_config.num_heads * width / ranks
+        self._full_layers = sum(
+            model_config.kind_of(i) != WINDOW for i in range(model_config.num_layers)
+        )
 
     def seconds(self, plan: StepPlan) -> float:
         """Of a step by itself, through all stages."""
@@ -99,13 +106,13 @@ class Roofline:
         """Of one share of the tokens, where they are divided: a row of few is read by few."""
         cp = self._layout.cp
         reads = pairs = 0.0
-        window_layers = self._card.num_layers - self._full_layers
+        window_layers = self._model_config.num_layers - self._full_layers
         for row in plan.rows:
             end = row.start + row.count
-            near = min(end, self._card.window + row.count)
+            near = min(end, self._model_config.window + row.count)
             reads += (end * self._full_layers + near * window_layers) * min(1, row.count / cp)
             seen = row.start + (row.count + 1) / 2
-            near_seen = min(seen, self._card.window)
+            near_seen = min(seen, self._model_config.window)
             pairs += row.count * (seen * self._full_layers + near_seen * window_layers) / cp
         weights = self._weights.attention / self._layout.attention_ranks
         products = self._product_s(weights, -(-tokens // cp))
@@ -114,7 +121,7 @@ class Roofline:
     def _feed_forward_s(self, tokens: int) -> float:
         """Routed experts are read when a token chose them: of `count`, each token misses one with
         (1 − per_token / count)."""
-        tp, experts = self._layout.tp, self._card.experts
+        tp, experts = self._layout.tp, self._model_config.experts
         seconds = self._product_s(self._weights.dense / tp, tokens)
         if experts is None:
             return seconds
@@ -126,15 +133,19 @@ class Roofline:
 
     def _links_s(self, tokens: int, together: int) -> float:
         layout, hardware = self._layout, self._hardware
-        token = self._card.hidden_size * self._stream_bytes
-        layers = self._card.num_layers
+        token = self._model_config.hidden_size * self._stream_bytes
+        layers = self._model_config.num_layers
         cp = layout.cp
         attention = hardware.all_reduce_s(layout.attention_ranks, tokens * token / cp)
         # What is kept of a token goes to the other shares; at the end all have the hidden states.
-        kept = self._card.kept_per_token * kept_share(self._card, layout.attention_ranks)
+        kept = self._model_config.kept_per_token * kept_share(
+            self._model_config, layout.attention_ranks
+        )
         attention += hardware.gather_s(cp, tokens * kept * self._stream_bytes)
         feed_forward = hardware.all_reduce_s(layout.tp, tokens * token)
-        if layout.is_joined or cp > 1:  # rows are gathered, and sums come back to their owners
+        if (
+            layout.uses_dp_attention or cp > 1
+        ):  # rows are gathered, and sums come back to their owners
             feed_forward = 2 * hardware.gather_s(layout.tp, together * token)
         sends = (layout.pp - 1) * hardware.send_s(tokens * token)
         return layers * (attention + feed_forward) + sends + hardware.gather_s(cp, tokens * token)

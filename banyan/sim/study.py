@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId, StepId
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ScheduleConfig
-from banyan.engine.spec import core_spec
-from banyan.memory.sizing import MemoryPlan
+from banyan.engine.core_spec import core_spec
+from banyan.kv_cache.sizing import MemoryPlan
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
 from banyan.sim.device import Device, JoinedDevices, OneDevice, OneOfJoined, StagesInLine
-from banyan.sim.fleet import Fleet, Pairs
-from banyan.sim.handover import Handover
+from banyan.sim.disaggregation import Handover
 from banyan.sim.hardware import Hardware
 from banyan.sim.layout import Layout, cache_groups, room_for_cache
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet, Pairs
 from banyan.sim.report import Report
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival
@@ -54,7 +54,7 @@ class Question:
     """
 
     config: Config
-    card: ModelCard
+    model_config: ModelConfig
     hardware: Hardware
     arrivals: Sequence[Arrival]
     weight_bits: float = 0.0
@@ -81,12 +81,12 @@ class Study:
     why: str = ""
 
 
-def weight_bytes_of(card: ModelCard) -> float:
+def weight_bytes_of(model_config: ModelConfig) -> float:
     """
     Raises:
         ConfigError: the type of the weights tells no size.
     """
-    name = card.quant.method if card.quant is not None else card.dtype
+    name = model_config.quant.method if model_config.quant is not None else model_config.dtype
     if name not in _BYTES:
         raise ConfigError(
             f"how much a weight of type {name!r} takes is not known",
@@ -97,16 +97,16 @@ def weight_bytes_of(card: ModelCard) -> float:
 
 def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) -> Study:
     """Play the arrivals of `question` on `layout`."""
-    config, card, hardware = question.config, question.card, question.hardware
-    weights = question.weight_bits / 8 or weight_bytes_of(card)
+    config, model_config, hardware = question.config, question.model_config, question.hardware
+    weights = question.weight_bits / 8 or weight_bytes_of(model_config)
     cache = _CACHE_BYTES.get(config.cache.dtype, 2.0)
     world = World()
     config = for_layout(config, layout)
-    roofline = Roofline(card, hardware, layout, weight_bytes=weights, cache_bytes=cache)
+    roofline = Roofline(model_config, hardware, layout, weight_bytes=weights, cache_bytes=cache)
     decode_s = {n: roofline.seconds(_plan(n, question.context, 1)) for n in rows}
     prefill_s = roofline.seconds(_plan(1, 0, max(1, config.schedule.chunk_tokens)))
     try:
-        memory = room_for_cache(config, card, hardware, layout, weights, cache)
+        memory = room_for_cache(config, model_config, hardware, layout, weights, cache)
     except CapacityError as error:
         return Study(layout, None, decode_s, prefill_s, None, error.text)
     question = replace(question, config=config)
@@ -136,8 +136,8 @@ def _replicas(
     question: Question, layout: Layout, memory: MemoryPlan, world: World, roofline: Roofline
 ) -> list[Replica]:
     """Replicas that do all, side by side or joined."""
-    spec = core_spec(question.config, question.card, memory)
-    if not layout.is_joined:
+    spec = core_spec(question.config, question.model_config, memory)
+    if not layout.uses_dp_attention:
         devices = [_device(world, roofline, layout) for _ in range(layout.dp)]
         return [Replica(world, spec.build(), device, question.host_s) for device in devices]
     joined = JoinedDevices(world, roofline, layout.dp)
@@ -166,12 +166,12 @@ def _pairs(
     """Servers of two kinds, and rooms between them."""
     config, hardware = question.config, question.hardware
     rate = question.peer_bytes_per_s or hardware.link_bytes_per_s
-    whole = cache_groups(config, question.card, Layout(), cache_bytes)
+    whole = cache_groups(config, question.model_config, Layout(), cache_bytes)
     carrier = Handover(world, [group.page_bytes / rate for group in whole], hardware.link_s)
 
     def replicas(count: int, mode: str) -> list[Replica]:
         role = replace(config, handoff=replace(config.handoff, mode=mode))
-        spec = core_spec(role, question.card, memory)
+        spec = core_spec(role, question.model_config, memory)
         return [
             Replica(
                 *(world, spec.build(), _device(world, roofline, layout)),

@@ -14,11 +14,11 @@ from banyan.bench.roofline import (
     table,
     whole_step,
 )
-from banyan.config.card import ModelCard
 from banyan.formats.mapped import TensorInfo
+from banyan.model_config.model_config import ModelConfig
 
 MACHINE = Machine(cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9, bf16_ops_s=200e9)
-CARD = ModelCard(
+MODEL_CONFIG = ModelConfig(
     path="x", format="gguf", architecture="LlamaForCausalLM", model_type="llama", vocab_size=100,
     hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
     context_length=64, dtype="q4_0",
@@ -76,7 +76,7 @@ def test_a_step_reads_every_weight_once_and_every_rows_cache() -> None:
         TensorInfo("blk.0.ffn_up.weight", (16, 8), "Q4_0", 0, 72),
     ]
     cost = whole_step(
-        CARD, tensors, 0.1, rows=3, tokens=3, context=10, cache_bytes=4, arithmetic=INT8
+        MODEL_CONFIG, tensors, 0.1, rows=3, tokens=3, context=10, cache_bytes=4, arithmetic=INT8
     )
     assert cost.bytes == 850 + 72 + 3 * 10 * (2 * 2 * 1 * 4) * 4
     assert cost.operations == 2 * (128 * 3 + 800 * 3) + 4 * 2 * 2 * 4 * 10 * 3
@@ -86,8 +86,8 @@ def test_a_step_reads_every_weight_once_and_every_rows_cache() -> None:
 def test_an_embedding_beside_an_untied_output_is_not_read_through() -> None:
     tied = [TensorInfo("token_embd.weight", (100, 8), "F32", 0, 3200)]
     untied = [*tied, TensorInfo("output.weight", (100, 8), "F32", 0, 3200)]
-    first = whole_step(CARD, tied, 0.1, 1, 1, 0, 4)
-    assert whole_step(CARD, untied, 0.1, 1, 1, 0, 4) == first
+    first = whole_step(MODEL_CONFIG, tied, 0.1, 1, 1, 0, 4)
+    assert whole_step(MODEL_CONFIG, untied, 0.1, 1, 1, 0, 4) == first
 
 
 def test_a_machine_says_what_was_not_measured() -> None:

@@ -7,17 +7,22 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from banyan.disaggregation.scheduling import TAKES
+from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import EngineCore, Recorder
-from banyan.engine.lockstep import Lockstep
-from banyan.engine.spec import CoreSpec
+from banyan.engine.core_spec import CoreSpec
 from banyan.grammar.base import Grammar
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.hierarchical_cache import (
+    WRITE_BACK,
+    WRITE_SELECTIVE,
+    WRITE_THROUGH,
+    StoreRules,
+)
 from banyan.messages.plan import Load
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
-from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
-from banyan.scheduler.handoff import TAKES
+from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.faults import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
@@ -51,7 +56,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     kind = random.choice([k for k in KINDS if set(k.split("+")) <= set(abilities.groups)])
     may_draft = abilities.drafts and (abilities.goes_back or "state" not in kind)
     drafts = random.choice((0, 0, 1, 3)) if may_draft else 0
-    burst = random.choice((1, 2, 5)) if abilities.bursts and not drafts else 1
+    multi_step = random.choice((1, 2, 5)) if abilities.multi_steps and not drafts else 1
     limits = Limits(
         max_running=random.choice((1, 3, 6)),
         chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),
@@ -61,7 +66,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
         max_queued=random.choice((0, 0, 12)),
         token_gap=random.choice((0, 1)) if depth == 3 else 0,
         drafts=drafts,
-        burst=burst,
+        multi_step=multi_step,
         conservativeness=random.choice((0.3, 1.0)),
         priorities=Priorities(
             are_honoured=random.random() < 0.8,
@@ -79,11 +84,11 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     )
     device = Device(
         *(groups, limits.max_running, depth, limits.token_gap, drafts, limits.chunk_tokens),
-        burst,
+        multi_step,
     )
     quiet = random.random() < 0.4
     faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1, order=0.1)
-    has_peers = random.random() < 0.15 and abilities.peers and burst == 1
+    has_peers = random.random() < 0.15 and abilities.peers and multi_step == 1
     has_hidden = random.random() < 0.3 and abilities.hidden
     return World(core, device, faults, has_peers, abilities, scale, has_hidden)
 
@@ -128,7 +133,9 @@ def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:
     return found
 
 
-def build_core(world: World, lockstep: Lockstep | None, recorder: Recorder | None) -> EngineCore:
+def build_core(
+    world: World, lockstep: StepAgreement | None, recorder: Recorder | None
+) -> EngineCore:
     return world.core.build(compile_grammar, lockstep, recorder)
 
 
@@ -137,7 +144,7 @@ def compile_grammar(text: str) -> Grammar:
     return HashGrammar()
 
 
-class Peers(Lockstep, Protocol):
+class Peers(StepAgreement, Protocol):
     """Replicas beside the one that is played."""
 
     @property

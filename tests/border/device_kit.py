@@ -10,10 +10,10 @@ from random import Random
 import msgspec
 import torch
 
-from banyan.config.card import ModelCard
+from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
 from banyan.layers.build import Build
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
+from banyan.model_config.model_config import ModelConfig
 from banyan.ops.bind import bind, open_toolkit
 from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout
@@ -22,7 +22,7 @@ from tests.border.build import World, random_world
 from tests.border.far_model import HEADS, KV_HEADS, FarModel
 from tests.border.far_numbers import LAYERS, LONGEST, FarPrefix
 from tests.border.faults import FaultyModel, FaultyOps, Injector
-from tests.border.kit import Answers, Hurry, Runner
+from tests.border.kit import Answers, Interrupt, Runner
 from tests.border.oracle import Story
 from tests.border.page_drafter import Prompter
 from tests.border.page_model import kind_of
@@ -85,7 +85,7 @@ class DeviceKit:
         abilities = replace(
             plain_runner(has_drafter=True).abilities,
             groups=(FULL, WINDOW),
-            bursts=False,
+            multi_steps=False,
             vectors=False,
         )
         world = random_world(random, abilities, SCALE)
@@ -111,7 +111,7 @@ class DeviceKit:
         world: DeviceWorld,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         injector = Injector()
@@ -121,7 +121,7 @@ class DeviceKit:
         self.eager += runner.how == "eager"
         return RealRunner(
             *(runner, models[0], world.device, world.faults, injector, world.poison),
-            *(random, hurry, None, self._platform),
+            *(random, interrupt, None, self._platform),
         )
 
     def _build(
@@ -133,7 +133,7 @@ class DeviceKit:
         answers: Answers,
     ) -> ModelRunner:
         limits = world.core.limits
-        card = ModelCard(
+        model_config = ModelConfig(
             path="",
             format="",
             architecture="FarModel",
@@ -156,7 +156,7 @@ class DeviceKit:
             toolkit=open_toolkit(traits.name, 1, {}),
             page_size=PAGE,
         )
-        model = FarModel(card, world.windows, self._dtype, self._device, DTYPE)
+        model = FarModel(model_config, world.windows, self._dtype, self._device, DTYPE)
         models.append(FaultyModel(model, injector))
         sizes = RunnerSizes(
             *(limits.max_running, LONGEST),

@@ -13,22 +13,22 @@ from random import Random
 
 from banyan.engine.control import attach_store, detach_store
 from banyan.engine.core import Recorder
-from banyan.engine.spec import CoreSpec
-from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
-from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
-from banyan.messages.orders import (
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.hierarchical_cache import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
+from banyan.messages.control_ops import (
     MEMORY_TAGS,
     AttachStore,
+    ControlOp,
     DetachStore,
-    Order,
     ReleaseMemory,
     ResumeMemory,
     StopProfile,
     TakeWeights,
 )
-from banyan.messages.requests import Abort, Control, Generate, GiveOrders, RetractAll, StopAt
-from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
+from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
+from banyan.messages.requests import Abort, Control, Generate, RetractAll, RunControlOps, StopAt
+from banyan.messages.sampling_params import SamplingParams
+from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.build import Peers, RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
 from tests.border.laws import BorderError, require
@@ -90,7 +90,7 @@ class Play:
         self.now = 0.0
         self.clients: dict[str, Client] = {}
         self.namespaces: dict[int, bytes] = {}
-        self.given: list[Order] = []
+        self.given: list[ControlOp] = []
         self.replies: list[bool] = []
         self.seen: Counter[str] = Counter()
         self.peers = peers
@@ -100,7 +100,7 @@ class Play:
         recorder = record(self.world.core) if record else None
         self.core = build_core(self.world, self.peers, recorder)
         self.runner = kit.runner(
-            *(self.world, Random(seed + 2), self.namespaces, self._hurry, self._open_answers)
+            *(self.world, Random(seed + 2), self.namespaces, self._interrupt, self._open_answers)
         )
         self._steps: deque[int] = deque()
 
@@ -223,7 +223,7 @@ class Play:
     def _open_answers(self) -> list[Answer]:
         return [client.answer for client in self.clients.values() if client.end is None]
 
-    def _hurry(self, is_behind: bool) -> bool:
+    def _interrupt(self, is_behind: bool) -> bool:
         """The runner waits for a mask; `is_behind`: for one of a step after the oldest.
 
         returns: whether anything has happened that may have brought it.
@@ -262,15 +262,15 @@ class Play:
             self.core.receive(StopAt(name, client.kept), self.now)
 
     def _flush(self, random: Random) -> None:
-        roster = self.core.scheduler.roster
-        is_held = bool(roster.running) or any(r.flights for r in roster.waiting)
+        request_table = self.core.scheduler.request_table
+        is_held = bool(request_table.running) or any(r.flights for r in request_table.waiting)
         done = self.core.flush(self.now)
         require(done != is_held, "flush while requests hold pages")
         self.seen["flushes"] += done
 
     def _retract_all(self, random: Random) -> None:
         self.core.receive(RetractAll(), self.now)
-        require(not self.core.scheduler.roster.running, "a request runs on")
+        require(not self.core.scheduler.request_table.running, "a request runs on")
 
     def _orders(self, random: Random) -> None:
         tags = random.choice(([MEMORY_TAGS[0]], [MEMORY_TAGS[1]], list(MEMORY_TAGS)))
@@ -313,9 +313,9 @@ class Play:
             self.given.pop()
             self.seen["refused switches of the store"] += 1
 
-    def _give(self, order: Order) -> None:
+    def _give(self, order: ControlOp) -> None:
         self.given.append(order)
-        self.core.receive(GiveOrders(len(self.given), [order]), self.now)
+        self.core.receive(RunControlOps(len(self.given), [order]), self.now)
 
     def _unknown(self, random: Random) -> None:
         self.core.receive(Abort("nobody"), self.now)
@@ -444,7 +444,9 @@ class Play:
         if event.text == "injected" and seed in self.runner.failed_seeds:
             self.seen["failed by a fault"] += 1
         elif event.status == 503:
-            is_full = len(self.core.scheduler.roster.waiting) >= self.world.core.limits.max_queued
+            is_full = (
+                len(self.core.scheduler.request_table.waiting) >= self.world.core.limits.max_queued
+            )
             require(is_full and not client.got, f"{event}: the queue is not full")
             self.seen["refused: queue full"] += 1
         elif event.status == 400 and "banned" in event.text:

@@ -14,13 +14,13 @@ from random import Random
 
 import msgspec
 
-from banyan.memory.groups import FULL, STATE, WINDOW, unit_tokens
-from banyan.messages.orders import (
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, unit_tokens
+from banyan.messages.control_ops import (
     KV_CACHE,
     AttachStore,
+    ControlOp,
+    ControlOpReply,
     DetachStore,
-    Order,
-    OrderReply,
     ReleaseMemory,
     TakeWeights,
 )
@@ -62,7 +62,7 @@ ABILITIES = Abilities(
     text=True,
     vectors=True,
     hidden=True,
-    bursts=True,
+    multi_steps=True,
 )
 
 
@@ -115,7 +115,7 @@ class FakeRunner:
         return self.laws.seen
 
     @property
-    def carried_out(self) -> list[Order]:
+    def carried_out(self) -> list[ControlOp]:
         return self.laws.carried_out
 
     @property
@@ -194,13 +194,13 @@ class FakeRunner:
         odds["order"] = self.faults.order
         return self._random.random() < odds[kind]
 
-    def obey(self, orders: list[Order]) -> list[OrderReply]:
+    def obey(self, orders: list[ControlOp]) -> list[ControlOpReply]:
         """Carry these out, up to one that fails by chance."""
-        replies: list[OrderReply] = []
+        replies: list[ControlOpReply] = []
         for order in orders:
             if self.chance("order"):
                 self.seen["failed orders"] += 1
-                return [*replies, OrderReply(False, "injected")]
+                return [*replies, ControlOpReply(False, "injected")]
             if isinstance(order, ReleaseMemory) and KV_CACHE in order.tags:
                 self._pages = [{} for _ in self.device.groups]
             if isinstance(order, TakeWeights):
@@ -208,7 +208,7 @@ class FakeRunner:
             if isinstance(order, AttachStore | DetachStore) and not order.is_trial:
                 self._switch(order)
             self.laws.carry_out(order)
-            replies.append(OrderReply(True, "done"))
+            replies.append(ControlOpReply(True, "done"))
         return replies
 
     def _switch(self, order: AttachStore | DetachStore) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.config.card import FULL, WINDOW, ModelCard
-from banyan.layers.cache import CacheTensor, LayerCache
-from banyan.layers.step import AttentionSpec, StepInputs
+from banyan.layers.cache_spec import CacheTensor, LayerCache
+from banyan.layers.step_inputs import AttentionSpec, StepInputs
+from banyan.model_config.model_config import FULL, WINDOW, ModelConfig
 from tests.border.far_numbers import (
     BLOCK,
     FACTORS,
@@ -41,7 +41,7 @@ class FarModel:
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         windows: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -50,8 +50,8 @@ class FarModel:
         def table(rows: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(rows, np.float32)).to(device)
 
-        self.card = card
-        dim = card.head_dim
+        self.model_config = model_config
+        dim = model_config.head_dim
         pages = CacheTensor((KV_HEADS, dim), kept)
         self.caches = [
             LayerCache(layer, {"k": pages, "v": pages}, WINDOW if window else FULL, window)

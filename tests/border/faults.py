@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banyan.layers.step import StepInputs
-from banyan.ops.api import BurstInputs, Ops, Recorder, Recording
+from banyan.layers.step_inputs import StepInputs
+from banyan.ops.api import MultiStepInputs, Ops, Recorder, Recording
 from tests.border.page_model import PageModel
 
 
@@ -48,7 +48,7 @@ class FaultyModel:
     """A model whose forward pass fails when it is told to."""
 
     def __init__(self, model: PageModel, injector: Injector) -> None:
-        self.card = model.card
+        self.model_config = model.model_config
         self.caches = model.caches
         self.narrows = model.narrows
         self.logits = model.logits
@@ -97,9 +97,9 @@ class _FaultyRecording:
     def result(self) -> Tensor:
         return self.recording.result
 
-    def burst(self, rows: int, inputs: BurstInputs) -> int:
+    def multi_step(self, rows: int, inputs: MultiStepInputs) -> int:
         self.injector.strike("before")
-        ran = self.recording.burst(rows, inputs)
+        ran = self.recording.multi_step(rows, inputs)
         self.injector.strike("after")
         return ran
 

@@ -13,8 +13,8 @@ from random import Random
 
 import torch
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages.orders import Order
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import (
     CopyResult,
     Held,
@@ -28,7 +28,7 @@ from banyan.messages.plan import (
 from banyan.models.base import Model
 from banyan.runner.runner import ModelRunner
 from tests.border.driver import Play
-from tests.border.kit import Hurry
+from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
 from tests.border.page_numbers import VOCAB
 from tests.border.poisoned import poisoned
@@ -86,7 +86,7 @@ class JoinedRunner:
         poison: float,
         company: Company,
         random: Random,
-        hurry: Hurry,
+        interrupt: Interrupt,
     ) -> None:
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
@@ -96,7 +96,7 @@ class JoinedRunner:
         company.runners.append(self)
         self._company = company
         self._random = random
-        self._hurry = hurry
+        self._interrupt = interrupt
         self._taker = poisoned(runner, model, device, poison, self.laws.carry_out)
         self._coming: deque[Launched] = deque()
         self._passing: deque[StepPlan] = deque()
@@ -112,7 +112,7 @@ class JoinedRunner:
         return self.laws.seen
 
     @property
-    def carried_out(self) -> list[Order]:
+    def carried_out(self) -> list[ControlOp]:
         return self.laws.carried_out
 
     @property
@@ -193,7 +193,7 @@ class JoinedRunner:
     def _mask_of(self, key: Key) -> bytes:
         while key not in self.laws.masks:
             self.seen["late masks"] += 1
-            is_hurried = self._hurry(bool(self._done))
+            is_hurried = self._interrupt(bool(self._done))
             require(is_hurried, f"step {key[0]} row {key[1]}: no mask came before sampling")
         return self.laws.masks[key]
 

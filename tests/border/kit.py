@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from banyan.messages.orders import Order
+from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import (
     ROOM_BYTES,
     CopyResult,
@@ -23,8 +23,8 @@ from tests.border.fake_memory import Stored
 from tests.border.fake_runner import ABILITIES, FakeRunner
 from tests.border.oracle import Answer, HashStory, Story
 
-Hurry = Callable[[bool], bool]
-"""See `Play._hurry`."""
+Interrupt = Callable[[bool], bool]
+"""See `Play._interrupt`."""
 Answers = Callable[[], list[Answer]]
 """Of the requests that are alive."""
 
@@ -43,7 +43,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def carried_out(self) -> list[Order]:
+    def carried_out(self) -> list[ControlOp]:
         """Orders, in the order in which they took effect."""
         ...
 
@@ -77,7 +77,7 @@ class Kit(Protocol):
         world: World,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner: ...
     def story(self, generate: Generate, world: World) -> Story:
@@ -108,7 +108,7 @@ class FakeKit:
         world: World,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         rules = world.core.store
@@ -140,7 +140,7 @@ class PeerKit(FakeKit):
         world: World,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         self._runner = FakeRunner(world.device, world.faults, random, namespaces)

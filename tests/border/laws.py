@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.memory.groups import STATE, WINDOW, CacheGroup
-from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
+from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
+from banyan.messages.control_ops import WEIGHTS, ControlOp, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import (
     DEVICE,
     PEER,
@@ -46,12 +46,12 @@ class Device:
     token_gap: int = 0
     drafts: int = 0
     chunk_tokens: int = 1 << 30
-    burst: int = 1
+    multi_step: int = 1
 
     @property
     def are_bounds(self) -> bool:
         """Rows in flight may yield fewer tokens than planned."""
-        return self.drafts > 0 or self.burst > 1
+        return self.drafts > 0 or self.multi_step > 1
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Laws:
         self.users: list[dict[int, dict[int, int]]] = [{} for _ in device.groups]
         """Per group and page, slot life -> newest step that reads or writes the page."""
         self.completed = 0
-        self.carried_out: list[Order] = []
+        self.carried_out: list[ControlOp] = []
         self.released: set[str] = set()
         """Memory that orders have given back to the system."""
         self._enter = enter
@@ -178,7 +178,7 @@ class Laws:
         slots = [row.slot for row in plan.rows]
         require(len(set(slots)) == len(slots), f"step {plan.step}: two rows of one slot")
         known_tokens = 0
-        require(1 <= plan.steps <= self.device.burst, f"step {plan.step}: {plan.steps} steps")
+        require(1 <= plan.steps <= self.device.multi_step, f"step {plan.step}: {plan.steps} steps")
         for index, row in enumerate(plan.rows):
             where = launched.where(index)
             require(row.slot in self._occupied, f"{where}: nobody has the slot")
@@ -254,7 +254,7 @@ class Laws:
                 require(0 < page < group.num_pages or is_padding, f"{where}: page {page}")
             table[grant.first : grant.first + len(grant.pages)] = grant.pages
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: ControlOp) -> None:
         """An order has been carried out."""
         self.carried_out.append(order)
         self.seen[type(order).__name__] += 1

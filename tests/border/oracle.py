@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from banyan.memory.cache import TOKEN_BYTES
+from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
 
 VOCAB = 32

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.config.card import FULL, STATE, WINDOW, ModelCard
-from banyan.layers.cache import CacheTensor, LayerCache
-from banyan.layers.step import AttentionSpec, Chosen, StepInputs
+from banyan.layers.cache_spec import CacheTensor, LayerCache
+from banyan.layers.step_inputs import AttentionSpec, Chosen, StepInputs
+from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedEmbedding, PackedLinear
@@ -74,13 +74,13 @@ class PageModel:
 
     def __init__(
         self,
-        card: ModelCard,
+        model_config: ModelConfig,
         ops: Ops,
         windows: tuple[int, ...],
         groups: Groups = ALONE,
         certainty: float = 1.0,
     ) -> None:
-        self.card = card
+        self.model_config = model_config
         self._stages, self._ffn, self._heads = groups.stages, groups.ffn, groups.head
         self._here = stage_of(len(windows), self._stages)
         self.caches = [_cache(layer, windows[layer], ops) for layer in self._here]

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from banyan.memory.cache import TOKEN_BYTES
+from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
 from banyan.ops.sampling import banned, draw, log_softmax_at, penalise, quantile
 from tests.border.far_numbers import FarPrefix

@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 
-from banyan.config.card import LAST, STATE, ModelCard, Pooling
+from banyan.kv_cache.groups import CacheGroup
 from banyan.layers.build import Build
-from banyan.memory.groups import CacheGroup
+from banyan.model_config.model_config import LAST, STATE, ModelConfig, Pooling
 from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.growth import Grower
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
+from banyan.runner.speculative.tree_growth import Grower
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
 from tests.border.page_numbers import LAYERS, STATEFUL, UNITS, VOCAB
 
@@ -54,7 +54,7 @@ class Shape:
     is_recorded: bool
     is_pooling: bool
     drafts: int = 0
-    burst: int = 1
+    multi_step: int = 1
     branches: bool = False
     levels: int = 0
 
@@ -83,7 +83,7 @@ def build_runner(
     drafter: Drafter | None = None,
     groups: Groups = ALONE,
 ) -> ModelRunner:
-    card = ModelCard(
+    model_config = ModelConfig(
         path="",
         format="",
         architecture="PageModel",
@@ -100,7 +100,7 @@ def build_runner(
         window=max(shape.windows),
         pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
     )
-    model = wrap(PageModel(card, ops, shape.windows, groups))
+    model = wrap(PageModel(model_config, ops, shape.windows, groups))
     layouts = tuple(
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups
@@ -108,12 +108,12 @@ def build_runner(
     sizes = RunnerSizes(
         *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
         draft_room=DRAFT_ROOM if shape.drafts else 0,
-        burst=shape.burst,
+        multi_step=shape.multi_step,
         branching=shape.drafts + 1 if shape.branches else 0,
     )
     draft, open_drafter = None, None if drafter is None else lambda _: drafter
     if shape.levels:
-        its = PageModel(card, ops, shape.windows, groups, CERTAINTY)
+        its = PageModel(model_config, ops, shape.windows, groups, CERTAINTY)
         draft = DraftModel(its, Build(ops, groups))
         open_drafter = partial(_open_drafter, shape)
     runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter, draft)

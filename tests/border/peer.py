@@ -5,19 +5,19 @@ from array import array
 from collections import Counter
 from random import Random
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.messages.plan import RowScores, place_of
-from banyan.messages.requests import Generate
-from banyan.messages.rooms import (
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.disaggregation import (
     CloseRoom,
     HandOff,
+    KVTransferEvent,
+    KVTransferOp,
     RoomFound,
     RoomLost,
-    RoomNews,
-    RoomOrder,
     SeekRoom,
     TakeRoom,
 )
+from banyan.messages.plan import RowScores, place_of
+from banyan.messages.requests import Generate
 from tests.border.oracle import BARRED, Answer, HashStory, mix, start_of
 
 LOST = 0.03
@@ -47,7 +47,7 @@ class FakePeer:
     def is_quiet(self) -> bool:
         return not (self._sought or self._taken)
 
-    def obey(self, orders: list[RoomOrder]) -> None:
+    def obey(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             match order:
                 case SeekRoom():
@@ -61,7 +61,7 @@ class FakePeer:
                 case _:
                     raise AssertionError(f"a core that takes says {order}")
 
-    def report(self) -> RoomNews | None:
+    def report(self) -> KVTransferEvent | None:
         """What has become of one of the rooms, in any order."""
         waiting = self._sought or self._taken
         if self._sought and self._taken and self._random.random() < 0.5:

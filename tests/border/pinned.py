@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 
 from banyan.base.ids import RequestId
-from banyan.memory.eviction import EVICTION
+from banyan.kv_cache.eviction import EVICTION
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Generate, Unpin
 from tests.border.build import World

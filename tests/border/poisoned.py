@@ -7,10 +7,10 @@ from functools import partial
 from torch import Tensor
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.messages.orders import (
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
-    Order,
+    ControlOp,
     ReleaseMemory,
     ResumeMemory,
     StopProfile,
@@ -18,7 +18,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.models.base import Model
-from banyan.runner.orders import Finish, OrderTaker, Said
+from banyan.runner.control_ops import ControlOpExecutor, Finish, Said
 from banyan.runner.runner import ModelRunner
 from tests.border.laws import Device
 from tests.border.page_numbers import LAYERS
@@ -29,8 +29,8 @@ def poisoned(
     model: Model,
     device: Device,
     poison: float,
-    told: Callable[[Order], None] | None,
-) -> OrderTaker:
+    told: Callable[[ControlOp], None] | None,
+) -> ControlOpExecutor:
     """What takes the orders of `runner`, which is fresh.
 
     Args:
@@ -64,7 +64,7 @@ def poisoned(
                 tensor[fresh] = poison
         return true_begin(plan, carry)
 
-    def obey(order: Order) -> Said:
+    def obey(order: ControlOp) -> Said:
         """After other weights, or without memory, no page holds what it held."""
         tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
         if isinstance(order, ReleaseMemory):
@@ -80,10 +80,10 @@ def poisoned(
             told(order)
         return Said("done")
 
-    def prepare(order: Order) -> Finish:
+    def prepare(order: ControlOp) -> Finish:
         return partial(obey, order)
 
     true_begin, runner.begin = runner.begin, begin
     spoil_all()
     kinds = (TakeWeights, ReleaseMemory, ResumeMemory, StopProfile)
-    return OrderTaker(runner, dict.fromkeys(kinds, prepare))
+    return ControlOpExecutor(runner, dict.fromkeys(kinds, prepare))

@@ -9,16 +9,16 @@ from random import Random
 
 import msgspec
 
-from banyan.memory.cache import TOKEN_BYTES
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_transfer.identity import identity
 from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
 from banyan.runner.abilities import Abilities
 from banyan.runner.runner import ModelRunner
-from banyan.transfer.identity import identity
 from tests.border.build import World, random_world, with_store
 from tests.border.faults import FaultyModel, FaultyOps, Injector
-from tests.border.kit import Answers, Hurry, Runner
+from tests.border.kit import Answers, Interrupt, Runner
 from tests.border.oracle import VOCAB, Story
 from tests.border.page_drafter import Prompter
 from tests.border.page_model import PageModel
@@ -58,7 +58,7 @@ class RealWorld(World):
             self.is_recorded,
             self.is_pooling,
             self.core.limits.drafts,
-            self.core.limits.burst,
+            self.core.limits.multi_step,
             self.branches,
             self.core.limits.draft_levels,
         )
@@ -85,7 +85,7 @@ class RealKit:
         is_pooling = random.random() < 0.1 and not self.branches
         poison = random.choice((math.nan, math.nan, 1e6))
         scale = RECORDED_SCALE if is_recorded else 1
-        abilities = replace(_abilities(is_pooling), bursts=is_recorded and not is_pooling)
+        abilities = replace(_abilities(is_pooling), multi_steps=is_recorded and not is_pooling)
         world = random_world(random, abilities, scale)
         while self.branches and not world.core.limits.drafts:
             world = random_world(random, abilities, scale)
@@ -112,7 +112,7 @@ class RealKit:
         world: RealWorld,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         injector = Injector()
@@ -138,7 +138,7 @@ class RealKit:
         runner = build_runner(world.shape, ops, wrap, open_mover, drafter)
         return RealRunner(
             *(runner, models[0], world.device, world.faults, injector, world.poison),
-            *(random, hurry, shelf),
+            *(random, interrupt, shelf),
         )
 
     def story(self, generate: Generate, world: RealWorld) -> Story:

@@ -17,13 +17,13 @@ import numpy as np
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
-from banyan.memory.groups import STATE
-from banyan.messages.orders import (
+from banyan.kv_cache.groups import STATE
+from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
     AttachStore,
+    ControlOp,
     DetachStore,
-    Order,
     ReleaseMemory,
     ResumeMemory,
     StopProfile,
@@ -45,13 +45,13 @@ from banyan.messages.plan import (
     StepResult,
     device_page,
 )
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.models.base import Model
 from banyan.platform.base import Platform
-from banyan.runner.orders import Finish, OrderTaker, Said
+from banyan.runner.control_ops import ControlOpExecutor, Finish, Said
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.faults import Faults, InjectedError, Injector
-from tests.border.kit import Hurry
+from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, check_result, require
 from tests.border.page_model import bytes_of
 from tests.border.page_numbers import LAYERS, VOCAB
@@ -94,7 +94,7 @@ class RealRunner:
         injector: Injector,
         poison: float,
         random: Random,
-        hurry: Hurry,
+        interrupt: Interrupt,
         shelf: Shelf | None = None,
         platform: Platform | None = None,
     ) -> None:
@@ -113,13 +113,13 @@ class RealRunner:
                 DetachStore: switch.prepare_detach,
             }
             carriers |= dict.fromkeys(self._switches, self._prepare_switch)
-        self._taker = OrderTaker(runner, carriers | {StopProfile: self._prepare})
+        self._taker = ControlOpExecutor(runner, carriers | {StopProfile: self._prepare})
         self._device = device
         self._faults = faults
         self._injector = injector
         self._poison = poison
         self._random = random
-        self._hurry = hurry
+        self._interrupt = interrupt
         self._started: deque[Started] = deque()
         self._away: list[tuple[int, int, int]] = []
         """(group, page, spare page): what has to come back before the next step."""
@@ -143,7 +143,7 @@ class RealRunner:
         return self.laws.seen
 
     @property
-    def carried_out(self) -> list[Order]:
+    def carried_out(self) -> list[ControlOp]:
         return self.laws.carried_out
 
     @property
@@ -247,16 +247,16 @@ class RealRunner:
         self._arm(launched)
         is_checked = self._random.random() < 0.25 and not plan.orders
         before = self._snapshot() if is_checked else None
-        sheet = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
+        builder = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
         self._wait_for_device()
-        pending = self._taker.launch(sheet, partial(self._mask_of, launched))
+        pending = self._taker.launch(builder, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken
         self._started.append(Started(launched, pending, rows))
         if self._device.are_bounds:
             self._follow(launched, rows, pending.result())
         if before is not None:
-            self._check_writes(launched, before, sheet.copies)
+            self._check_writes(launched, before, builder.copies)
         for row, slot in zip(self._rows, launched.rows, strict=True):
             self._unread.setdefault(slot.life, row.start)
             if row.propose or not self._has_draft_model:
@@ -279,7 +279,7 @@ class RealRunner:
         self.seen["late masks"] += 1
         try:
             while key not in self.laws.masks:
-                is_hurried = self._hurry(bool(self._started))
+                is_hurried = self._interrupt(bool(self._started))
                 require(is_hurried, f"{launched.where(index)}: no mask came before sampling")
         except Exception as error:  # the runner would make a failed row of it
             self._broken = self._broken or error
@@ -291,7 +291,7 @@ class RealRunner:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def _prepare(self, order: Order) -> Finish:
+    def _prepare(self, order: ControlOp) -> Finish:
         self._may_fail()
         gives = order.tags if isinstance(order, ReleaseMemory) else []
         if self._platform is not None and KV_CACHE in gives:
@@ -304,7 +304,7 @@ class RealRunner:
             self.seen["failed orders"] += 1
             raise RequestError("injected")
 
-    def _prepare_switch(self, order: Order) -> Finish:
+    def _prepare_switch(self, order: ControlOp) -> Finish:
         """Another rank may fail once this one is ready."""
         finish = self._switches[type(order)](order)
         self._may_fail()
@@ -316,7 +316,7 @@ class RealRunner:
 
         return switch
 
-    def _obey(self, order: Order) -> Said:
+    def _obey(self, order: ControlOp) -> Said:
         """After other weights, or without memory, no page holds what it held."""
         tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
         if isinstance(order, ReleaseMemory):

@@ -14,7 +14,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from banyan.messages.orders import Order
+from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import (
     CopyResult,
     Held,
@@ -27,9 +27,9 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.parallel.groups import Group
-from banyan.runner.line import Line
+from banyan.pipeline.runner_stage import Line
 from banyan.runner.runner import ModelRunner
-from tests.border.kit import Hurry
+from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
 from tests.border.page_numbers import UNITS, VOCAB
 from tests.border.poisoned import poisoned
@@ -63,7 +63,7 @@ class Mail:
             self.broadcast(part, source)
         return torch.cat(parts, dim=1)[:, :columns]
 
-    # Those of ranks with rows of their own; see `JointRows.table`.
+    # Those of ranks with rows of their own; see `DPAttentionRows.table`.
 
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         return torch.cat(self._shared(x))[:count]
@@ -151,12 +151,12 @@ class StagedRunner:
         device: Device,
         poison: float,
         random: Random,
-        hurry: Hurry,
+        interrupt: Interrupt,
     ) -> None:
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
         self._random = random
-        self._hurry = hurry
+        self._interrupt = interrupt
         self._coming: deque[Launched] = deque()
         self._passing: deque[Launched] = deque()
         self._done: deque[StepResult] = deque()
@@ -175,7 +175,7 @@ class StagedRunner:
         return self.laws.seen
 
     @property
-    def carried_out(self) -> list[Order]:
+    def carried_out(self) -> list[ControlOp]:
         return self.laws.carried_out
 
     @property
@@ -246,7 +246,7 @@ class StagedRunner:
         key = (launched.plan.step, index)
         while key not in self.laws.masks:
             self.seen["late masks"] += 1
-            is_hurried = self._hurry(bool(self._done))
+            is_hurried = self._interrupt(bool(self._done))
             require(is_hurried, f"{launched.where(index)}: no mask came before sampling")
         return self.laws.masks[key]
 

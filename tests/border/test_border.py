@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
+from banyan.engine.core_spec import CoreSpec
 from banyan.engine.journal import Journal
-from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import STATE, CacheGroup
+from banyan.kv_cache.groups import STATE, CacheGroup
 from banyan.sim.replay import check
 from tests.border import build
 from tests.border.build import compile_grammar

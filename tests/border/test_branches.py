@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 
-from banyan.runner import branches, inputs, runner
-from banyan.runner.branches import Compaction
-from banyan.runner.speculative.growth import Growing
+from banyan.runner import draft_trees as branches
+from banyan.runner import inputs, runner
+from banyan.runner.draft_trees import Compaction
+from banyan.runner.speculative.tree_growth import Growing
 from tests.border.driver import play, random_actions
 from tests.border.faults import FaultyOps
 from tests.border.real_kit import RealKit

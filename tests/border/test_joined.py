@@ -11,20 +11,20 @@ from random import Random
 
 import pytest
 
-from banyan.engine.lockstep import LocalPeer, StepClock
-from banyan.memory.groups import FULL, WINDOW
+from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows
+from banyan.dp_attention.step_clock import LocalPeer, StepClock
+from banyan.dp_attention.step_peers import Peers
+from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.plan import Load, Row
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups
-from banyan.parallel.joint import JointBatch, JointRows
 from banyan.runner.batch import Batch
-from banyan.runner.peers import Peers
 from banyan.runner.runner import ModelRunner
 from tests.border.build import World, random_world
 from tests.border.driver import Play, random_actions
 from tests.border.faults import Faults
 from tests.border.joined_runner import Company, JoinedRunner
-from tests.border.kit import Answers, Hurry, Runner
+from tests.border.kit import Answers, Interrupt, Runner
 from tests.border.oracle import Story
 from tests.border.page_drafter import Prompter
 from tests.border.page_oracle import PageStory
@@ -93,7 +93,7 @@ class JoinedKit:
             plain_runner().abilities,
             groups=(FULL, WINDOW),
             drafts=True,
-            bursts=False,
+            multi_steps=False,
             vectors=False,
             tiers=("device",),
         )
@@ -110,7 +110,7 @@ class JoinedKit:
         world: JoinedWorld,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         number, models = len(self.company.runners), []
@@ -119,7 +119,7 @@ class JoinedKit:
             models.append(model)
             return model
 
-        joint = JointBatch(number, REPLICAS, 1, has_outputs=not world.are_heads_apart)
+        joint = DPAttentionBatch(number, REPLICAS, 1, has_outputs=not world.are_heads_apart)
         groups = Groups.of_replicas(Group(), self._threads[number], joint, False)
         groups = groups.with_heads_apart() if world.are_heads_apart else groups
         drafter = None
@@ -128,7 +128,7 @@ class JoinedKit:
         ops = bind_ops(False, COMPILED_PAGE)
         runner = build_runner(world.shape, ops, keep, drafter=drafter, groups=groups)
         return JoinedRunner(
-            *(runner, models[0], world.device, world.poison, self.company, random, hurry)
+            *(runner, models[0], world.device, world.poison, self.company, random, interrupt)
         )
 
     def story(self, generate: Generate, world: JoinedWorld) -> Story:
@@ -184,20 +184,22 @@ def test_joined_replicas_give_the_oracles_answers(request) -> None:
 
 
 def _takes_the_rows_of_another(patch: pytest.MonkeyPatch) -> None:
-    def enter(self: JointRows, counts: list[int]) -> None:
+    def enter(self: DPAttentionRows, counts: list[int]) -> None:
         true_enter(self, counts)
         self.table[0] = 0
 
-    true_enter = JointRows.enter
-    patch.setattr(JointRows, "enter", enter)
+    true_enter = DPAttentionRows.enter
+    patch.setattr(DPAttentionRows, "enter", enter)
 
 
 def _runs_as_many_tokens_as_it_has(patch: pytest.MonkeyPatch) -> None:
     """Where rows have fewer drafts than was agreed."""
     admit = ModelRunner._admit
 
-    def cut(self: ModelRunner, rows: list[Row], in_burst: bool) -> tuple[Batch, dict[int, str]]:
-        batch, failed = admit(self, rows, in_burst)
+    def cut(
+        self: ModelRunner, rows: list[Row], in_multi_step: bool
+    ) -> tuple[Batch, dict[int, str]]:
+        batch, failed = admit(self, rows, in_multi_step)
         kept = [at for at in range(len(batch.rows)) if batch.indices[at] < len(rows)]
         good = [(int(batch.indices[at]), batch.rows[at]) for at in kept]
         return Batch.of(good), failed

@@ -8,18 +8,18 @@ import pytest
 
 from banyan.engine import core
 from banyan.engine.core import EngineCore
-from banyan.memory import partial
-from banyan.memory.cache import TOKEN_BYTES, KVCache
-from banyan.memory.groups import CacheGroup
-from banyan.memory.partial import PartialUnits
-from banyan.memory.stamps import NEVER_USED, Horizon
-from banyan.memory.states import StateCopies
-from banyan.messages.orders import OrderReply
+from banyan.kv_cache import partial_blocks as partial
+from banyan.kv_cache.cache import TOKEN_BYTES, KVCache
+from banyan.kv_cache.epochs import NEVER_USED, Horizon
+from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.partial_blocks import PartialBlocks
+from banyan.kv_cache.state_checkpoints import StateCopies
+from banyan.messages.control_ops import ControlOpReply
 from banyan.messages.plan import StepResult, device_page
-from banyan.messages.requests import GiveOrders
-from banyan.scheduler.answers import Answers
-from banyan.scheduler.roster import Roster
-from banyan.scheduler.rows import RowPlanner
+from banyan.messages.requests import RunControlOps
+from banyan.scheduler.outputs import Answers
+from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.row_planner import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
 from tests.border.driver import play, random_actions
 
@@ -87,19 +87,19 @@ def test_a_mask_that_never_comes_is_noticed() -> None:
 
 
 def test_a_slot_that_is_left_twice_is_noticed() -> None:
-    give = Roster._give_slot
+    give = RequestTable._give_slot
 
-    def twice(self: Roster, slot: int) -> None:
+    def twice(self: RequestTable, slot: int) -> None:
         give(self, slot)
         self.leaves.append(slot)
 
-    found = verdict(lambda patch: patch.setattr(Roster, "_give_slot", twice))
+    found = verdict(lambda patch: patch.setattr(RequestTable, "_give_slot", twice))
     assert "leaves but is empty" in found
 
 
 def test_an_engine_without_retraction_is_noticed() -> None:
     found = verdict(
-        lambda patch: patch.setattr(Scheduler, "_make_way", lambda self, starved, sheet: None)
+        lambda patch: patch.setattr(Scheduler, "_make_way", lambda self, starved, builder: None)
     )
     assert "no progress" in found
 
@@ -130,22 +130,22 @@ def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
 def unlocked_sources(patch: pytest.MonkeyPatch) -> None:
     """What is copied may be evicted, and written by others, before the copy."""
-    begin = PartialUnits.begin
+    begin = PartialBlocks.begin
 
-    def wrong(self: PartialUnits, lease, row: int):
+    def wrong(self: PartialBlocks, lease, row: int):
         part = lease.part
         copies = begin(self, lease, row)
         if part is not None:
             self._unlock(part.node)
         return copies
 
-    def end(self: PartialUnits, ids) -> None:
+    def end(self: PartialBlocks, ids) -> None:
         for copy_id in ids:
             if self._open.pop(copy_id, None) is not None:
                 del self._horizon.open_copies[copy_id]
 
-    patch.setattr(PartialUnits, "begin", wrong)
-    patch.setattr(PartialUnits, "end", end)
+    patch.setattr(PartialBlocks, "begin", wrong)
+    patch.setattr(PartialBlocks, "end", end)
     patch.setattr(Horizon, "now", lambda self: NEVER_USED)
 
 
@@ -161,29 +161,29 @@ def test_a_part_whose_pages_are_given_out_before_they_are_copied_is_noticed() ->
 
 
 def test_parts_of_another_tenant_are_noticed() -> None:
-    find = PartialUnits.find
+    find = PartialBlocks.find
 
-    def anybodys(self: PartialUnits, namespace: bytes, path, tokens, limit: int):
+    def anybodys(self: PartialBlocks, namespace: bytes, path, tokens, limit: int):
         for top in self._tree._root.children:
             part = None if path else find(self, top, path, tokens, limit)
             if part is not None:
                 return part
         return find(self, namespace, path, tokens, limit)
 
-    assert "foreign" in verdict(lambda patch: patch.setattr(PartialUnits, "find", anybodys))
+    assert "foreign" in verdict(lambda patch: patch.setattr(PartialBlocks, "find", anybodys))
 
 
 def test_tails_of_more_than_was_written_are_noticed() -> None:
-    keep = PartialUnits.keep
+    keep = PartialBlocks.keep
 
-    def longer(self: PartialUnits, lease, tokens, written: int) -> None:
+    def longer(self: PartialBlocks, lease, tokens, written: int) -> None:
         keep(self, lease, tokens, min(written + 1, len(tokens) // TOKEN_BYTES))
 
-    assert verdict(lambda patch: patch.setattr(PartialUnits, "keep", longer))
+    assert verdict(lambda patch: patch.setattr(PartialBlocks, "keep", longer))
 
 
 def test_tokens_kept_of_a_row_that_was_recomputed_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(Roster, "void", lambda self, request: None))
+    found = verdict(lambda patch: patch.setattr(RequestTable, "void", lambda self, request: None))
     assert found
 
 
@@ -191,7 +191,7 @@ def test_orders_that_are_lost_are_noticed() -> None:
     receive = EngineCore.receive
 
     def lose(self: EngineCore, message, now: float) -> None:
-        if not isinstance(message, GiveOrders):
+        if not isinstance(message, RunControlOps):
             receive(self, message, now)
 
     assert "no progress" in verdict(lambda patch: patch.setattr(EngineCore, "receive", lose))
@@ -213,14 +213,14 @@ def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> N
 
 
 def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> None:
-    sheet = EngineCore._sheet_of_orders
+    builder = EngineCore._control_op_plan
 
     def answer_at_once(self: EngineCore, step: int):
-        made = sheet(self, step)
-        self._end_orders(self._carried_out, StepResult(step=step, replies=[OrderReply(True)]))
+        made = builder(self, step)
+        self._end_orders(self._carried_out, StepResult(step=step, replies=[ControlOpReply(True)]))
         return made
 
-    found = verdict(lambda patch: patch.setattr(EngineCore, "_sheet_of_orders", answer_at_once))
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
     assert "is launched before the orders of" in found or "the replies say" in found
 
 
@@ -233,8 +233,8 @@ def test_pages_that_are_used_after_their_memory_was_released_are_noticed() -> No
     found = verdict(
         lambda patch: patch.setattr(
             EngineCore,
-            "_sheet_of_orders",
-            without_release(EngineCore._sheet_of_orders),
+            "_control_op_plan",
+            without_release(EngineCore._control_op_plan),
         )
     )
     assert "never written" in found
@@ -245,7 +245,7 @@ def without_release(draft):
 
     def plan(self: EngineCore, step: int):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Roster, "retract_all", lambda roster: None)
+            patch.setattr(RequestTable, "retract_all", lambda request_table: None)
             patch.setattr(Scheduler, "flush", lambda scheduler: True)
             return draft(self, step)
 

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from banyan.disaggregation.peer_pages import PeerTier
 from banyan.engine.journal import Journal
-from banyan.memory.peers import PeerTier
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
 from tests.border.driver import play, random_actions

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from banyan.memory import pins
-from banyan.memory.eviction import EVICTION
-from banyan.memory.pins import Pins
-from banyan.memory.radix import RadixTree
+from banyan.kv_cache import pins
+from banyan.kv_cache.eviction import EVICTION
+from banyan.kv_cache.pins import Pins
+from banyan.kv_cache.radix_tree import RadixTree
 from tests.border.pinned import pin_verdict, play_pins
 
 WORLDS = range(1, 31)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.messages.orders import OrderReply, StopProfile
+from banyan.messages.control_ops import ControlOpReply, StopProfile
 from banyan.runner import runner
-from banyan.runner.attention import reference
+from banyan.runner.attention import paged as reference
 from banyan.runner.batch import Batch
+from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.forward import RecordedForward
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.orders import OrderTaker
 from banyan.runner.pooling import Pooler
 from banyan.runner.runner import ModelRunner
 from banyan.runner.sampling.logprobs import Scores
@@ -158,8 +158,8 @@ def _skips_orders(original, self, order):
     try:
         prepare(order)
     except RequestError as error:
-        return OrderReply(False, str(error))
-    return OrderReply(True, "done")
+        return ControlOpReply(False, str(error))
+    return ControlOpReply(True, "done")
 
 
 def _obeys_twice(original, self, order):
@@ -283,9 +283,9 @@ DEFECTS: dict[str, Defect] = {
     "a refused request keeps out those that join with it": _wrap(
         SlotTable, "join", _joins_first_only
     ),
-    "orders are not carried out": _wrap(OrderTaker, "_carry_out", _skips_orders),
-    "orders are carried out twice": _wrap(OrderTaker, "_carry_out", _obeys_twice),
-    "an order that failed is carried out": _wrap(OrderTaker, "_carry_out", _obeys_unready),
+    "orders are not carried out": _wrap(ControlOpExecutor, "_carry_out", _skips_orders),
+    "orders are carried out twice": _wrap(ControlOpExecutor, "_carry_out", _obeys_twice),
+    "an order that failed is carried out": _wrap(ControlOpExecutor, "_carry_out", _obeys_unready),
     "released pages come back as they were": lambda patch: patch.setattr(
         KVStore, "release", lambda self: None
     ),

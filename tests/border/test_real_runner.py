@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from banyan.messages.plan import Join, PageGrant, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.border.driver import Play, play, random_actions, smallest
 from tests.border.fake_runner import ABILITIES
 from tests.border.real_kit import REAL, plain_runner

@@ -8,9 +8,9 @@ import pytest
 
 from banyan.engine import snapshot
 from banyan.engine.core import EngineCore
-from banyan.engine.recorder import FlightRecorder
-from banyan.engine.recording import RecordingMemory
-from banyan.engine.spec import CoreSpec
+from banyan.engine.core_spec import CoreSpec
+from banyan.engine.flight_recorder import FlightRecorder
+from banyan.engine.flight_recorder_memory import RecordingMemory
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
 from tests.border.driver import Play, random_actions
@@ -35,7 +35,9 @@ class Suspicious(FlightRecorder):
         assert self.core is not None
         if self.random.random() < 0.1:
             taken = snapshot.take(self.core)
-            twin = self.spec.build(compile_grammar, _Alone() if self.core.is_joined else None)
+            twin = self.spec.build(
+                compile_grammar, _Alone() if self.core.uses_dp_attention else None
+            )
             snapshot.restore(twin, taken, compile_grammar)
             twin.check()
             assert snapshot.take(twin) == taken

@@ -11,15 +11,15 @@ from random import Random
 import msgspec
 import pytest
 
-from banyan.memory.groups import FULL, WINDOW
+from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import ALONE
 from banyan.runner.runner import ModelRunner
-from banyan.scheduler.roster import Roster
+from banyan.scheduler.request_table import RequestTable
 from tests.border.build import World, random_world
 from tests.border.driver import Play, play, random_actions, smallest
 from tests.border.faults import Faults
-from tests.border.kit import Answers, Hurry, Runner
+from tests.border.kit import Answers, Interrupt, Runner
 from tests.border.oracle import Story
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
@@ -56,7 +56,7 @@ class StagedKit:
             plain_runner().abilities,
             groups=(FULL, WINDOW),
             drafts=False,
-            bursts=False,
+            multi_steps=False,
             peers=False,
             vectors=False,
             tiers=("device",),
@@ -86,7 +86,7 @@ class StagedKit:
         world: StagedWorld,
         random: Random,
         namespaces: dict[int, bytes],
-        hurry: Hurry,
+        interrupt: Interrupt,
         answers: Answers,
     ) -> Runner:
         ops, models = bind_ops(False, COMPILED_PAGE), []
@@ -100,7 +100,7 @@ class StagedKit:
             build_runner(world.shape, ops, keep, groups=replace(ALONE, world=mine, stages=mine))
             for mine in groups
         ]
-        return StagedRunner(runners, models, groups, world.device, world.poison, random, hurry)
+        return StagedRunner(runners, models, groups, world.device, world.poison, random, interrupt)
 
     def story(self, generate: Generate, world: StagedWorld) -> Story:
         return PageStory(generate, world.shape.windows)
@@ -130,11 +130,11 @@ def test_stages_with_several_plans_in_their_line_give_the_oracles_answers() -> N
 
 
 def _leaves_slots_at_once(patch: pytest.MonkeyPatch) -> None:
-    def give(self: Roster, slot: int) -> None:
+    def give(self: RequestTable, slot: int) -> None:
         self.free_slots.append(slot)
         self.leaves.append(slot)
 
-    patch.setattr(Roster, "_give_slot", give)
+    patch.setattr(RequestTable, "_give_slot", give)
 
 
 def _samples_where_it_ran_last(patch: pytest.MonkeyPatch) -> None:

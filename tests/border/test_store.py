@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from banyan.engine.journal import Journal
-from banyan.memory import tiers
-from banyan.memory.cache import WEIGHTS_BYTES
-from banyan.memory.radix import RadixTree
-from banyan.memory.tiers import StoreTier
+from banyan.kv_cache import hierarchical_cache as tiers
+from banyan.kv_cache.cache import WEIGHTS_BYTES
+from banyan.kv_cache.hierarchical_cache import StoreTier
+from banyan.kv_cache.radix_tree import RadixTree
 from banyan.runner.kvstore import KVStore
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar

@@ -14,7 +14,7 @@ from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.flags.flag import Absent
 from banyan.config.flags.table import known_flags
-from banyan.router.read import read_flags
+from banyan.router.args import read_flags
 
 CONFIG = """model-path: M
 host: 0.0.0.0

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
-from tests.adapters import write_adapter
 from tests.models.families import tiny
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 

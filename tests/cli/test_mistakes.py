@@ -30,7 +30,7 @@ class Engines:
     timers: list[threading.Timer] = field(default_factory=list)
 
     def start(
-        self, config: object, card: object, address: str, on_death: Callable[[str], None]
+        self, config: object, model_config: object, address: str, on_death: Callable[[str], None]
     ) -> "Engines":
         timer = threading.Timer(PATIENCE_S, on_death, ["nobody noticed the mistake"])
         timer.start()
@@ -47,7 +47,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """No engine starts, no variable of the caller counts, and logging is left as it was."""
     stand_in = Engines()
     monkeypatch.setattr(
-        "banyan.compose.waiting_engines",
+        "banyan.server.processes.waiting_engines",
         lambda count, secret="": contextlib.nullcontext(stand_in.start),
     )
     root = logging.getLogger("banyan")

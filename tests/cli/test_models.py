@@ -16,12 +16,12 @@ import pytest
 
 from banyan.cli.main import main
 from banyan.cli.models import as_markdown
-from banyan.config.catalogue import Entry, entries, find
 from banyan.config.env import Environment
-from banyan.config.held import held_models
-from banyan.config.schema import DEMO_LINE, ModelConfig
-from banyan.config.sources import fetch
-from tests.hub import FakeHub, Fault, fake_hub
+from banyan.config.schema import DEMO_LINE, LoadConfig
+from banyan.hub.catalogue import Entry, entries, find
+from banyan.hub.local_models import held_models
+from banyan.hub.sources import fetch
+from tests.support.fake_hub import FakeHub, Fault, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = bytes(range(256)) * 1000
@@ -205,7 +205,7 @@ def test_each_command_has_help(banyan: Run, verb: str) -> None:
 
 
 def demo_bytes() -> bytes:
-    return Path(fetch(ModelConfig(offline=True), Environment())).read_bytes()
+    return Path(fetch(LoadConfig(offline=True), Environment())).read_bytes()
 
 
 def test_a_server_samples_a_file_of_the_catalogue_as_its_makers_advise(

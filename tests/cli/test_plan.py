@@ -11,14 +11,14 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.cli.main import VERBS, main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
+from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan_the_memory
 from banyan.formats.shards import size_of_weights
-from banyan.opening import Phases, agree_on_memory, open_model, plan_the_memory
-from banyan.prepare import prepare
 from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
 from banyan.sim.layout import Layout, Weights, cache_groups
-from tests.adapters import write_adapter
 from tests.models.families import tiny
 from tests.models.test_quant import quantised
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 GIB = 1 << 30
@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(*words: str):
-    config, card = prepare(parse(["--threads", "1", *words], Environment()), Environment())
-    model = open_model(config, card, 0, "", Phases(WallClock()))
-    return model, card
+    config, model_config = prepare(parse(["--threads", "1", *words], Environment()), Environment())
+    model = open_model(config, model_config, 0, "", Phases(WallClock()))
+    return model, model_config
 
 
 FLAGS = [
@@ -48,42 +48,48 @@ FLAGS = [
 
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
 def test_pages_take_as_many_bytes_as_planned(folder: Path, flags: tuple[str, ...]) -> None:
-    model, card = opened(str(folder), *flags)
-    planned = cache_groups(model.config, card, Layout(), cache_bytes_of(model.config, card, True))
-    assert planned == agree_on_memory(card, model)[1]
+    model, model_config = opened(str(folder), *flags)
+    planned = cache_groups(
+        model.config, model_config, Layout(), cache_bytes_of(model.config, model_config, True)
+    )
+    assert planned == agree_on_memory(model_config, model)[1]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_pages_of_every_kind_of_layer_are_planned(variant: str, tmp_path: Path) -> None:
     tiny(variant, tmp_path)
     for flags in ((), ("--kv-cache-dtype", "int8")):
-        model, card = opened(str(tmp_path), "--skip-tokenizer-init", *flags)
-        per_number = cache_bytes_of(model.config, card, True)
-        planned = cache_groups(model.config, card, Layout(), per_number)
-        assert planned == agree_on_memory(card, model)[1]
+        model, model_config = opened(str(tmp_path), "--skip-tokenizer-init", *flags)
+        per_number = cache_bytes_of(model.config, model_config, True)
+        planned = cache_groups(model.config, model_config, Layout(), per_number)
+        assert planned == agree_on_memory(model_config, model)[1]
 
 
 def test_the_cache_is_divided_as_the_engine_divides_it(folder: Path) -> None:
-    model, card = opened(str(folder), "--max-total-tokens", "4096", "--max-running-requests", "9")
-    found = fit(model.config, card, Room(8 * GIB, 4 * GIB, True), 4.0)
-    engine = plan_the_memory(card, model)
+    model, model_config = opened(
+        str(folder), "--max-total-tokens", "4096", "--max-running-requests", "9"
+    )
+    found = fit(model.config, model_config, Room(8 * GIB, 4 * GIB, True), 4.0)
+    engine = plan_the_memory(model_config, model)
     for name in ("groups", "cache_bytes", "max_total_tokens", "max_request_tokens", "max_running"):
         assert getattr(found.memory, name) == getattr(engine, name), name
     assert [found.at_once(n) for n in (1, 16, 17, 1024, 2048, 2049)] == [9, 9, 9, 4, 2, 0]
 
 
 def test_a_share_of_the_memory_is_left_as_the_flags_say(folder: Path) -> None:
-    model, card = opened(str(folder), "--mem-fraction-static", "0.5")
+    model, model_config = opened(str(folder), "--mem-fraction-static", "0.5")
     many = replace(model.config.schedule, running_cap=1 << 20)  # the cache is the bound
     config = replace(model.config, schedule=many)
-    weights = 4.0 * Weights.of(card).total
-    found = fit(config, card, Room(8 * GIB, 8 * GIB, True), 4.0)
+    weights = 4.0 * Weights.of(model_config).total
+    found = fit(config, model_config, Room(8 * GIB, 8 * GIB, True), 4.0)
     assert found.memory.cache_bytes == pytest.approx(4 * GIB - LIBRARY_BYTES - weights, rel=0.01)
 
 
 def test_the_weights_are_those_of_the_files(folder: Path) -> None:
-    _, card = opened(str(folder))
-    assert 4.0 * Weights.of(card).total == pytest.approx(size_of_weights(card.path), rel=0.05)
+    _, model_config = opened(str(folder))
+    assert 4.0 * Weights.of(model_config).total == pytest.approx(
+        size_of_weights(model_config.path), rel=0.05
+    )
 
 
 def test_weights_of_a_quantised_folder_are_those_that_are_kept(

@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.defaults import Defaults, settings_of, settle, with_settings
 from banyan.config.schema import Config
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 DEVICE = Defaults("abacus", ("float32", "bfloat16"), 32, 1024, 64, 0.5)
 SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16))

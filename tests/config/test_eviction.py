@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.flags.table import GROUPS
-from banyan.memory.eviction import EVICTION
+from banyan.kv_cache.eviction import EVICTION
 from tests.config.test_execution import resolved
 
 

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import FULL, WINDOW
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
-from tests.config.test_resolve import CARD, NOTHING, heard
-from tests.flags import config_of
+from banyan.model_config.model_config import FULL, WINDOW
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING, heard
+from tests.support.flags import config_of
 
 __all__ = ["heard"]
 
 
 def resolved(*flags: str) -> Config:
-    card = replace(CARD, num_heads=6, num_kv_heads=6, intermediate_size=120)
-    return resolve(config_of(*flags), card, NOTHING)
+    model_config = replace(MODEL_CONFIG, num_heads=6, num_kv_heads=6, intermediate_size=120)
+    return resolve(config_of(*flags), model_config, NOTHING)
 
 
 def test_a_promise_that_cannot_be_kept_is_refused_with_the_reason() -> None:
@@ -54,9 +54,9 @@ def test_a_flag_about_windows_is_reported_where_there_are_none(
 ) -> None:
     flags = config_of("--disable-hybrid-swa-memory")
     kinds = (FULL, WINDOW)
-    resolve(flags, replace(CARD, layer_kinds=kinds, window=8), NOTHING)
+    resolve(flags, replace(MODEL_CONFIG, layer_kinds=kinds, window=8), NOTHING)
     assert "window" not in heard.text
-    resolve(flags, CARD, NOTHING)
+    resolve(flags, MODEL_CONFIG, NOTHING)
     assert "--disable-hybrid-swa-memory has no effect: no layer of this model" in heard.text
 
 

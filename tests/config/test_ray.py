@@ -7,8 +7,8 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config import resolve
-from tests.config.test_resolve import CARD, NOTHING
-from tests.flags import config_of
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.flags import config_of
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def ray(monkeypatch) -> None:
 
 
 def resolved(*argv: str):
-    return resolve.resolve(config_of(*argv), CARD, NOTHING).parallel
+    return resolve.resolve(config_of(*argv), MODEL_CONFIG, NOTHING).parallel
 
 
 def test_ranks_that_ray_is_to_start_are_nodes(ray) -> None:

@@ -6,11 +6,13 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from tests.config.test_resolve import CARD
+from tests.config.test_resolve import MODEL_CONFIG
 
 
 def drafts_of(*words: str) -> int:
-    return resolve(parse(list(words), Environment()), CARD, Environment()).speculative.drafts
+    return resolve(
+        parse(list(words), Environment()), MODEL_CONFIG, Environment()
+    ).speculative.drafts
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM")

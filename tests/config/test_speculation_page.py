@@ -40,5 +40,7 @@ def test_each_letter_of_the_table_is_a_test_that_is_collected() -> None:
 
 
 def test_a_test_that_is_gone_would_be_noticed() -> None:
-    (gone,) = named_in(["* `tests/config/test_drafts.py`: a `test_that_never_was`."]).values()
+    (gone,) = named_in(
+        ["* `tests/model_config/test_draft_model.py`: a `test_that_never_was`."]
+    ).values()
     assert not is_collected(gone)

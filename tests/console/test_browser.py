@@ -7,8 +7,8 @@ import pytest
 
 from banyan.base.ids import RequestId
 from banyan.messages.events import LiveRequest, Reply
-from tests.flags import config_of
 from tests.server.fakes import Site, Step, steps
+from tests.support.flags import config_of
 
 PAGES = ["chat", "requests", "engine", "tokens", "models", "settings", "api"]
 MARKDOWN = (

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.scripted import scripted
 from tests.server.fakes import Site
 from tests.server.test_metrics import asked, chunk, metrics_of, run
+from tests.support.scripted import scripted
 from tests.system.serving import free_port, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -45,7 +45,7 @@ class _Scripted:
 
     @scripted
     async def generate(self, request):
-        from banyan.frontend.requests.generation import Finish
+        from banyan.requests.generation import Finish
 
         yield chunk(1)
         yield chunk(3, Finish("stop"), cached_tokens=4, queue_s=0.1)

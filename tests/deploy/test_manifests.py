@@ -11,8 +11,8 @@ import yaml
 from banyan.cli.main import VERBS
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.router.args import read_flags
 from banyan.router.config import RouterConfig
-from banyan.router.read import read_flags
 from banyan.router.routes import all_routes as router_routes
 from banyan.server.http import auth
 from banyan.server.routes import all_routes as server_routes

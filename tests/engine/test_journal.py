@@ -12,8 +12,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.engine.journal import Journal, read_journal
 from banyan.messages.requests import Abort, StopAt
 from banyan.sim.replay import check
-from tests.flags import config_of
 from tests.scheduler.driver import Driver, asked
+from tests.support.flags import config_of
 
 
 def record(path, seed=1, size=1 << 20, close=True):

@@ -14,17 +14,17 @@ from banyan.base.errors import DeviceError
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, Wake
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import lru
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.kv_cache.cache import KVCache
+from banyan.kv_cache.eviction import lru
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
-from banyan.scheduler.order import fcfs
+from banyan.scheduler.queue_order import fcfs
 from banyan.scheduler.scheduler import Scheduler
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
 WAIT_S = 20
@@ -77,10 +77,10 @@ class CountingRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.raises = False
-        self.holds_bursts, self.held = threading.Event(), SimpleQueue()
+        self.holds_multi_step, self.held = threading.Event(), SimpleQueue()
 
     def launch(self, plan, mask_of=None):
-        if plan.steps > 1 and self.holds_bursts.is_set():
+        if plan.steps > 1 and self.holds_multi_step.is_set():
             self.gate.clear()
             self.held.put(plan.step)
         assert self.gate.wait(WAIT_S)
@@ -98,10 +98,12 @@ def served():
 
 
 @contextlib.contextmanager
-def serving(check_ledger, burst=1, **options):
+def serving(check_ledger, multi_step=1, **options):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, burst=burst)
+    limits = Limits(
+        max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, multi_step=multi_step
+    )
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.told = wake
     launcher = Threaded(runner, wake.ring)
@@ -420,14 +422,14 @@ def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_st
 
 def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
     hurried = SimpleQueue()
-    with serving(check_ledger=True, burst=4, hurry=hurried.put) as (link, runner, _):
-        runner.holds_bursts.set()
+    with serving(check_ledger=True, multi_step=4, interrupt=hurried.put) as (link, runner, _):
+        runner.holds_multi_step.set()
         link.tell(generate("a", new=20, stride=0))
         step = runner.held.get(timeout=WAIT_S)
         assert hurried.empty(), "nobody has come"
         link.tell(generate("b", new=2))
         assert hurried.get(timeout=WAIT_S) >= step
-        runner.holds_bursts.clear()
+        runner.holds_multi_step.clear()
         runner.gate.set()
         assert link.hear(Finished).request == "b"
 
@@ -435,9 +437,9 @@ def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
 def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decision():
     told = {}
     hurried = SimpleQueue()
-    options = {"hurry": hurried.put, "so_far": told.get}
-    with serving(check_ledger=True, burst=4, **options) as (link, runner, _):
-        runner.holds_bursts.set()
+    options = {"interrupt": hurried.put, "so_far": told.get}
+    with serving(check_ledger=True, multi_step=4, **options) as (link, runner, _):
+        runner.holds_multi_step.set()
         link.tell(generate("a", new=20))
         step = runner.held.get(timeout=WAIT_S)
         assert link.hear(Tokens).first == 0
@@ -447,7 +449,7 @@ def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decisi
         assert (early.first, early.tokens) == (1, told[step][0])
         link.tell(StopAt("a", 2))
         assert hurried.get(timeout=WAIT_S) >= step
-        runner.holds_bursts.clear()
+        runner.holds_multi_step.clear()
         runner.gate.set()
         finished = link.hear(Finished)
         assert (finished.reason, finished.output_tokens) == ("stop", 2)

@@ -7,7 +7,7 @@ from banyan.engine.outbox import HOLD_S, Outbox
 from banyan.messages.events import Event, Failed, Finished, Stats, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 
 A, B = RequestId("a"), RequestId("b")
 LATER_S = 10.0 + 2 * HOLD_S

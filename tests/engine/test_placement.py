@@ -10,7 +10,7 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
 from banyan.engine.placement import device_number, place_rank
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.slow_gc import SlowGc, report_slow_gc
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 
 @pytest.fixture

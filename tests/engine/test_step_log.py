@@ -9,7 +9,7 @@ from banyan.engine.step_log import StepLog
 from banyan.messages.events import Finished, Stats
 from banyan.messages.plan import SAMPLE, Row, StepPlan
 from tests.engine.test_loop import generate, serving
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 READS = StepPlan(step=1, rows=[Row(1, 0, 8)])
 GENERATES = StepPlan(step=2, rows=[Row(1, 8, 1, want=SAMPLE)])

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.constraint import Tag, tool_calls_constraint
 from banyan.grammar.base import Backend, masks_for, stand_ins
 from banyan.grammar.constrained import Constrained
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
-from tests.flags import config_of
+from banyan.requests.constraint import Tag, tool_calls_constraint
 from tests.grammar.play import (
     END,
     MASKS,
@@ -29,6 +28,7 @@ from tests.grammar.play import (
     text_of,
     write,
 )
+from tests.support.flags import config_of
 
 PACKAGES = {"xgrammar": "xgrammar", "llguidance": "llguidance", "outlines": "outlines_core"}
 PERSON = {

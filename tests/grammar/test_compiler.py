@@ -14,18 +14,18 @@ import pytest
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
-from banyan.engine.desk import GrammarDesk
+from banyan.engine.grammar_queue import GrammarQueue
+from banyan.grammar.compile_thread import Lane, Shares
 from banyan.grammar.compiler import GrammarCompiler
-from banyan.grammar.lane import Lane, Shares
 from banyan.grammar.vocabulary import longest_first
 from banyan.grammar.worker import Outcome, read_frame
-from banyan.grammar.workshop import GrammarLimits, Workshop
+from banyan.grammar.worker_pool import GrammarLimits, GrammarWorkerPool
 from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
-from banyan.messages.sampling import SamplingParams
-from tests.flags import config_of
+from banyan.messages.sampling_params import SamplingParams
 from tests.grammar.play import END, VOCABULARY, allowed, write
+from tests.support.flags import config_of
 
 pytest.importorskip("llguidance")
 
@@ -223,7 +223,7 @@ def generate(name: str, grammar: str = DIGITS) -> Generate:
 
 def test_only_requests_whose_constraint_is_not_at_hand_wait(opened: Open):
     compiler, bell = opened()
-    desk, events, got = GrammarDesk(compiler), list[Event](), list[Generate]()
+    desk, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
     assert not desk.keeps(generate("free", ""), events)
     assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
     bell.wait()
@@ -234,7 +234,7 @@ def test_only_requests_whose_constraint_is_not_at_hand_wait(opened: Open):
 
 def test_a_waiting_request_can_be_aborted(opened: Open):
     compiler, bell = opened()
-    desk, events, got = GrammarDesk(compiler), list[Event](), list[Generate]()
+    desk, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
     assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
     assert desk.keeps(Abort(RequestId("a")), events)
     assert not desk.keeps(Abort(RequestId("unknown")), events)
@@ -269,7 +269,7 @@ class Slow:
 
 def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
     slow, done = Slow(), SimpleQueue[str]()
-    lane = Lane(cast(Workshop, slow), lambda job, outcome: done.put(job.bare))
+    lane = Lane(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
     lane.put("first")
     assert slow.has_begun.wait(60)
     for bare in ("longest", "gone", "abc", "ab", "again"):
@@ -285,7 +285,7 @@ def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
 
 def test_what_one_caller_asks_for_does_not_hold_up_another():
     slow, done = Slow(), SimpleQueue[str]()
-    lane = Lane(cast(Workshop, slow), lambda job, outcome: done.put(job.bare))
+    lane = Lane(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
     lane.put("first", (b"many",))
     assert slow.has_begun.wait(60)
     for number in range(20):
@@ -358,7 +358,7 @@ def test_a_frame_without_end_from_the_compiler_is_not_awaited():
 
 def test_a_name_that_waits_already_and_a_full_desk_are_refused(opened: Open):
     compiler, _ = opened(GrammarLimits(max_waiting=1))
-    desk, events = GrammarDesk(compiler), list[Event]()
+    desk, events = GrammarQueue(compiler), list[Event]()
     assert desk.keeps(generate("a"), events)
     assert desk.keeps(generate("a"), events)
     assert desk.keeps(generate("b", regex("x")), events)

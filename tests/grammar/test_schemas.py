@@ -20,11 +20,11 @@ import jsonschema
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, longest_first, vocabulary_of
-from banyan.grammar.workshop import GrammarLimits
+from banyan.grammar.worker_pool import GrammarLimits
 from banyan.messages.constraint import JSON_SCHEMA, Constraint
+from banyan.tokenizer.load import load_tokenizer
 from tests.grammar.play import VOCABULARY, Player
 
 DATA = Path(__file__).resolve().parents[3] / "shared/data/schemas/maskbench_train70.jsonl.gz"

@@ -6,8 +6,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from banyan.base.errors import ModelError
-from banyan.config.card import RopeFacts
 from banyan.layers.rotary import Rotary
+from banyan.model_config.model_config import RopeFacts
 from banyan.ops import reference
 
 CPU = torch.device("cpu")

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.layers.cache import group_caches
-from banyan.layers.step import StepInputs
+from banyan.layers.cache_spec import group_caches
+from banyan.layers.step_inputs import StepInputs
+from banyan.model_config.model_config import ModelConfig, RopeFacts
 from banyan.models.base import Model
 from banyan.ops.bind import BoundOps, bind, open_toolkit
 from banyan.runner.attention.base import GroupView, StepGeometry
-from banyan.runner.attention.reference import ReferenceAttention
+from banyan.runner.attention.paged import ReferenceAttention
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.states import BoundStates
 
@@ -96,7 +96,7 @@ def tiny_config(**changes):
     return LlamaConfig(**{**sizes, **changes})
 
 
-def card_of(config, path) -> ModelCard:
+def model_config_of(config, path) -> ModelConfig:
     rope = dict(config.rope_parameters)
     facts = RopeFacts(
         theta=rope["rope_theta"],
@@ -112,7 +112,7 @@ def card_of(config, path) -> ModelCard:
             if name in rope
         },
     )
-    return ModelCard(
+    return ModelConfig(
         path=str(path),
         format="safetensors",
         architecture="LlamaForCausalLM",
@@ -149,7 +149,7 @@ def tiny_llama(tmp_path):
                 parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
         folder = tmp_path / name
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        return model, card_of(config, folder)
+        return model, model_config_of(config, folder)
 
     return make
 

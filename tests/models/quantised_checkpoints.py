@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import restored
 from banyan.models.weights.reader import read_tensors, tensor_types
@@ -58,9 +58,16 @@ def quantised(name: str, folder: Path, variant: str = "qwen2", **sizes):
 
 
 def restore(folder: Path):
-    card = read_card(str(folder))
-    method = open_method(card.quant, "here")
-    return dict(restored(read_tensors(card), tensor_types(card), method, card.quant.method))
+    model_config = read_model_config(str(folder))
+    method = open_method(model_config.quant, "here")
+    return dict(
+        restored(
+            read_tensors(model_config),
+            tensor_types(model_config),
+            method,
+            model_config.quant.method,
+        )
+    )
 
 
 def spoil(folder: Path, change) -> None:

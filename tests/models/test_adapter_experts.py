@@ -8,8 +8,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapter_card import KINDS, WEIGHTS
-from banyan.models.weights.adapters import load_adapter
+from banyan.lora.adapter_config import KINDS, WEIGHTS
+from banyan.lora.load import load_adapter
 from tests.models.families import tiny
 from tests.models.test_adapters import PROMPT, edited, enter, opened, random_peft, show
 

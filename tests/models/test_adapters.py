@@ -8,20 +8,20 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.config.adapter_card import KINDS, WEIGHTS
-from banyan.config.checkpoint import read_card
-from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.layers.seats import AdapterSeats
-from banyan.models.weights.adapters import base_of, load_adapter, open_projections
+from banyan.lora.adapter_config import KINDS, WEIGHTS
+from banyan.lora.load import base_of, load_adapter, open_projections
+from banyan.lora.pool import open_lora_targets
+from banyan.lora.rules import MOST_LOADED
+from banyan.lora.targets import LoRATargets
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from banyan.ops.adapters import AdapterTokens
+from banyan.ops.lora import AdapterTokens
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.adapters import open_seats
-from tests.adapters import as_gguf, write_adapter
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.support.flags import config_of
+from tests.support.lora import as_gguf, write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 CPU = torch.device("cpu")
@@ -44,25 +44,25 @@ TARGETS = {
 
 def opened(folder, ops, targets=(), max_rank=64, kinds=()):
     """A model with room for adapters, and what they must fit."""
-    seats = AdapterSeats(max_rank, 4, targets, kinds)
-    model = load_model(read_card(str(folder)), Build(ops, adapters=seats))
-    open_projections(model, seats, ops)
-    return model, base_of(model, seats)
+    lora_targets = LoRATargets(max_rank, 4, targets, kinds)
+    model = load_model(read_model_config(str(folder)), Build(ops, adapters=lora_targets))
+    open_projections(model, lora_targets, ops)
+    return model, base_of(model, lora_targets)
 
 
 def enter(base, number, loaded):
-    for name, table in base.seats.tables.items():
+    for name, table in base.lora_targets.tables.items():
         table.enter(number, loaded.parts.get(name, ()))
-    for name, rows in base.seats.rows.items():
+    for name, rows in base.lora_targets.rows.items():
         rows.enter(number, loaded.rows.get(name))
-    for name, experts in base.seats.experts.items():
+    for name, experts in base.lora_targets.experts.items():
         experts.enter(number, loaded.experts.get(name, {}))
 
 
 def show(base, adapters):
-    base.seats.tokens = AdapterTokens(len(adapters))
-    base.seats.tokens.fill(np.array(adapters))
-    base.seats.outputs = base.seats.tokens
+    base.lora_targets.tokens = AdapterTokens(len(adapters))
+    base.lora_targets.tokens.fill(np.array(adapters))
+    base.lora_targets.outputs = base.lora_targets.tokens
 
 
 def random_peft(model, folder, **config):
@@ -182,11 +182,11 @@ def model(tmp_path_factory):
 def test_an_adapter_of_projections_that_are_not_open_is_refused(targets, ops, model, tmp_path):
     lora = config_of("--model-path", "tiny", "--lora-target-modules", *targets).lora
     lora = LoraConfig(True, max_rank=8, targets=lora.targets, max_loaded=MOST_LOADED)
-    seats = open_seats(lora, CpuPlatform().traits)
-    assert seats is not None
-    opened_model = load_model(read_card(str(model)), Build(ops, adapters=seats))
-    open_projections(opened_model, seats, ops)
-    base = base_of(opened_model, seats)
+    lora_targets = open_lora_targets(lora, CpuPlatform().traits)
+    assert lora_targets is not None
+    opened_model = load_model(read_model_config(str(model)), Build(ops, adapters=lora_targets))
+    open_projections(opened_model, lora_targets, ops)
+    base = base_of(opened_model, lora_targets)
     fitting = load_adapter(str(write_adapter(tmp_path / "a", 1, targets=targets)), base)
     assert fitting.rank == 8
     with pytest.raises(ConfigError, match="o_proj, which --lora-target-modules leaves out"):
@@ -335,13 +335,13 @@ def test_matrices_lie_in_8_bits_beside_rounded_weights_alone(
     is_rounded, types, ops, model, tmp_path
 ):
     lora = LoraConfig(True, max_rank=8, max_loaded=4)
-    seats = open_seats(lora, CpuPlatform().traits, is_rounded)
-    assert seats is not None
-    opened_model = load_model(read_card(str(model)), Build(ops, adapters=seats))
-    open_projections(opened_model, seats, ops)
-    base = base_of(opened_model, seats)
+    lora_targets = open_lora_targets(lora, CpuPlatform().traits, is_rounded)
+    assert lora_targets is not None
+    opened_model = load_model(read_model_config(str(model)), Build(ops, adapters=lora_targets))
+    open_projections(opened_model, lora_targets, ops)
+    base = base_of(opened_model, lora_targets)
     enter(base, 1, load_adapter(str(write_adapter(tmp_path / "a", 1)), base))
-    assert {int(table.entries[1, 4]) for table in seats.tables.values()} == types
+    assert {int(table.entries[1, 4]) for table in lora_targets.tables.values()} == types
 
 
 def edited(folder, change):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
@@ -134,7 +134,7 @@ def test_a_configuration_that_cannot_be_is_refused(changes, match, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def test_a_router_of_two_chooses_two(tmp_path):
@@ -142,14 +142,14 @@ def test_a_router_of_two_chooses_two(tmp_path):
     rewrite_config(tmp_path, num_experts_per_tok=3)
 
     with pytest.raises(ModelError, match="num_experts_per_tok must be 2"):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_file_of_llama_cpp_says_what_the_configuration_says(is_whole, ops, paged, tmp_path):
     """Of several shared blocks, a file gives the width of one or of all."""
     second(tmp_path)
-    path, hub = tmp_path / "model.gguf", read_card(str(tmp_path))
+    path, hub = tmp_path / "model.gguf", read_model_config(str(tmp_path))
     writer = gguf.GGUFWriter(path, "bailingmoe2")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BAILINGMOE2, hub.num_layers)
     stacks: dict[str, dict[int, torch.Tensor]] = {}
@@ -192,8 +192,8 @@ def test_a_file_of_llama_cpp_says_what_the_configuration_says(is_whole, ops, pag
     writer.write_tensors_to_file()
     writer.close()
 
-    card = read_card(str(path))
-    assert (card.experts, card.qk_norm) == (experts, "head")
+    model_config = read_model_config(str(path))
+    assert (model_config.experts, model_config.qk_norm) == (experts, "head")
     (expected,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
@@ -21,7 +21,7 @@ def test_logits_are_nearer_to_float32_than_those_of_a_model_in_bf16(
         theirs = made(torch.tensor([PROMPT])).logits[0].float()
         exact = copy.deepcopy(made).float()(torch.tensor([PROMPT])).logits[0]
 
-    model = load_model(read_card(str(tmp_path / "bf16")), Build(compiled))
+    model = load_model(read_model_config(str(tmp_path / "bf16")), Build(compiled))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     kernel = next(c.kernel for c in compiled.choices if c.label == "linear[BF16]")

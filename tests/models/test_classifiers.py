@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.card import CLS, FULL, LAST, MEAN, Pooling
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import POOL, Join, PageGrant, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import CLS, FULL, LAST, MEAN, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
@@ -34,11 +34,11 @@ SIZES = {
 
 def vectors(folder: Path, prompts=PROMPTS) -> np.ndarray:
     """Every prompt in one step."""
-    card = read_card(str(folder))
-    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
+    model_config = read_model_config(str(folder))
+    ops = bind("cpu", CPU, torch.float32, frozenset(), model_config.head_dim)
     build = Build(ops)
     sizes = RunnerSizes(4, 32, (GroupLayout(FULL, 0, 32, 8),))
-    runner = ModelRunner(load_model(card, build), build, sizes)
+    runner = ModelRunner(load_model(model_config, build), build, sizes)
     joins, grants, rows = [], [], []
     for slot, prompt in enumerate(prompts, 1):
         tokens = np.asarray(prompt, np.int32).tobytes()
@@ -82,7 +82,7 @@ def test_a_bert_classifier_scores_pairs_as_transformers_does(tmp_path):
     expected = scores(model.eval(), token_type_ids=second_half)
     found = vectors(saved(model, tmp_path))
     assert np.allclose(found, expected, atol=1e-5)
-    assert read_card(str(tmp_path)).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert read_model_config(str(tmp_path)).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 @pytest.mark.parametrize("family", ["Roberta", "XLMRoberta"])
@@ -96,7 +96,7 @@ def test_roberta_counts_positions_from_behind_the_padding_id(tmp_path, family):
     model = getattr(transformers, f"{family}ForSequenceClassification")(config)
     expected = scores(model.eval())
     assert np.allclose(vectors(saved(model, tmp_path)), expected, atol=1e-5)
-    assert read_card(str(tmp_path)).context_length == 38
+    assert read_model_config(str(tmp_path)).context_length == 38
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -129,9 +129,9 @@ def encoder(folder: Path) -> Path:
 )
 def test_the_modules_of_a_folder_choose_the_pooling(tmp_path, mode, kind):
     folder = encoder(tmp_path)
-    assert read_card(str(folder)).pooling == Pooling(CLS)
+    assert read_model_config(str(folder)).pooling == Pooling(CLS)
     write_modules(folder, {mode: True, "word_embedding_dimension": 32})
-    assert read_card(str(folder)).pooling == Pooling(kind, normalize=False)
+    assert read_model_config(str(folder)).pooling == Pooling(kind, normalize=False)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_poolings_and_modules_that_are_not_known_are_named(tmp_path, pooling, mo
     folder = encoder(tmp_path)
     write_modules(folder, pooling, module)
     with pytest.raises(ModelError, match=text):
-        read_card(str(folder))
+        read_model_config(str(folder))
 
 
 def write_modules(folder: Path, pooling: dict[str, object], module: str = "") -> None:

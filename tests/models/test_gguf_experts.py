@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.groups import ALONE, Group
@@ -276,29 +276,29 @@ def test_logits_equal_those_of_the_safetensors_form(case, ops, paged, tmp_path):
     path = make(case, tmp_path)
     (expected,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
 
-    card = read_card(str(path))
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    model_config = read_model_config(str(path))
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    hub = read_card(str(tmp_path))
-    assert (card.architecture, card.experts, card.latent) == (
+    hub = read_model_config(str(tmp_path))
+    assert (model_config.architecture, model_config.experts, model_config.latent) == (
         hub.architecture,
         hub.experts,
         hub.latent,
     )
-    assert card.num_kv_heads == hub.num_kv_heads
+    assert model_config.num_kv_heads == hub.num_kv_heads
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek v3"])
 def test_ranks_take_their_own_experts_of_a_stack(case, ops, tmp_path):
     path = make(case, tmp_path)
-    card = read_card(str(path))
-    count = card.experts.count
+    model_config = read_model_config(str(path))
+    count = model_config.experts.count
 
     held = []
     for rank in range(count):
         groups = replace(ALONE, experts=Group(rank, count, object()))
-        model = load_model(card, Build(ops, groups))
+        model = load_model(model_config, Build(ops, groups))
         packed = model.layers[2].mlp.experts.packed
         held.append((packed.first, len(packed.gate_up), len(packed.down)))
 
@@ -310,7 +310,7 @@ def test_a_stack_of_too_few_experts_is_refused(ops, tmp_path):
     overrides = {"llama.expert_count": 4}
 
     with pytest.raises(ModelError, match=r"router|ffn_gate_inp"):
-        load_model(read_card(str(path), overrides=overrides), Build(ops))
+        load_model(read_model_config(str(path), overrides=overrides), Build(ops))
 
 
 def test_half_of_an_expansion_is_named(ops, tmp_path):

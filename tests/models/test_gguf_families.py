@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import LONGROPE, VARIANTS, tiny
 from tests.models.test_families import PROMPT, expected_logits
@@ -123,15 +123,15 @@ def test_logits_equal_those_of_transformers(case, ops, paged, tmp_path, monkeypa
     path = tmp_path / "model.gguf"
     convert(reference, architecture, path)
 
-    card = read_card(str(path))
-    model = load_model(card, Build(ops))
+    model_config = read_model_config(str(path))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     expected = expected_logits(reference)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    hub = read_card(str(tmp_path / "hub"))
-    assert card.architecture == hub.architecture
-    assert (card.layer_kinds, card.window) == (hub.layer_kinds, hub.window)
+    hub = read_model_config(str(tmp_path / "hub"))
+    assert model_config.architecture == hub.architecture
+    assert (model_config.layer_kinds, model_config.window) == (hub.layer_kinds, hub.window)
 
 
 def test_a_window_pattern_of_the_file_counts(ops, tmp_path):
@@ -145,7 +145,7 @@ def test_a_window_pattern_of_the_file_counts(ops, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
 
-    kinds = read_card(str(tmp_path / "model.gguf")).layer_kinds
+    kinds = read_model_config(str(tmp_path / "model.gguf")).layer_kinds
 
     assert kinds == ("window", "full") * 3 + ("window",)
 
@@ -167,7 +167,7 @@ def test_a_mix_of_k_types_within_one_projection(tiny_llama, ops, paged, tmp_path
     """v and the feed-forward's way back are finer than the rest, as in published Q4_K_M files."""
     from tests.models.test_gguf import gguf_name
 
-    reference, card = tiny_llama(
+    reference, model_config = tiny_llama(
         hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2
     )
     path, writer = tmp_path / "model.gguf", gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
@@ -188,8 +188,8 @@ def test_a_mix_of_k_types_within_one_projection(tiny_llama, ops, paged, tmp_path
     writer.write_tensors_to_file()
     writer.close()
 
-    card = replace(card, path=str(path), format="gguf")
-    model = load_model(card, Build(ops))
+    model_config = replace(model_config, path=str(path), format="gguf")
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)

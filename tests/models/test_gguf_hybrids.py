@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.config.card import StateFacts
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import StateFacts
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.states import with_heads_of_keys
 from banyan.ops.stored import StoredWeight
@@ -285,14 +285,14 @@ def made(case: str, tmp_path, more: dict | None = None):
 def test_logits_equal_those_of_transformers(case, ops, paged, tmp_path):
     reference, path = made(case, tmp_path)
 
-    card = read_card(path)
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    model_config = read_model_config(path)
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
 
     assert_as_expected(logits, reference)
-    assert card.latent is not None or torch_calls(card, ops) == []
-    hub = read_card(str(tmp_path / "hub"))
-    assert card.layer_kinds == hub.layer_kinds
-    assert card.architecture == hub.architecture or case == "bamba"
+    assert model_config.latent is not None or torch_calls(model_config, ops) == []
+    hub = read_model_config(str(tmp_path / "hub"))
+    assert model_config.layer_kinds == hub.layer_kinds
+    assert model_config.architecture == hub.architecture or case == "bamba"
 
 
 def test_older_files_of_qwen3_next_hold_the_projections_of_a_key_head_together(
@@ -303,10 +303,10 @@ def test_older_files_of_qwen3_next_hold_the_projections_of_a_key_head_together(
     )
     reference, path = made("qwen3 next", tmp_path)
 
-    card = read_card(path)
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    model_config = read_model_config(path)
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
 
-    assert card.state.is_grouped
+    assert model_config.state.is_grouped
     assert_as_expected(logits, reference)
 
 
@@ -315,18 +315,18 @@ def test_layers_for_drafting_are_not_read(ops, paged, tmp_path):
     reference, path = made("qwen3.5", tmp_path, {"qwen35.nextn_predict_layers": 1})
     del reference.model.layers[3:]
 
-    card = read_card(path)
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    model_config = read_model_config(path)
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
 
-    assert card.num_layers == len(card.layer_kinds) == 3
+    assert model_config.num_layers == len(model_config.layer_kinds) == 3
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
 
 
 def test_ranks_cannot_share_value_heads_that_lie_in_turns(ops, tmp_path):
-    card = read_card(made("qwen3.5", tmp_path)[1])
+    model_config = read_model_config(made("qwen3.5", tmp_path)[1])
 
     with pytest.raises(ConfigError, match="2 ranks cannot share value heads that lie in turns"):
-        load_model(card, shared_by_two(ops))
+        load_model(model_config, shared_by_two(ops))
 
 
 def test_rows_that_lie_in_turns_are_sorted_within_their_blocks():
@@ -358,4 +358,4 @@ def test_what_makes_no_sense_is_refused_by_its_key(case, key, value, tmp_path):
     _, path = made(case, tmp_path)
 
     with pytest.raises(ModelError, match=key.partition(".")[2]):
-        read_card(path, overrides={key: value})
+        read_model_config(path, overrides={key: value})

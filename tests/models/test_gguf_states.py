@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT, expected_logits
@@ -148,13 +148,13 @@ def test_logits_equal_those_of_transformers(case, ops, paged, tmp_path):
     path = tmp_path / "model.gguf"
     convert(reference, architecture, path)
 
-    card = read_card(str(path))
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    model_config = read_model_config(str(path))
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
-    hub = read_card(str(tmp_path / "hub"))
-    assert card.architecture == hub.architecture
-    assert card.layer_kinds == hub.layer_kinds
+    hub = read_model_config(str(tmp_path / "hub"))
+    assert model_config.architecture == hub.architecture
+    assert model_config.layer_kinds == hub.layer_kinds
 
 
 @pytest.mark.parametrize("listed", [[2, 0], [2, 0, 3, 0], [-2, 0, -2, 0]])
@@ -163,4 +163,4 @@ def test_layers_whose_heads_make_no_sense_are_refused(listed, tmp_path):
     convert(reference, "lfm2", path)
 
     with pytest.raises(ModelError, match=r"attention\.head_count_kv"):
-        read_card(str(path), overrides={"lfm2.attention.head_count_kv": listed})
+        read_model_config(str(path), overrides={"lfm2.attention.head_count_kv": listed})

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model, tensors_of
 from banyan.ops.bind import bind
 from banyan.parallel.groups import ALONE, Group
@@ -76,7 +76,7 @@ def test_logits_of_4_bit_experts_equal_those_of_the_weights_that_are_meant(ops, 
 def test_experts_keep_their_4_bits(tmp_path):
     quantised(tmp_path)
 
-    weights = dict(tensors_of(read_card(str(tmp_path))))
+    weights = dict(tensors_of(read_model_config(str(tmp_path))))
 
     for part, shape in (("gate", (5, 96, 64)), ("up", (5, 96, 64)), ("down", (5, 64, 96))):
         weight = weights[f"model.layers.1.mlp.experts.{part}_proj.weight"]
@@ -86,12 +86,14 @@ def test_experts_keep_their_4_bits(tmp_path):
 
 def test_ranks_hold_cuts_of_the_experts_and_one_of_them_the_outer_biases(exact, tmp_path):
     quantised(tmp_path)
-    card = read_card(str(tmp_path))
-    whole = load_model(card, Build(exact)).layers[1].mlp.experts.packed
+    model_config = read_model_config(str(tmp_path))
+    whole = load_model(model_config, Build(exact)).layers[1].mlp.experts.packed
 
     for size in (2, 3):
         cuts = [
-            load_model(card, Build(exact, _sharing(rank, size))).layers[1].mlp.experts.packed
+            load_model(model_config, Build(exact, _sharing(rank, size)))
+            .layers[1]
+            .mlp.experts.packed
             for rank in range(size)
         ]
 
@@ -171,7 +173,7 @@ def test_a_configuration_that_cannot_be_is_refused(changes, match, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 def convert(folder, config) -> str:
@@ -237,12 +239,17 @@ def test_gguf_equals_the_safetensors_form(exact, paged, tmp_path):
     path = convert(tmp_path, config)
     (expected,) = paged(load(tmp_path, exact)).step([(0, PROMPT)])
 
-    card = read_card(path)
-    (logits,) = paged(load_model(card, Build(exact))).step([(0, PROMPT)])
+    model_config = read_model_config(path)
+    (logits,) = paged(load_model(model_config, Build(exact))).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    hub = read_card(str(tmp_path))
-    assert (card.experts, card.layer_kinds, card.window, card.rope) == (
+    hub = read_model_config(str(tmp_path))
+    assert (
+        model_config.experts,
+        model_config.layer_kinds,
+        model_config.window,
+        model_config.rope,
+    ) == (
         *(hub.experts, hub.layer_kinds, hub.window),
         hub.rope,
     )

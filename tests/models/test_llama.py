@@ -7,7 +7,7 @@ import torch
 
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from tests.models.conftest import card_of
+from tests.models.conftest import model_config_of
 
 CPU = torch.device("cpu")
 YARN = {
@@ -50,9 +50,9 @@ PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_those_of_transformers(variant, tiny_llama, ops, paged):
-    reference, card = tiny_llama(**VARIANTS[variant])
+    reference, model_config = tiny_llama(**VARIANTS[variant])
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -63,9 +63,9 @@ def test_logits_equal_those_of_transformers(variant, tiny_llama, ops, paged):
 
 def test_dynamic_rope_equals_transformers_fed_token_by_token(tiny_llama, ops, paged):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    reference, card = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
+    reference, model_config = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     expected, cache = [], None
@@ -79,9 +79,9 @@ def test_dynamic_rope_equals_transformers_fed_token_by_token(tiny_llama, ops, pa
 
 def test_dynamic_rope_within_the_trained_length_equals_transformers(tiny_llama, ops, paged):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    reference, card = tiny_llama(max_position_embeddings=64, rope_parameters=rope)
+    reference, model_config = tiny_llama(max_position_embeddings=64, rope_parameters=rope)
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -92,8 +92,8 @@ def test_dynamic_rope_within_the_trained_length_equals_transformers(tiny_llama, 
 @pytest.mark.parametrize("rope_type", ["default", "dynamic"])
 def test_a_token_is_the_same_alone_in_chunks_and_in_a_batch(rope_type, tiny_llama, ops, paged):
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
-    _, card = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
-    model = load_model(card, Build(ops))
+    _, model_config = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
+    model = load_model(model_config, Build(ops))
     (whole,) = paged(model).step([(0, PROMPT)])
     alone = whole.log_softmax(-1)
 
@@ -121,14 +121,14 @@ def test_mistral_with_a_sliding_window_equals_transformers(tmp_path, ops, paged)
     reference = MistralForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)
     config.attention_bias = config.mlp_bias = False
-    card = replace(
-        card_of(config, tmp_path),
+    model_config = replace(
+        model_config_of(config, tmp_path),
         architecture="MistralForCausalLM",
         layer_kinds=("window", "window"),
         window=9,
     )
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():

@@ -119,8 +119,8 @@ FRONT = """
 import os, signal
 from dataclasses import replace
 
-from banyan.frontend.answers.reasoning.think import ALWAYS
-from banyan.frontend.answers.tools.hermes import FORMAT as HERMES
+from banyan.parsers.reasoning.think import ALWAYS
+from banyan.parsers.tool_calls.hermes import FORMAT as HERMES
 
 CALLS, THOUGHTS = replace(HERMES), replace(ALWAYS)
 
@@ -158,7 +158,7 @@ if __name__ == "__main__":
 PROGRAM = """
 import sys, torch
 import banyan
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
-from banyan.config.quantized import SPELLINGS
 from banyan.formats.kept import kept_bytes
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.quant.sizes import kept_size_of_folder
@@ -43,14 +43,14 @@ def test_weights_are_those_that_are_meant_in_few_bits(name, tmp_path):
         assert error <= values.abs().max() * 2**-8
         assert weights[weight].type in FORMS[name].becomes.split(" or ")
     assert weights["model.norm.weight"].type == "F32"
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
     kept = [kept_bytes(w.type, w.shape) or w.raw.numel() for w in weights.values()]
-    assert kept_size_of_folder(card, keeps_fp8=True) == sum(kept)
+    assert kept_size_of_folder(model_config, keeps_fp8=True) == sum(kept)
     wide = [
         n * 2 * 32 // 36 if w.type == "E4M3" else n
         for n, w in zip(kept, weights.values(), strict=True)
     ]
-    assert kept_size_of_folder(card, keeps_fp8=False) == sum(wide)
+    assert kept_size_of_folder(model_config, keeps_fp8=False) == sum(wide)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -95,13 +95,13 @@ def test_compiled_products_are_those_of_the_weights_that_are_meant(name, compile
 def test_ranks_hold_cuts_of_the_same_weight(name, tmp_path):
     """Also where the cut goes through a block of scales."""
     quantised(name, tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
     ops = bind("cpu", CPU, torch.float32, frozenset(), 16, forced={"linear": "reference"})
-    whole = load_model(card, Build(ops)).layers[1]
+    whole = load_model(model_config, Build(ops)).layers[1]
 
     for size in (2, 4):
         ranks = [Build(ops, Groups.of(Group(rank, size, object()))) for rank in range(size)]
-        cuts = [load_model(card, build).layers[1] for build in ranks]
+        cuts = [load_model(model_config, build).layers[1] for build in ranks]
 
         out = [layer.attention.out.weight.weight for layer in cuts]
         assert torch.equal(torch.cat(out, dim=1), whole.attention.out.weight.weight)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.quant.fp8 import Fp8, plain
 from banyan.ops.bind import bind, open_toolkit
@@ -125,13 +125,13 @@ def test_stacks_of_experts_in_fp8_keep_8_bits(compiled, paged, tmp_path):
     save_file(meant, tmp_path / "meant" / "model.safetensors")
     settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     rewrite_config(tmp_path / "numbers", quantization_config=settings)
-    card = read_card(str(tmp_path / "numbers"))
+    model_config = read_model_config(str(tmp_path / "numbers"))
 
-    kept = dict(tensors_of(card, ops=compiled))
+    kept = dict(tensors_of(model_config, ops=compiled))
 
     for name in stacks:
         assert kept[name].type == "E4M3" and torch.equal(kept[name].dense, meant[name])
-    elsewhere = dict(tensors_of(card))
+    elsewhere = dict(tensors_of(model_config))
     assert torch.equal(elsewhere[stacks[0]].dense, meant[stacks[0]].bfloat16())
     (logits,) = paged(load(tmp_path / "numbers", compiled)).step([(0, PROMPT)])
     (expected,) = paged(load(tmp_path / "meant", compiled)).step([(0, PROMPT)])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
-from banyan.frontend.words.gguf_tokenizer import load_gguf_tokenizer
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
+from banyan.tokenizer.gguf_tokenizer import load_gguf_tokenizer
 from tests.models.conftest import PagedModel
 
 CPU = torch.device("cpu")
@@ -52,10 +52,10 @@ def test_greedy_tokens_equal_those_of_transformers(name):
     reference = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    card = read_card(str(path))
-    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim, exact=True)
+    model_config = read_model_config(str(path))
+    ops = bind("cpu", CPU, torch.float32, frozenset(), model_config.head_dim, exact=True)
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
     tokens = greedy(model, prompt, NUM_TOKENS)
 
     everything = torch.tensor([prompt * (600 // len(prompt)) + tokens])  # beyond the window

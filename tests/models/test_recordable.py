@@ -55,10 +55,10 @@ class Between(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def torch_calls(card, ops, load_format="auto"):
+def torch_calls(model_config, ops, load_format="auto"):
     """Names of torch's own operations within a forward pass and its logits."""
     watched = Watched(ops)
-    model = load_model(card, Build(watched), load_format)
+    model = load_model(model_config, Build(watched), load_format)
     paged = PagedModel(model)
     step = paged.prepare([(0, list(range(9)))])
     attention = watched.watch(step.attention)
@@ -70,13 +70,13 @@ def torch_calls(card, ops, load_format="auto"):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_pass_consists_of_ops_and_views(tied, tiny_llama, ops):
-    _, card = tiny_llama(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
+    _, model_config = tiny_llama(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True)
 
-    assert torch_calls(card, ops) == []
+    assert torch_calls(model_config, ops) == []
 
 
 def test_angles_that_depend_on_a_length_cannot_be_recorded(tiny_llama, ops):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    _, card = tiny_llama(rope_parameters=rope)
+    _, model_config = tiny_llama(rope_parameters=rope)
 
-    assert "aten::cos" in torch_calls(card, ops)
+    assert "aten::cos" in torch_calls(model_config, ops)

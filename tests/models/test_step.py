@@ -13,8 +13,8 @@ from torch.nn.functional import linear, silu
 
 import banyan
 from banyan.base.errors import ModelError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
@@ -210,12 +210,12 @@ def test_the_first_one_keeps_one_head_of_keys_and_values(ops, tmp_path):
 
 def test_layers_of_more_heads_lie_beside_those_of_fewer(ops, tmp_path):
     tiny("step 3.7", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
-    model = load_model(card, Build(ops))
+    model = load_model(model_config, Build(ops))
 
     heads = [layer.attention.spec.heads for layer in model.layers]
-    assert heads == [4, 6, 6, 4] == [card.heads_of(layer) for layer in range(4)]
+    assert heads == [4, 6, 6, 4] == [model_config.heads_of(layer) for layer in range(4)]
     assert [rotary.dim for rotary in model.rotaries.values()] == [6, 10]
     assert {cache.tensors["k"].shape for cache in model.caches} == {(2, 10)}
 
@@ -265,14 +265,18 @@ def in_makers_words(folder) -> None:
 
 def test_its_makers_words_give_the_same_card(tmp_path):
     tiny("step 3.7", tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
     in_makers_words(tmp_path)
 
-    found = read_card(str(tmp_path))
+    found = read_model_config(str(tmp_path))
     assert found.num_ahead == 1
-    same = {"architecture": card.architecture, "model_type": card.model_type, "num_ahead": 0}
-    assert replace(found, **same) == card
+    same = {
+        "architecture": model_config.architecture,
+        "model_type": model_config.model_type,
+        "num_ahead": 0,
+    }
+    assert replace(found, **same) == model_config
 
 
 @pytest.mark.parametrize(
@@ -300,7 +304,7 @@ def test_what_it_cannot_be_is_refused_by_name(changes, match, tmp_path):
     rewrite_config(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_what_the_first_one_cannot_be_is_refused_by_name(changes, match, tmp_pat
     first(tmp_path, **changes)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(tmp_path))
+        read_model_config(str(tmp_path))
 
 
 GGUF_ROPES = {
@@ -326,9 +330,9 @@ GGUF_ROPES = {
 
 def in_gguf(folder, drafting: int = 0, divisors=None, **changes):
     """The folder's checkpoint as published converters write it."""
-    path, card = folder / "model.gguf", read_card(str(folder))
+    path, model_config = folder / "model.gguf", read_model_config(str(folder))
     writer = gguf.GGUFWriter(path, "step35")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.STEP35, card.num_layers + drafting)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.STEP35, model_config.num_layers + drafting)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.startswith(("vision_model.", "vit_")):
             continue
@@ -338,25 +342,27 @@ def in_gguf(folder, drafting: int = 0, divisors=None, **changes):
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     more = [0.0] * drafting
-    heads = [card.heads_of(layer) for layer in range(card.num_layers)] + [
-        card.window_heads
+    heads = [model_config.heads_of(layer) for layer in range(model_config.num_layers)] + [
+        model_config.window_heads
     ] * drafting
-    experts = card.experts
-    writer.add_context_length(card.context_length)
-    writer.add_embedding_length(card.hidden_size)
-    writer.add_block_count(card.num_layers + drafting)
+    experts = model_config.experts
+    writer.add_context_length(model_config.context_length)
+    writer.add_embedding_length(model_config.hidden_size)
+    writer.add_block_count(model_config.num_layers + drafting)
     if drafting:
         writer.add_nextn_predict_layers(drafting)
-    writer.add_feed_forward_length(card.intermediate_size)
+    writer.add_feed_forward_length(model_config.intermediate_size)
     writer.add_head_count(changes.get("heads", heads))
-    writer.add_head_count_kv([card.num_kv_heads] * len(heads))
-    writer.add_key_length(card.head_dim)
-    writer.add_value_length(card.head_dim)
-    writer.add_layer_norm_rms_eps(card.norm_eps)
-    writer.add_rope_freq_base(card.rope.theta)
-    writer.add_rope_freq_base_swa(card.window_rope.theta)
-    writer.add_sliding_window(card.window)
-    writer.add_sliding_window_pattern([k == "window" for k in card.layer_kinds] + [True] * drafting)
+    writer.add_head_count_kv([model_config.num_kv_heads] * len(heads))
+    writer.add_key_length(model_config.head_dim)
+    writer.add_value_length(model_config.head_dim)
+    writer.add_layer_norm_rms_eps(model_config.norm_eps)
+    writer.add_rope_freq_base(model_config.rope.theta)
+    writer.add_rope_freq_base_swa(model_config.window_rope.theta)
+    writer.add_sliding_window(model_config.window)
+    writer.add_sliding_window_pattern(
+        [k == "window" for k in model_config.layer_kinds] + [True] * drafting
+    )
     writer.add_expert_count(experts.count)
     writer.add_expert_used_count(experts.per_token)
     writer.add_expert_feed_forward_length(experts.inner)
@@ -366,7 +372,7 @@ def in_gguf(folder, drafting: int = 0, divisors=None, **changes):
     writer.add_leading_dense_block_count(len(experts.dense_layers))
     writer.add_moe_every_n_layers(changes.get("every", 1))
     writer.add_swiglu_clamp_exp(list(experts.limits) + more)
-    writer.add_swiglu_clamp_shexp(list(card.mlp_limits) + more)
+    writer.add_swiglu_clamp_shexp(list(model_config.mlp_limits) + more)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -377,14 +383,14 @@ def in_gguf(folder, drafting: int = 0, divisors=None, **changes):
 @pytest.mark.parametrize("drafting", [0, 1])
 def test_a_file_of_llama_cpp_gives_the_same_logits(drafting, ops, paged, tmp_path):
     reference = tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
-    hub = read_card(str(tmp_path))
+    hub = read_model_config(str(tmp_path))
 
-    card = read_card(str(in_gguf(tmp_path, drafting)))
+    model_config = read_model_config(str(in_gguf(tmp_path, drafting)))
 
     ours = ("experts", "window_heads", "mlp_limits", "rotary_dim", "layer_kinds", "num_layers")
-    assert [getattr(card, name) for name in ours] == [getattr(hub, name) for name in ours]
-    assert card.num_ahead == drafting
-    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    assert [getattr(model_config, name) for name in ours] == [getattr(hub, name) for name in ours]
+    assert model_config.num_ahead == drafting
+    (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
 
 
@@ -393,9 +399,9 @@ def test_a_file_divides_the_frequencies_of_full_layers_alone(ops, tmp_path):
     tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
     divisors = [1.0, 1.5, 4.0, 7.0, 8.0, 9.0]
 
-    card = read_card(str(in_gguf(tmp_path, divisors=divisors)))
+    model_config = read_model_config(str(in_gguf(tmp_path, divisors=divisors)))
 
-    full, window = load_model(card, Build(ops)).rotaries.values()
+    full, window = load_model(model_config, Build(ops)).rotaries.values()
     plain = 5e4 ** -(torch.arange(0, 6, 2) / 6)
     torch.testing.assert_close(full.frequencies, plain / torch.tensor(divisors[:3]))
     torch.testing.assert_close(window.frequencies, 1e4 ** -(torch.arange(0, 12, 2) / 12))
@@ -415,4 +421,4 @@ def test_a_file_that_cannot_be_is_refused_by_name(changes, match, tmp_path):
     tiny("step 3.7", tmp_path, head_dim=12, rope_parameters=GGUF_ROPES)
 
     with pytest.raises(ModelError, match=match):
-        read_card(str(in_gguf(tmp_path, **changes)))
+        read_model_config(str(in_gguf(tmp_path, **changes)))

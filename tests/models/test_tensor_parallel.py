@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.slot import ShardRule, WeightSlot
+from banyan.layers.weight_slot import ShardRule, WeightSlot
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
@@ -22,16 +22,16 @@ CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
 
 
-def _logits(card, groups=ALONE):
-    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
-    model = load_model(card, Build(ops, groups))
+def _logits(model_config, groups=ALONE):
+    ops = bind("cpu", CPU, torch.float32, frozenset(), model_config.head_dim)
+    model = load_model(model_config, Build(ops, groups))
     return PagedModel(model).step([(0, PROMPT)])[0]
 
 
-def _rank(rank, cards, address, results):
+def _rank(rank, model_configs, address, results):
     torch.set_num_threads(1)
     groups = open_groups(rank, 2, address, timeout_s=60)
-    results.put((rank, [_logits(card, groups).tolist() for card in cards]))
+    results.put((rank, [_logits(model_config, groups).tolist() for model_config in model_configs]))
 
 
 def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
@@ -41,10 +41,12 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         {"num_key_value_heads": 1, "tie_word_embeddings": True},
         {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
     ]
-    cards = [tiny_llama(name=f"m{i}", **variant)[1] for i, variant in enumerate(variants[:2])]
-    quantised, card = tiny_llama(name="m2", **variants[2])
+    model_configs = [
+        tiny_llama(name=f"m{i}", **variant)[1] for i, variant in enumerate(variants[:2])
+    ]
+    quantised, model_config = tiny_llama(name="m2", **variants[2])
     convert(quantised, tmp_path / "m2.gguf", "Q4_1")
-    cards.append(replace(card, path=str(tmp_path / "m2.gguf"), format="gguf"))
+    model_configs.append(replace(model_config, path=str(tmp_path / "m2.gguf"), format="gguf"))
     alike = ("gemma2", "qwen3, bias", "starcoder2", "cohere2", "glm4", "phi3", "hunyuan")
     states = (
         "lfm2",
@@ -62,11 +64,13 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     )
     for variant in (*alike, "olmo2", "olmo2, one kv head", *states):
         tiny(variant, tmp_path / variant)
-        cards.append(read_card(str(tmp_path / variant)))
+        model_configs.append(read_model_config(str(tmp_path / variant)))
     context = rank_processes()
     results = context.Queue()
     address = f"file://{tmp_path}/meet"
-    ranks = [context.Process(target=_rank, args=(r, cards, address, results)) for r in range(2)]
+    ranks = [
+        context.Process(target=_rank, args=(r, model_configs, address, results)) for r in range(2)
+    ]
     for rank in ranks:
         rank.start()
 
@@ -74,9 +78,9 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
 
     for rank in ranks:
         rank.join(60)
-    for index, card in enumerate(cards):
-        expected = _logits(card)
-        most = 1e-5 if card.state is None else 1e-4  # a state carries differences on
+    for index, model_config in enumerate(model_configs):
+        expected = _logits(model_config)
+        most = 1e-5 if model_config.state is None else 1e-4  # a state carries differences on
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
             torch.testing.assert_close(logits, expected, atol=most, rtol=0)
@@ -88,10 +92,10 @@ def shared_by_two(ops) -> Build:
 
 
 def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):
-    _, card = tiny_llama(num_attention_heads=3, num_key_value_heads=3)
+    _, model_config = tiny_llama(num_attention_heads=3, num_key_value_heads=3)
 
     with pytest.raises(ConfigError, match="3 units of 16 cannot be shared by 2 ranks"):
-        load_model(card, shared_by_two(ops))
+        load_model(model_config, shared_by_two(ops))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_states_that_cannot_be_shared_are_refused(variant, sizes, units, ops, tm
     tiny(variant, tmp_path, **sizes, **more)
 
     with pytest.raises(ConfigError, match=f"{units}.* cannot be shared by 2 ranks"):
-        load_model(read_card(str(tmp_path)), shared_by_two(ops))
+        load_model(read_model_config(str(tmp_path)), shared_by_two(ops))
 
 
 @pytest.mark.parametrize(("type_name", "stays"), [("Q8_0", True), ("Q6_K", False), ("F32", True)])

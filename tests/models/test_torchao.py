@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
 from banyan.config.torchao import TORCHAO_NAMES
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model, tensors_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group, Groups
-from banyan.prepare import prepare
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT
 from tests.models.test_gguf_families import convert
@@ -28,8 +28,8 @@ BECOMES = {"int8": "Q8_0", "int4": "Q4_1", "fp8w": "E4M3", "fp8d": "E4M3"}
 
 
 def rounded(folder, name):
-    card = read_card(str(folder))
-    return dict(torchao_transform(name, card)(tensors_of(card)))
+    model_config = read_model_config(str(folder))
+    return dict(torchao_transform(name, model_config)(tensors_of(model_config)))
 
 
 def by_torchao(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -105,11 +105,11 @@ def check(name, label, weight, found, meaning) -> None:
 @pytest.mark.parametrize("name", ["int8wo", "int4wo-64", "fp8wo"])
 def test_what_is_served_is_the_rounded_weights(name, ops, paged, tmp_path):
     reference = tiny("qwen2", tmp_path, **SIZES)
-    card, weights = read_card(str(tmp_path)), rounded(tmp_path, name)
+    model_config, weights = read_model_config(str(tmp_path)), rounded(tmp_path, name)
     state = {k: weights[k].dense.float() for k in reference.state_dict() if k in weights}
     reference.load_state_dict(reference.state_dict() | state)
 
-    model = load_model(card, Build(ops), transforms=[torchao_transform(name, card)])
+    model = load_model(model_config, Build(ops), transforms=[torchao_transform(name, model_config)])
 
     (logits,) = paged(model).step([(0, PROMPT)])
     expected = reference(torch.tensor([PROMPT])).logits[0].detach()
@@ -118,13 +118,15 @@ def test_what_is_served_is_the_rounded_weights(name, ops, paged, tmp_path):
 
 def test_ranks_round_the_whole_weight_and_hold_cuts_of_it(tmp_path):
     tiny("qwen2", tmp_path, **SIZES)
-    card = read_card(str(tmp_path))
-    transforms = [torchao_transform("int4wo-64", card)]
+    model_config = read_model_config(str(tmp_path))
+    transforms = [torchao_transform("int4wo-64", model_config)]
     forced = {"linear": "reference"}
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 32, forced=forced)
-    whole = load_model(card, Build(ops), transforms=transforms).layers[1].attention.out
+    whole = load_model(model_config, Build(ops), transforms=transforms).layers[1].attention.out
     groups = [Groups.of(Group(rank, 2, object())) for rank in range(2)]
-    cuts = [load_model(card, Build(ops, g), transforms=transforms).layers[1] for g in groups]
+    cuts = [
+        load_model(model_config, Build(ops, g), transforms=transforms).layers[1] for g in groups
+    ]
     held = torch.cat([layer.attention.out.weight.weight for layer in cuts], dim=1)
     assert torch.equal(held, whole.weight.weight)
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.adapter_rows import (
+from banyan.ops.cpu.lora_rows import adapt_rows as kernel
+from banyan.ops.lora import AdapterTokens
+from banyan.ops.lora_rows import (
     GAIN,
     LOOKED_UP,
     PRODUCT,
@@ -14,8 +16,6 @@ from banyan.ops.adapter_rows import (
     RowPart,
     RowTable,
 )
-from banyan.ops.adapters import AdapterTokens
-from banyan.ops.cpu.adapter_rows import adapt_rows as kernel
 
 INPUTS, OUTPUTS, IDS, RANK = 45, 5000, 30, 7
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
 from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.bind import OpSpec
-from banyan.ops.cpu.adapters import adapt as kernel
 from banyan.ops.cpu.linear import RoundedLinear, pack_linear
+from banyan.ops.cpu.lora import adapt as kernel
+from banyan.ops.lora import AdapterTable, AdapterTokens, Part
 from banyan.ops.stored import StoredWeight
 
 INPUTS, OUTPUTS = 77, 300

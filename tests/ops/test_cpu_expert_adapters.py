@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
 from banyan.ops.cpu.experts import Experts, make_route
 from banyan.ops.cpu.weights import Arena
-from banyan.ops.expert_adapters import ExpertPart, ExpertSides, ExpertTable
 from banyan.ops.experts_api import Routing
+from banyan.ops.lora import AdapterTable, AdapterTokens, Part
+from banyan.ops.lora_experts import ExpertPart, ExpertSides, ExpertTable
 from tests.ops.test_cpu_experts import experts_of, library, routed
 from tests.ops.test_cpu_linear import random
 

@@ -38,8 +38,8 @@ def rows_of(*rows):
     return StateRows(table[:, 0], starts, torch.tensor([c for _, _, c in rows]).int())
 
 
-def with_trails(rows, *trails):
-    return replace(rows, trails=torch.tensor(trails, dtype=torch.int32))
+def with_rollback_checkpoints(rows, *rollback_checkpoints):
+    return replace(rows, rollback_checkpoints=torch.tensor(rollback_checkpoints, dtype=torch.int32))
 
 
 MIXED = ((4, 3, 7), (2, 1, 0), (8, 0, 5), (1, 13, 0), (5, 1, 2))
@@ -186,7 +186,7 @@ def test_a_trail_has_what_the_state_was_after_each_of_the_last_tokens(states, ki
 
     fresh = random(PAGES, *shape, seed=7)
     rows = rows_of(*zip((1, 2, 3), counts, before, strict=True))
-    trailed = with_trails(rows, (4, 3), (7, 0), (7, 2))
+    trailed = with_rollback_checkpoints(rows, (4, 3), (7, 0), (7, 2))
     for of in (states, reference):
         kept, plain = fresh.clone(), fresh.clone()
         out = run(of, kept, inputs, trailed)

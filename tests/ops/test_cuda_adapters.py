@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.adapter_stack import AdapterStack
-from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
-from banyan.ops.cuda import triton_adapters
+from banyan.ops.cuda import triton_lora as triton_adapters
+from banyan.ops.lora import AdapterTable, AdapterTokens, Part
+from banyan.ops.lora_stack import AdapterStack
 from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, random
 
 if ABSENCE:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ExpertFacts
-from banyan.opening import check_the_rounding
+from banyan.engine.model_loader import check_the_rounding
+from banyan.model_config.model_config import ExpertFacts
 from banyan.ops import bind
 from banyan.ops.cuda import needs
 from banyan.platform.cpu import CpuPlatform
-from tests.config.test_experts import CARD
+from tests.moe.test_rules import MODEL_CONFIG
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
 
@@ -68,9 +68,9 @@ def test_a_rounding_without_triton_is_refused(monkeypatch):
 def test_experts_that_would_not_be_rounded_are_refused():
     here = CpuPlatform().traits
     elsewhere = replace(here, name="cuda", is_host=False)
-    experts = replace(CARD, experts=ExpertFacts(count=4, per_token=2, inner=32))
+    experts = replace(MODEL_CONFIG, experts=ExpertFacts(count=4, per_token=2, inner=32))
     with pytest.raises(ConfigError, match="--quantization q4_0: experts are rounded on CPUs only"):
         check_the_rounding("q4_0", experts, elsewhere)
     check_the_rounding("q4_0", experts, here)
-    check_the_rounding("q4_0", replace(CARD, experts=None), elsewhere)
+    check_the_rounding("q4_0", replace(MODEL_CONFIG, experts=None), elsewhere)
     check_the_rounding("", experts, elsewhere)

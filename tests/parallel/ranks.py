@@ -26,7 +26,7 @@ LIBRARIES = ("shared", "gloo") if has_compiler else ("gloo",)
 def rank_processes() -> ForkServerContext:
     """Where ranks come from: copies of a process that has loaded the product once."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["banyan.replica", __name__])
+    context.set_forkserver_preload(["banyan.engine.core_process", __name__])
     return context
 
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
+from banyan.dp_attention.batch import DPAttentionRows
 from banyan.parallel.groups import Group
-from banyan.parallel.joint import JointRows
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
 
 SLOT = 1024
@@ -109,7 +109,7 @@ def send_to_experts(group: Group) -> list[str]:
     """Rows to the ranks of their experts and back: summed, and each pair by itself."""
     ranks = 2 if group.size == 4 else 1
     replicas, mine = group.size // ranks, group.rank // ranks
-    joint, of_rank, wrong = JointRows(mine, replicas, ranks), 3, []
+    joint, of_rank, wrong = DPAttentionRows(mine, replicas, ranks), 3, []
     same, group = group, group.of_rows(joint)
     for counts in ([5, 0, 2], [0, 33, 0], [1, 1, 1], [40, 3, 17]):
         joint.enter(counts[:replicas])
@@ -143,7 +143,7 @@ def join_rows(group: Group) -> list[str]:
     """Rows of several replicas: gathered, added up and shared out again, column by column too."""
     ranks = 2 if group.size == 4 else 1
     replicas, mine = group.size // ranks, group.rank // ranks
-    joint = JointRows(mine, replicas, ranks)
+    joint = DPAttentionRows(mine, replicas, ranks)
     group, wrong = group.of_rows(joint), []
     for counts in ([5, 0, 2], [0, 33, 0], [1, 1, 1], [40, 3, 17]):
         joint.enter(counts[:replicas])

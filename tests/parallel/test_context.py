@@ -15,19 +15,19 @@ import pytest
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
+from banyan.engine.model_loader import Phases, open_model
 from banyan.messages.plan import HIDDEN, SAMPLE, Row
-from banyan.messages.sampling import SamplingParams
-from banyan.opening import Phases, open_model
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_model_config
 from banyan.parallel.groups import ALONE, open_groups
 from banyan.runner.runner import ModelRunner
-from tests.config.test_resolve import CARD
-from tests.flags import config_of
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.parallel.test_joined import VOCAB, are_close, open_runner, outcome
 from tests.parallel.test_steps import SIZES, Grouped
 from tests.runner.driver import PAGE, Request, greedy
+from tests.support.flags import config_of
 
 IS_ALL = os.environ.get("PARALLEL") == "all"
 LENGTHS = (1, 2, 3, 17, 44, 71)
@@ -140,7 +140,7 @@ def work(runner: ModelRunner, num_groups: int) -> dict:
 def answer(layout: Layout, folder: Path, rank: int, size: int, address: str) -> dict:
     return work(
         *open_runner(
-            read_card(str(folder)),
+            read_model_config(str(folder)),
             lambda recorder: open_groups(
                 *(rank, size // layout.shares, address, (layout.library,), 60),
                 recorder=recorder,
@@ -163,7 +163,7 @@ def answer_all(rank: int, size: int, address: str, asked: list) -> list[dict]:
 
 
 def of_one_rank(folder: Path) -> dict:
-    return work(*open_runner(read_card(str(folder)), lambda recorder: ALONE, 300))
+    return work(*open_runner(read_model_config(str(folder)), lambda recorder: ALONE, 300))
 
 
 @needs_compiler
@@ -202,10 +202,12 @@ def test_ranks_that_divide_steps_answer_as_one_does_and_company_changes_no_bit(s
 
 def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
     traits = SimpleNamespace(is_host=False, shares_steps=False, name="an accelerator")
-    monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
+    monkeypatch.setattr(
+        "banyan.engine.model_loader.open_platform", lambda name: SimpleNamespace(traits=traits)
+    )
     with pytest.raises(ConfigError, match="--attn-cp-size 2: .* only, this is an accelerator"):
         config = config_of("--tp", "4", "--attn-cp-size", "2")
-        open_model(config, CARD, 0, "", Phases(WallClock()))
+        open_model(config, MODEL_CONFIG, 0, "", Phases(WallClock()))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_the_flags_decide_who_computes_what(flags, expected, monkeypatch):
     def tell(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError((size, more["shares"], more["split"]))
 
-    monkeypatch.setattr("banyan.opening.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
     with pytest.raises(TimeoutError) as found:
-        open_model(config_of("--tp", "4", *flags), CARD, 0, "", Phases(WallClock()))
+        open_model(config_of("--tp", "4", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
     assert found.value.args[0] == expected

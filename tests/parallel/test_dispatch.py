@@ -10,24 +10,24 @@ import torch
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.config.checkpoint import read_card
-from banyan.config.joined import of_replica
 from banyan.config.resolve import resolve
+from banyan.dp_attention.batch import DPAttentionRows
+from banyan.dp_attention.rules import of_replica
+from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.experts import ExpertBlock
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from banyan.opening import Phases, open_model
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.layer import ExpertBlock
+from banyan.moe.load_balancing import trivial
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.expert_balance import trivial
 from banyan.parallel.groups import Groups
-from banyan.parallel.joint import JointRows
-from tests.config.test_experts import EXPERTS
 from tests.config.test_resolve import NOTHING
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.moe.test_rules import EXPERTS
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_joined import Layout, answer_all
+from tests.support.flags import config_of
 
 IS_ALL = os.environ.get("PARALLEL") == "all"
 EIGHT = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -81,26 +81,28 @@ def experts_seen(rank: int, size: int, address: str, folder: str) -> list[int]:
     torch.set_num_threads(1)
     kit = open_toolkit("cpu", 1, {})
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, exact=True, toolkit=kit)
-    joint = JointRows(rank, size, 1)
+    joint = DPAttentionRows(rank, size, 1)
     joint.enter([2] * size)
     group = meet("gloo", rank, size, address).of_rows(joint)
     groups = Groups.with_experts_apart(group)
-    card = read_card(folder)
-    assert card.experts is not None
-    count = card.experts.count
-    places = ExpertMap(trivial(card.num_layers, count, count), count, rank, size, "static")
+    model_config = read_model_config(folder)
+    assert model_config.experts is not None
+    count = model_config.experts.count
+    places = ExpertMap(trivial(model_config.num_layers, count, count), count, rank, size, "static")
     found = []
     for build in (
         Build(ops, groups, sends_rows=True),
         Build(ops, groups, sends_rows=True, places=places),
     ):
-        model = load_model(card, build)
+        model = load_model(model_config, build)
         assert isinstance(model, torch.nn.Module)
         block = next(m for m in model.modules() if isinstance(m, ExpertBlock))
         assert block.experts.packed is not None
         packed, block.experts.packed = block.experts.packed, Counted(block.experts.packed, found)
         assert packed is not None
-        block(torch.randn(2, card.hidden_size, generator=torch.Generator().manual_seed(rank)))
+        block(
+            torch.randn(2, model_config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        )
     return found
 
 
@@ -143,7 +145,7 @@ def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
     def tell(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError((more["are_experts_apart"], more["slot_bytes"]))
 
-    monkeypatch.setattr("banyan.opening.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
     config = config_of("--tp", "2", "--dp", "2", "--enable-dp-attention", *flags)
     config = of_replica(resolve(config, EXPERTS, NOTHING), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
@@ -153,7 +155,9 @@ def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
 
 def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
     traits = SimpleNamespace(is_host=False, shares_steps=False, name="an accelerator")
-    monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
+    monkeypatch.setattr(
+        "banyan.engine.model_loader.open_platform", lambda name: SimpleNamespace(traits=traits)
+    )
     config = resolve(config_of("--tp", "2", "--moe-a2a-backend", "deepep"), EXPERTS, NOTHING)
     with pytest.raises(ConfigError, match="deepep: .* NPUs only, this is an accelerator"):
         open_model(config, EXPERTS, 0, "", Phases(WallClock()))

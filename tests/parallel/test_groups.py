@@ -5,12 +5,12 @@ import torch
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.opening import Phases, open_model
+from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
 from banyan.parallel.groups import Group, open_groups
-from tests.config.test_resolve import CARD
-from tests.flags import config_of
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
+from tests.support.flags import config_of
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -51,10 +51,10 @@ def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
     def wait(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError(f"waited {timeout_s:g} s")
 
-    monkeypatch.setattr("banyan.opening.open_groups", wait)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", wait)
     for flags, text in ((), "waited 300 s"), (("--dist-timeout", "7"), "waited 7 s"):
         with pytest.raises(TimeoutError, match=text):
-            open_model(config_of("--tp", "2", *flags), CARD, 0, "", Phases(WallClock()))
+            open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
 
 
 def test_a_group_of_one_returns_what_it_was_given():

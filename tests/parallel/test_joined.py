@@ -15,31 +15,31 @@ import pytest
 import torch
 
 from banyan.base.clock import WallClock
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
-from banyan.config.joined import of_replica
+from banyan.dp_attention.rules import of_replica
+from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
-from banyan.layers.expert_map import ExpertMap
-from banyan.layers.expert_watch import ExpertWatch
+from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import Load, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.loader import load_model
-from banyan.opening import Phases, open_model
+from banyan.moe.balancer import balance_between_steps
+from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_watch import ExpertWatch
+from banyan.moe.load_balancing import trivial
 from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.expert_balance import trivial
 from banyan.parallel.groups import ALONE, Groups, open_groups
-from banyan.runner.expert_balancer import balance_between_steps
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.scheduler.sheet import PlanSheet
-from tests.config.test_resolve import CARD
-from tests.flags import config_of
+from banyan.scheduler.step_plan_builder import StepPlanBuilder
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
 from tests.runner.driver import PAGE, Request, greedy
+from tests.support.flags import config_of
 
 VOCAB = 97
 IS_ALL = os.environ.get("PARALLEL") == "all"
@@ -90,9 +90,9 @@ class Joined(Grouped):
 
     def plan(self, **parts) -> StepPlan:
         plan = super().plan(**parts)
-        sheet = PlanSheet(plan.step, [], 0)
-        sheet.rows = plan.rows
-        return msgspec.structs.replace(plan, peers=self.agree(sheet.load))
+        builder = StepPlanBuilder(plan.step, [], 0)
+        builder.rows = plan.rows
+        return msgspec.structs.replace(plan, peers=self.agree(builder.load))
 
     def rest(self) -> None:
         """Go along with the others until none has work."""
@@ -122,30 +122,32 @@ def outcome(asked: list[Request]) -> list[tuple]:
 
 
 def open_runner(
-    card: ModelCard, groups_of, max_tokens: int, beside=lambda groups, recorder: {}
+    model_config: ModelConfig, groups_of, max_tokens: int, beside=lambda groups, recorder: {}
 ) -> tuple[ModelRunner, int]:
     """beside: what else the build has."""
     ops = bind(
-        *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
+        *("cpu", torch.device("cpu"), torch.float32, frozenset(), model_config.head_dim),
         toolkit=open_toolkit("cpu", 1, {}),
         page_size=PAGE,
         exact=True,
     )
     groups = groups_of(ops.recorder)
     build = Build(ops, groups, **beside(groups, ops.recorder))
-    model = load_model(card, build)
+    model = load_model(model_config, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
     runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=max_tokens))
     return runner, len(kinds)
 
 
-def beside(layout: Layout, card: ModelCard, groups: Groups, recorder: Recorder | None) -> dict:
+def beside(
+    layout: Layout, model_config: ModelConfig, groups: Groups, recorder: Recorder | None
+) -> dict:
     """What the build of a layout has, as `Build` names it."""
     found: dict = {"sends_rows": layout.sends_rows}
-    if layout.copies and card.experts:
-        count, ranks = card.experts.count, groups.experts.size
-        lies = trivial(card.num_layers, count, count + 2 * ranks)[:, ::-1]
+    if layout.copies and model_config.experts:
+        count, ranks = model_config.experts.count, groups.experts.size
+        lies = trivial(model_config.num_layers, count, count + 2 * ranks)[:, ::-1]
         found["places"] = ExpertMap(lies, count, groups.experts.rank, ranks, layout.copies)
     if layout.balances and groups.joint is not None:
         found["watch"] = ExpertWatch(recorder, groups.joint.tokens)
@@ -163,9 +165,9 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
         heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
         return [Load(*one) for one in heard] if any(one[0] for one in heard) else []
 
-    card = read_card(str(folder))
+    model_config = read_model_config(str(folder))
     runner, num_groups = open_runner(
-        card,
+        model_config,
         lambda recorder: open_groups(
             *(place, layout.ranks, address, (layout.library,), 60),
             recorder=recorder,
@@ -176,10 +178,10 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
             is_dense_whole=layout.is_dense_whole,
         ),
         0 if layout.is_eager and replica == 0 else 300,
-        lambda groups, recorder: beside(layout, card, groups, recorder),
+        lambda groups, recorder: beside(layout, model_config, groups, recorder),
     )
     driver = Joined(runner, num_groups, agree)
-    lay = let_experts_move(layout, card, runner)
+    lay = let_experts_move(layout, model_config, runner)
     alone = []
     for turn in range(layout.replicas):
         if turn == replica:
@@ -199,7 +201,9 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     }
 
 
-def let_experts_move(layout: Layout, card: ModelCard, runner: ModelRunner) -> Callable[[], int]:
+def let_experts_move(
+    layout: Layout, model_config: ModelConfig, runner: ModelRunner
+) -> Callable[[], int]:
     """What then says how many places hold another expert than at the start."""
     build = runner._build
     if not layout.balances or build.places is None:
@@ -209,7 +213,7 @@ def let_experts_move(layout: Layout, card: ModelCard, runner: ModelRunner) -> Ca
         *("--eplb-rebalance-num-iterations", "3", "--eplb-rebalance-layers-per-chunk", "1"),
     )
     before, places = build.places.logical.copy(), build.places
-    balance_between_steps(config, card, build, lambda: runner.model)
+    balance_between_steps(config, model_config, build, lambda: runner.model)
     return lambda: int((places.logical != before).sum())
 
 
@@ -221,7 +225,7 @@ def answer_all(rank: int, size: int, address: str, asked: list) -> list[dict]:
 
 def of_one_rank(folder: Path, replica: int) -> list[tuple]:
     """What one rank that holds all answers to the requests of a replica."""
-    runner, num_groups = open_runner(read_card(str(folder)), lambda recorder: ALONE, 300)
+    runner, num_groups = open_runner(read_model_config(str(folder)), lambda recorder: ALONE, 300)
     asked = requests(replica)
     Grouped(runner, num_groups).run(asked, chunk=24)
     return outcome(asked)
@@ -279,8 +283,8 @@ def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
         names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
         raise TimeoutError((size, *(more[name] for name in names)))
 
-    monkeypatch.setattr("banyan.opening.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
     config = of_replica(config_of("--tp", "4", "--dp", "2", *flags), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
-        open_model(config, CARD, 0, "", Phases(WallClock()))
+        open_model(config, MODEL_CONFIG, 0, "", Phases(WallClock()))
     assert found.value.args[0] == expected

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import ModelCard, Pooling
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache_spec import group_caches
 from banyan.messages.plan import POOL, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ModelConfig, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups
@@ -90,10 +90,12 @@ def make_vectors(driver: Driver, asked: list[Request]) -> list[tuple]:
     return [([], np.frombuffer(v, np.float32).tolist()) for v in result.vectors]
 
 
-def answer(card: ModelCard, rank: int = 0, size: int = 1, address: str = "", by: str = "shared"):
+def answer(
+    model_config: ModelConfig, rank: int = 0, size: int = 1, address: str = "", by: str = "shared"
+):
     """Run the requests one by one, then all together."""
     ops = bind(
-        *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
+        *("cpu", torch.device("cpu"), torch.float32, frozenset(), model_config.head_dim),
         toolkit=open_toolkit("cpu", 1, {}),
         page_size=PAGE,
     )
@@ -101,52 +103,54 @@ def answer(card: ModelCard, rank: int = 0, size: int = 1, address: str = "", by:
     if size > 1:
         groups = open_groups(rank, size, address, (by,), timeout_s=60, recorder=ops.recorder)
     build = Build(ops, groups)
-    model = load_model(card, build)
+    model = load_model(model_config, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
     runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=300))
     driver = Grouped(runner, len(kinds))
-    ask = write_text if card.pooling is None else make_vectors
+    ask = write_text if model_config.pooling is None else make_vectors
     alone = [ask(driver, [request])[0] for request in requests()]
     return Answers(runner.is_recorded, alone, ask(driver, requests()))
 
 
-def answer_all(rank: int, size: int, address: str, cards: list[ModelCard]) -> list[Answers]:
+def answer_all(
+    rank: int, size: int, address: str, model_configs: list[ModelConfig]
+) -> list[Answers]:
     """Over shared memory for every card, then over gloo."""
     return [
-        answer(card, rank, size, f"{address}-{by}-{i}", by)
+        answer(model_config, rank, size, f"{address}-{by}-{i}", by)
         for by in ("shared", "gloo")
-        for i, card in enumerate(cards)
+        for i, model_config in enumerate(model_configs)
     ]
 
 
 @pytest.fixture(scope="module")
-def cards(tmp_path_factory: pytest.TempPathFactory) -> list[ModelCard]:
+def model_configs(tmp_path_factory: pytest.TempPathFactory) -> list[ModelConfig]:
     found = []
     for variant, purpose in MODELS.items():
         folder = tmp_path_factory.mktemp(variant)
         tiny(variant, folder, **SIZES)
-        card = read_card(str(folder))
+        model_config = read_model_config(str(folder))
         if purpose == "vectors":
-            card = replace(card, pooling=Pooling(), tie_embeddings=False)
-        found.append(card)
+            model_config = replace(model_config, pooling=Pooling(), tie_embeddings=False)
+        found.append(model_config)
     return found
 
 
 @pytest.fixture(scope="module")
-def expected(cards: list[ModelCard]) -> list[Answers]:
+def expected(model_configs: list[ModelConfig]) -> list[Answers]:
     """Of one rank."""
-    return [answer(card) for card in cards]
+    return [answer(model_config) for model_config in model_configs]
 
 
 @needs_compiler
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_ranks_answer_as_one_does_and_company_changes_no_bit(
-    size: int, cards: list[ModelCard], expected: list[Answers], tmp_path: Path
+    size: int, model_configs: list[ModelConfig], expected: list[Answers], tmp_path: Path
 ):
     assert all(one.is_recorded for one in expected)
-    for answers in together(size, tmp_path, answer_all, cards):
-        recorded, called = answers[: len(cards)], answers[len(cards) :]
+    for answers in together(size, tmp_path, answer_all, model_configs):
+        recorded, called = answers[: len(model_configs)], answers[len(model_configs) :]
         assert all(mine.is_recorded for mine in recorded)
         assert not any(mine.is_recorded for mine in called), "gloo's work cannot be recorded"
         for mine, one in zip((*recorded, *called), (*expected, *expected), strict=True):

@@ -10,12 +10,12 @@ import orjson
 
 from banyan.config.serving import ServerConfig
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
-from banyan.router.fleet import Fleet
 from banyan.router.gate import Gate
-from banyan.router.life import open_figures
+from banyan.router.lifecycle import open_figures
 from banyan.router.routes import create_app
 from banyan.router.state import RouterState
 from banyan.router.watch import Watch
+from banyan.router.worker_pool import Fleet
 from banyan.server.http.listen import bind, web_server
 
 DEADLINE_S = 20.0

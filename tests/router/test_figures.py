@@ -8,7 +8,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.router.config import FiguresConfig, HealthConfig, PolicyConfig
-from banyan.router.life import open_figures
+from banyan.router.lifecycle import open_figures
 from tests.router.fakes import (
     BASE,
     STREAM_HEAD,

@@ -18,13 +18,13 @@ from banyan.router.config import (
     RouterConfig,
     WorkerSpec,
 )
-from banyan.router.fleet import Fleet
-from banyan.router.frames import MOST_HELD, Frames, is_stream
 from banyan.router.gate import Gate
 from banyan.router.policies import Asked
+from banyan.router.stream_frames import MOST_HELD, Frames, is_stream
 from banyan.router.upstream import Answer, checked_url
 from banyan.router.verdict import speaks_for_worker
 from banyan.router.worker import Worker
+from banyan.router.worker_pool import Fleet
 
 
 def fail(breaker: Breaker, now: float) -> None:
@@ -96,7 +96,7 @@ def test_where_all_breakers_are_open_the_one_that_failed_least_recently_is_tried
     while (worker := fleet.choose(kind, Asked(), tried)) is not None:
         tried.append(worker)
     assert tried == failed
-    assert not fleet.trouble() and fleet.crew(Asked(), (), kind != PLAIN) is not None
+    assert not fleet.trouble() and fleet.proxy(Asked(), (), kind != PLAIN) is not None
     failed[0].trouble = "away"
     assert fleet.choose(kind, Asked()) is tried[1], "one that is not well is not tried"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from banyan.config.card import FULL, ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
 from banyan.ops import tensor_sampling
@@ -68,19 +68,19 @@ class SampledInTensors:
 
 
 def build_runner(
-    card: ModelCard,
+    model_config: ModelConfig,
     groups: Groups = ALONE,
     wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model,
     is_recorded: bool = False,
     platform: Platform | None = None,
-    burst: int = 1,
+    multi_step: int = 1,
 ) -> ModelRunner:
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
     toolkit = open_toolkit("cpu", 2, {}) if is_recorded else NO_TOOLKIT
     device = CPU if platform is None else platform.open(0, 2)
     ops = bind(
-        *(device.type, device, torch.float32, frozenset(), card.head_dim),
+        *(device.type, device, torch.float32, frozenset(), model_config.head_dim),
         exact=True,
         cache_dtype=torch.float32,
         toolkit=toolkit,
@@ -88,10 +88,10 @@ def build_runner(
     )
     is_elsewhere = isinstance(platform, Elsewhere)
     build = Build(SampledInTensors(ops) if is_elsewhere else ops, groups, device=device)
-    model = wrap(load_model(card, build))
+    model = wrap(load_model(model_config, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
     most = 64 if is_recorded else 0
-    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), most, SHAPES, burst=burst)
+    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), most, SHAPES, multi_step=multi_step)
     runner = ModelRunner(model, build, sizes, platform)
     assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number
@@ -122,25 +122,27 @@ def llama() -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+def model_config(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = tmp_path_factory.mktemp("llama")
     llama.save_pretrained(folder)
-    return read_card(str(folder))
+    return read_model_config(str(folder))
 
 
 @pytest.fixture(params=["eager", "recorded", "captured", "cuda"], scope="module")
-def make_runner(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[], ModelRunner]:
+def make_runner(
+    model_config: ModelConfig, request: pytest.FixtureRequest
+) -> Callable[[], ModelRunner]:
     """ "captured": on a device that is not the host, whose decode steps are captured by shape;
     "cuda": on a real one."""
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        return lambda: build_runner(card, platform=CudaPlatform())
+        return lambda: build_runner(model_config, platform=CudaPlatform())
     if request.param == "captured":
-        return lambda: build_runner(card, platform=Elsewhere())
-    return lambda: build_runner(card, is_recorded=request.param == "recorded")
+        return lambda: build_runner(model_config, platform=Elsewhere())
+    return lambda: build_runner(model_config, is_recorded=request.param == "recorded")
 
 
 @pytest.fixture
-def make_wrapped(card: ModelCard) -> Callable[..., ModelRunner]:
-    return lambda wrap: build_runner(card, wrap=wrap)
+def make_wrapped(model_config: ModelConfig) -> Callable[..., ModelRunner]:
+    return lambda wrap: build_runner(model_config, wrap=wrap)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from banyan.config.card import STATE
 from banyan.messages.plan import (
     SAMPLE,
     SCORE,
@@ -15,7 +14,8 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import STATE
 from banyan.runner.runner import ModelRunner
 
 PAGE = 16

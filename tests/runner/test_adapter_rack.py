@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapters import AdapterPlace
-from banyan.config.checkpoint import read_card
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.messages.orders import TakeAdapter
-from banyan.models.weights.adapters import base_of, open_projections
+from banyan.lora import pool as adapters
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.lora.load import base_of, open_projections
+from banyan.lora.pool import LoRAPool, open_lora_targets
+from banyan.messages.control_ops import TakeAdapter
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner import adapters
-from banyan.runner.adapters import AdapterRack, open_seats
-from banyan.runner.orders import NoRoom
-from tests.adapters import write_adapter
+from banyan.runner.control_ops import NoRoom
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 
 
@@ -27,11 +27,13 @@ from tests.system.checkpoint import write_tiny_model
 def base(tmp_path_factory):
     model_path = write_tiny_model(tmp_path_factory.mktemp("rack") / "model")
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
-    seats = open_seats(LoraConfig(True, max_rank=8, max_loaded=4), CpuPlatform().traits)
-    assert seats is not None
-    model = load_model(read_card(str(model_path)), Build(ops, adapters=seats))
-    open_projections(model, seats, ops)
-    return base_of(model, seats)
+    lora_targets = open_lora_targets(
+        LoraConfig(True, max_rank=8, max_loaded=4), CpuPlatform().traits
+    )
+    assert lora_targets is not None
+    model = load_model(read_model_config(str(model_path)), Build(ops, adapters=lora_targets))
+    open_projections(model, lora_targets, ops)
+    return base_of(model, lora_targets)
 
 
 @pytest.fixture
@@ -48,36 +50,36 @@ def read(monkeypatch) -> list[str]:
 
 
 def test_an_adapter_that_waits_for_room_is_read_once(base, read, tmp_path):
-    rack = AdapterRack(base)
+    lora_pool = LoRAPool(base)
     path, other = (str(write_adapter(tmp_path / name, at)) for at, name in enumerate("ab"))
     for _ in range(2):
         with pytest.raises(NoRoom) as told:
-            rack.prepare_take(TakeAdapter(1, path, room_bytes=100))
+            lora_pool.prepare_take(TakeAdapter(1, path, room_bytes=100))
     size = told.value.size_bytes
-    taken = rack.prepare_take(TakeAdapter(1, path, room_bytes=size))()
-    assert read == [path] and rack.has(1) and taken.size_bytes == size
-    rack.prepare_take(TakeAdapter(2, path))()
+    taken = lora_pool.prepare_take(TakeAdapter(1, path, room_bytes=size))()
+    assert read == [path] and lora_pool.has(1) and taken.size_bytes == size
+    lora_pool.prepare_take(TakeAdapter(2, path))()
     assert read == [path, path], "what was taken is nobody else's"
     with pytest.raises(NoRoom):
-        rack.prepare_take(TakeAdapter(3, path, room_bytes=0))
-    rack.prepare_take(TakeAdapter(3, other))()
+        lora_pool.prepare_take(TakeAdapter(3, path, room_bytes=0))
+    lora_pool.prepare_take(TakeAdapter(3, other))()
     with pytest.raises(ConfigError, match="is not what it was"):
-        rack.prepare_take(TakeAdapter(4, other, digest="0"))
+        lora_pool.prepare_take(TakeAdapter(4, other, digest="0"))
     assert read == [path, path, path, other, other]
 
 
 def test_an_adapter_that_was_written_anew_while_it_waited_is_read_again(base, read, tmp_path):
-    rack = AdapterRack(base)
+    lora_pool = LoRAPool(base)
     path, other = (write_adapter(tmp_path / name, at) for at, name in enumerate("ab"))
-    expected = rack.prepare_take(TakeAdapter(1, str(other)))().body
+    expected = lora_pool.prepare_take(TakeAdapter(1, str(other)))().body
     with pytest.raises(NoRoom):
-        rack.prepare_take(TakeAdapter(2, str(path), room_bytes=0))
+        lora_pool.prepare_take(TakeAdapter(2, str(path), room_bytes=0))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(other / name, path / name)
-    assert rack.prepare_take(TakeAdapter(2, str(path)))().body == expected
+    assert lora_pool.prepare_take(TakeAdapter(2, str(path)))().body == expected
     shutil.rmtree(path)
     with pytest.raises(ConfigError, match="it is not a folder"):
-        rack.prepare_take(TakeAdapter(3, str(path)))
+        lora_pool.prepare_take(TakeAdapter(3, str(path)))
 
 
 class Others(Group):
@@ -95,12 +97,12 @@ class Others(Group):
 
 def test_adapters_of_the_start_are_the_same_for_all_ranks(base, tmp_path):
     """Each says a size and the bytes of a digest."""
-    rack, cpu = AdapterRack(base), torch.device("cpu")
+    lora_pool, cpu = LoRAPool(base), torch.device("cpu")
     places = [AdapterPlace(name, str(write_adapter(tmp_path / name, 0)), False) for name in "ab"]
-    rack.take_first(places)
-    sizes = [first.size_bytes for first in rack.first]
-    rack.agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
-    assert [first.size_bytes for first in rack.first] == [sizes[0], sizes[1] + 5120]
-    wrong = 255 - bytes.fromhex(rack.first[1].digest)[3]
+    lora_pool.take_first(places)
+    sizes = [first.size_bytes for first in lora_pool.first]
+    lora_pool.agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
+    assert [first.size_bytes for first in lora_pool.first] == [sizes[0], sizes[1] + 5120]
+    wrong = 255 - bytes.fromhex(lora_pool.first[1].digest)[3]
     with pytest.raises(ConfigError, match="b' is another one for rank 1 than for rank 0. Copy"):
-        rack.agree(places, Others({17 + 1 + 3: wrong}), cpu)
+        lora_pool.agree(places, Others({17 + 1 + 3: wrong}), cpu)

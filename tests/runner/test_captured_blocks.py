@@ -6,16 +6,16 @@ import logging
 import pytest
 import torch
 
-from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.runner.conftest import CPU, MAX_LENGTH, NUM_PAGES, SHAPES, Elsewhere, build_runner
 from tests.runner.driver import PAGE, Driver
-from tests.runner.test_captured import requests
+from tests.runner.test_captured_forward import requests
 
 _SIZES = {
     "vocab_size": 131,
@@ -48,20 +48,20 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def block_card(request, tmp_path_factory) -> ModelCard:
+def block_model_config(request, tmp_path_factory) -> ModelConfig:
     import transformers
 
     torch.manual_seed(5)
     config = getattr(transformers, f"{request.param}Config")(**_SIZES, **MODELS[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(folder)
-    return read_card(str(folder))
+    return read_model_config(str(folder))
 
 
-def test_captured_steps_give_the_tokens_of_others(block_card):
+def test_captured_steps_give_the_tokens_of_others(block_model_config):
     def outputs(platform: Elsewhere | None) -> list[list[int]]:
         mine = requests(3)
-        Driver(build_runner(block_card, platform=platform)).run(mine)
+        Driver(build_runner(block_model_config, platform=platform)).run(mine)
         return [request.output for request in mine]
 
     platform = Elsewhere()
@@ -70,15 +70,15 @@ def test_captured_steps_give_the_tokens_of_others(block_card):
     assert captured == outputs(None)
 
 
-def test_steps_whose_ops_wait_for_the_device_are_not_captured(block_card, caplog):
-    ops = bind("cpu", CPU, torch.float32, frozenset(), block_card.head_dim, exact=True)
+def test_steps_whose_ops_wait_for_the_device_are_not_captured(block_model_config, caplog):
+    ops = bind("cpu", CPU, torch.float32, frozenset(), block_model_config.head_dim, exact=True)
     build = Build(ops)
     layout = GroupLayout("full", 0, PAGE, NUM_PAGES)
     sizes = RunnerSizes(4, MAX_LENGTH, (layout,), 0, SHAPES)
 
     with caplog.at_level(logging.INFO):
-        runner = ModelRunner(load_model(block_card, build), build, sizes, Elsewhere())
+        runner = ModelRunner(load_model(block_model_config, build), build, sizes, Elsewhere())
 
     assert runner.how == "eager"
-    attends = "" if block_card.latent is None else "latent_attention, "
+    attends = "" if block_model_config.latent is None else "latent_attention, "
     assert f"what computes {attends}experts waits for the device" in caplog.text

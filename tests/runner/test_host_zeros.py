@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from banyan.memory.groups import FULL
+from banyan.kv_cache.groups import FULL
 from banyan.runner.host_zeros import zeros
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 import torch
 
-from banyan.config.card import FULL, STATE, WINDOW
 from banyan.messages.plan import SAMPLE, SCORE, Join, PageGrant, Row
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner import inputs
 from banyan.runner.batch import Batch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from banyan.config.card import FULL, STATE, WINDOW
-from banyan.layers.cache import CacheTensor, LayerCache, group_caches
+from banyan.layers.cache_spec import CacheTensor, LayerCache, group_caches
 from banyan.messages.plan import PageCopy, device_page
+from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.ops import reference
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore

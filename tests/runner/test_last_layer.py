@@ -50,8 +50,8 @@ def hidden(runner: ModelRunner, wants: int, counts: list[int]) -> np.ndarray:
     return np.frombuffer(b"".join(found), np.float32).reshape(-1, DIM)
 
 
-def test_the_last_feed_forward_block_of_a_recorded_prompt_runs_on_outputs_alone(card):
-    runner = build_runner(card, is_recorded=True)
+def test_the_last_feed_forward_block_of_a_recorded_prompt_runs_on_outputs_alone(model_config):
+    runner = build_runner(model_config, is_recorded=True)
     driver, request = Driver(runner), Request(PROMPT, greedy(2))
     join, grant = driver.enter(request)
     first, rest = (driver.row(request, 30), Row(request.slot, 30, 10, want=SAMPLE))
@@ -66,22 +66,22 @@ def test_the_last_feed_forward_block_of_a_recorded_prompt_runs_on_outputs_alone(
 
 
 @pytest.mark.parametrize("platform", [None, Elsewhere()])
-def test_and_so_does_that_of_a_step_that_calls_the_model(card, platform):
-    runner = build_runner(card, platform=platform)
+def test_and_so_does_that_of_a_step_that_calls_the_model(model_config, platform):
+    runner = build_runner(model_config, platform=platform)
 
     assert fed_by(runner, Request(PROMPT, greedy(1)), chunk=16)[-3:] == [1, 1, 1]
 
 
-def test_whose_prompt_is_scored_runs_on_all(card):
-    runner = build_runner(card)
+def test_whose_prompt_is_scored_runs_on_all(model_config):
+    runner = build_runner(model_config)
 
     assert fed_by(runner, Request(PROMPT, greedy(1), score_from=0), chunk=16) == [16, 16, 8]
 
 
 @pytest.mark.parametrize("wants", [HIDDEN, HIDDEN | SCORE])
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_hidden_states_are_those_of_every_token(card, llama: nn.Module, is_recorded, wants):
-    runner = build_runner(card, is_recorded=is_recorded)
+def test_hidden_states_are_those_of_every_token(model_config, llama: nn.Module, is_recorded, wants):
+    runner = build_runner(model_config, is_recorded=is_recorded)
 
     found = hidden(runner, wants, [25, 15, 1, 1])
 
@@ -91,9 +91,9 @@ def test_hidden_states_are_those_of_every_token(card, llama: nn.Module, is_recor
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_what_reads_the_hidden_states_of_all_tokens_has_them(card):
+def test_what_reads_the_hidden_states_of_all_tokens_has_them(model_config):
     """Such as hooks between layers, and layers that draft."""
-    runner = build_runner(card)
+    runner = build_runner(model_config)
     reading = ModelRunner(
         runner.model, runner._build, replace(runner._sizes, reads_all=True), runner.platform
     )

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import STATE
-from banyan.layers.cache import CacheTensor, LayerCache, Shared
+from banyan.disaggregation.page_cutting import Block, PageForm
+from banyan.layers.cache_spec import CacheTensor, LayerCache, Shared
+from banyan.model_config.model_config import STATE
 from banyan.ops import attention_reference
 from banyan.ops.bind import open_toolkit
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.paged_attention import PagedAttention, parts_of_head
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.shelves import PartsOfHead, forms_of, shelves_of
-from banyan.transfer.rooms.cutting import Block, PageForm
+from banyan.runner.page_layout import PartsOfHead, forms_of, shelves_of
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS = 2, 8, 384

@@ -12,14 +12,21 @@ import zmq
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
-from banyan.config.card import STATE
-from banyan.layers.cache import CacheTensor, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, LayerCache, Shared
 from banyan.messages.plan import PageCopy, device_page
+from banyan.model_config.model_config import STATE
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.rank_doors import Far, Linked, Place, places_of, tell_rank_0, tell_rank_0_afar
+from banyan.runner.page_layout import layout_facts, shelves_of
+from banyan.runner.rank_page_access import (
+    Far,
+    Linked,
+    Place,
+    places_of,
+    tell_rank_0,
+    tell_rank_0_afar,
+)
 from banyan.runner.rank_pages import RankPages, copy_after
-from banyan.runner.shelves import layout_facts, shelves_of
 
 CPU = torch.device("cpu")
 GROUPS = (GroupLayout("full", 0, 4, 6),)

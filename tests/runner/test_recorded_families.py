@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache_spec import group_caches
+from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
@@ -54,15 +54,15 @@ VARIANTS = {
 
 def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner:
     """Over compiled kernels; max_tokens 0 = the model is called anew at each step."""
-    card = read_card(str(folder))
+    model_config = read_model_config(str(folder))
     ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
         exact=exact,
         toolkit=open_toolkit("cpu", 2, {}),
         page_size=PAGE,
     )
     build = Build(ops)
-    model = load_model(card, build)
+    model = load_model(model_config, build)
     layouts = tuple(GroupLayout(g.kind, g.window, PAGE, 256) for g in group_caches(model.caches))
     runner = ModelRunner(model, build, RunnerSizes(12, 128, layouts, max_tokens))
     for cache in model.caches:  # who reads what no row has written gets no number

@@ -14,7 +14,7 @@ from banyan.messages.plan import (
     StepPlan,
     device_page,
 )
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 
 VOCAB = 131

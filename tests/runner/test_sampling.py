@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from banyan.config.card import FULL
 from banyan.messages.plan import Join
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import FULL
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.sampling.sampler import Sampled, Sampler

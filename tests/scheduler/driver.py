@@ -6,16 +6,16 @@ from collections import deque
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from banyan.engine.spec import CoreSpec, core_spec
-from banyan.memory.groups import FULL, CacheGroup
-from banyan.memory.sizing import GroupBytes, plan_memory
+from banyan.engine.core_spec import CoreSpec, core_spec
+from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import GroupBytes, plan_memory
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
-from tests.config.test_resolve import CARD
-from tests.flags import config_of
+from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.flags import config_of
 
 VOCAB = 97
 TASTE = Defaults("abacus", ("float32",), 16, 512, 128, 0.25)
@@ -24,7 +24,7 @@ TASTE = Defaults("abacus", ("float32",), 16, 512, 128, 0.25)
 
 def asked(*flags: str) -> CoreSpec:
     """What the flags ask of one replica that has plenty of memory."""
-    config, _ = settle(resolve(config_of(*flags), CARD, Environment()), TASTE)
+    config, _ = settle(resolve(config_of(*flags), MODEL_CONFIG, Environment()), TASTE)
     memory = plan_memory(
         config.cache,
         config.schedule,
@@ -34,7 +34,7 @@ def asked(*flags: str) -> CoreSpec:
         total_bytes=1 << 30,
         free_bytes=1 << 30,
     )
-    return core_spec(config, CARD, memory)
+    return core_spec(config, MODEL_CONFIG, memory)
 
 
 def next_token(history: list[int]) -> int:

@@ -6,31 +6,31 @@ from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.resolve import resolve
-from banyan.engine.spec import core_spec
-from banyan.memory.groups import FULL
-from banyan.memory.sizing import GroupBytes, plan_memory
+from banyan.engine.core_spec import core_spec
+from banyan.kv_cache.groups import FULL
+from banyan.kv_cache.sizing import GroupBytes, plan_memory
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import NewTokenRatio
 from banyan.scheduler.request import Request
-from tests.config.test_resolve import CARD
+from tests.config.test_resolve import MODEL_CONFIG
 from tests.scheduler.driver import TASTE, Driver
 
 
 def spec_under(*flags, **variables):
     named = {f"SGLANG_{name}": text for name, text in variables.items()}
-    asked = resolve(parse(flags, read_environment(named)), CARD, Environment())
+    asked = resolve(parse(flags, read_environment(named)), MODEL_CONFIG, Environment())
     config, _ = settle(asked, TASTE)
     memory = plan_memory(
         config.cache,
         config.schedule,
-        context_length=CARD.context_length,
+        context_length=MODEL_CONFIG.context_length,
         groups=(GroupBytes(FULL, 1 << 10),),
         process_bytes=0,
         total_bytes=1 << 30,
         free_bytes=1 << 30,
     )
-    return core_spec(config, CARD, memory)
+    return core_spec(config, MODEL_CONFIG, memory)
 
 
 def ratio_under(*flags, **variables):

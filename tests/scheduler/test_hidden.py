@@ -8,7 +8,7 @@ import pytest
 from banyan.messages.events import Tokens
 from banyan.messages.plan import HIDDEN
 from banyan.messages.requests import Generate, RetractAll
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, continuation
 
 PROMPT = list(range(21))

@@ -4,11 +4,11 @@ from array import array
 
 import pytest
 
-from banyan.engine.spec import CoreSpec
-from banyan.memory import misses
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache import misses
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Limits
 from tests.scheduler.driver import Driver
 

@@ -4,7 +4,7 @@ import pytest
 
 from banyan.messages.events import Finished
 from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver, asked, continuation, next_token
 
 PROMPT = list(range(10))

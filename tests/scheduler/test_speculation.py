@@ -9,8 +9,8 @@ import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
 from banyan.scheduler.speculation import Speculation, StepTimes
-from tests.flags import config_of
 from tests.scheduler.driver import Driver, continuation, next_token
+from tests.support.flags import config_of
 
 PROMPT = list(range(9))
 MOST = 6

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from banyan.frontend.link.client import Health
+from banyan.engine_client.client import Health
 from banyan.messages.events import Reply
-from banyan.server.http.probe import SharedProbe
+from banyan.server.state import SharedProbe
 from tests.server.fakes import Site, steps
 
 

@@ -15,23 +15,23 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.config.card import ModelCard
-from banyan.config.schema import CacheConfig, Config, ModelConfig
+from banyan.chat_template.template import load_chat
+from banyan.config.schema import CacheConfig, Config, LoadConfig
 from banyan.config.serving import ObserveConfig, ServerConfig
-from banyan.frontend.link.client import Health, Replica
-from banyan.frontend.requests.budget import check_budget
-from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
-from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.templates.chat import load_chat
-from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
+from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
+from banyan.model_config.model_config import ModelConfig
+from banyan.requests.budget import check_budget
+from banyan.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.requests.sampling_params import Limits
 from banyan.server.http.app import App
 from banyan.server.http.connection import connections
 from banyan.server.http.listen import bind
-from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
-from tests.scripted import scripted
+from banyan.server.state import ServerState, Service
+from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
+from tests.support.scripted import scripted
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -39,7 +39,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
-CARD = ModelCard(
+MODEL_CONFIG = ModelConfig(
     path="/nowhere/tiny",
     format="safetensors",
     architecture="LlamaForCausalLM",
@@ -87,7 +87,7 @@ class FakeGenerator:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.limits = Limits(CARD.context_length, CARD.vocab_size, (256,))
+        self.limits = Limits(MODEL_CONFIG.context_length, MODEL_CONFIG.vocab_size, (256,))
         self.script: Callable[[TextRequest], list[Step]] = lambda _: steps("Hel", "lo")
         self.found = Usage(0, 0, cached_tokens=3)
         """What each prompt finds in the cache."""
@@ -195,14 +195,14 @@ class Site:
         self.client = FakeClient()
         self.state = ServerState(
             Config(
-                model=ModelConfig(source="tiny", path=CARD.path, served_name="tiny"),
+                model=LoadConfig(source="tiny", path=MODEL_CONFIG.path, served_name="tiny"),
                 cache=CacheConfig(page_size=16),
                 server=config or ServerConfig(),
                 observe=observe or ObserveConfig(),
             )
         )
         self.service = Service(
-            card=CARD,
+            model_config=MODEL_CONFIG,
             ready=READY,
             client=self.client,
             generator=self.generator,

@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import ModelError
 from banyan.base.log import start_logging
-from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ModelConfig
+from banyan.config.schema import Config, LoadConfig
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
-from banyan.messages.link import SocketEngineLink
 from banyan.messages.requests import Abort, Generate
-from banyan.server.life import deadline, serve, startup
-from banyan.server.life.serve import run_server
-from tests.server.fakes import CARD
+from banyan.messages.transport import SocketEngineLink
+from banyan.model_config.model_config import ModelConfig
+from banyan.server.lifecycle import deadline, serve, startup
+from banyan.server.lifecycle.serve import run_server
+from tests.server.fakes import MODEL_CONFIG
 
 PACE_S = 0.01
 DEADLY_TOKENS = 777
@@ -113,7 +113,7 @@ def main() -> int:
     restarts, proof_s = int(sys.argv[4]), float(sys.argv[5])
     start_logging("server")
     config = Config(
-        model=ModelConfig(source="tiny", path=folder, tokenizer_path=folder),
+        model=LoadConfig(source="tiny", path=folder, tokenizer_path=folder),
         server=ServerConfig(
             port=port, drain_timeout_s=drain_s, engine_restarts=restarts, engine_proof_s=proof_s
         ),
@@ -127,20 +127,20 @@ def main() -> int:
     if folder.endswith("deaf"):
         serve.LEAVING_S = 1.0
 
-    def prepare() -> tuple[Config, ModelCard]:
+    def prepare() -> tuple[Config, ModelConfig]:
         if folder.endswith("slow"):
             threading.Event().wait()
         if folder.endswith("stuck"):
             keep_the_lock()
         if folder.endswith("broken"):
             raise ModelError("the model cannot be read")
-        return config, replace(CARD, path=folder)
+        return config, replace(MODEL_CONFIG, path=folder)
 
     try:
         return run_server(
             config,
             prepare,
-            lambda _, card, link, on_death: ScriptedEngine(link, on_death, ending(folder)),
+            lambda _, model_config, link, on_death: ScriptedEngine(link, on_death, ending(folder)),
         )
     except ModelError as error:
         print(error, file=sys.stderr)

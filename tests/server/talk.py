@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from banyan.frontend.answers.parser_choice import choose_parsers
-from banyan.frontend.requests.generation import Finish
-from banyan.frontend.templates.chat import load_chat
-from banyan.server.http.state import Service
+from banyan.chat_template.template import load_chat
+from banyan.parsers.choice import choose_parsers
+from banyan.requests.generation import Finish
+from banyan.server.state import Service
 from tests.server.fakes import Site, steps
 
 PATH = "/v1/chat/completions"

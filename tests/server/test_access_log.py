@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from banyan.frontend.link.request_log import RequestLog
+from banyan.engine_client.request_log import RequestLog
 from banyan.server.http import access_log
-from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
+from tests.support.flags import config_of
 
 USER = [{"role": "user", "content": "Hi"}]
-LINES = ("banyan.server.http.access_log", "banyan.frontend.link.request_log")
+LINES = ("banyan.server.http.access_log", "banyan.engine_client.request_log")
 
 
 @pytest.fixture

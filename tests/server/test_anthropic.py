@@ -11,8 +11,8 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
+from banyan.requests.generation import Finish
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import says, service_with
 

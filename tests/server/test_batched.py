@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from banyan.server.http.batched import MAX_HELD_BYTES, BatchedTransport, Turn
+from banyan.server.http.batched_writes import MAX_HELD_BYTES, BatchedTransport, Turn
 
 
 class _Wire(asyncio.Transport):

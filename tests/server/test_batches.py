@@ -14,13 +14,13 @@ from openai.types.responses import Response
 from banyan.base.ids import RequestId
 from banyan.config.schema import ScheduleConfig
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish, TextRequest
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.generation import Finish, TextRequest
 from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches.route import resume_batches
-from banyan.server.store.answers import AnswerLog, answer_line
-from tests.flags import config_of
+from banyan.server.store.batch_output import AnswerLog, answer_line
 from tests.server.fakes import Site, refusal, steps
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 ENDPOINT = "/v1/chat/completions"

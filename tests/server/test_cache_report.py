@@ -10,9 +10,9 @@ from msgspec import structs
 
 from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Usage
-from tests.scripted import scripted
+from banyan.requests.generation import Usage
 from tests.server.fakes import Site
+from tests.support.scripted import scripted
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": USER}

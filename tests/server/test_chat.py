@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from banyan.frontend.requests.generation import Finish
+from banyan.requests.generation import Finish
 from banyan.server.http.dialect import OPENAI, Mold
 from tests.server.fakes import Site, refusal, steps
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from openai.types import Completion
 
-from banyan.frontend.requests import constraint
-from banyan.frontend.requests.generation import TextRequest
-from banyan.frontend.templates.named import FillIn
+from banyan.chat_template.named_templates import FillIn
+from banyan.requests import constraint
+from banyan.requests.generation import TextRequest
 from banyan.server.openai.schema import (
     HARMLESS,
     REFUSED,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from banyan.base.errors import ModelError
-from banyan.frontend.templates.chat import Chat
+from banyan.chat_template.template import Chat
 from tests.server.fakes import Site, steps
 from tests.server.talk import PATH, TEMPLATE, TOOLS, USER, ask, says, service_with, tool
 

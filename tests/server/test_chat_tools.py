@@ -8,11 +8,11 @@ import pydantic
 import pytest
 
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
-from tests.flags import config_of
+from banyan.requests.generation import Finish
 from tests.server.fakes import Site
 from tests.server.talk import PATH, TOOLS, USER, ask, says, service_with, tool
+from tests.support.flags import config_of
 
 THOUGHT = "<think>\nWhy? <tool_call>no</tool_call>\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京"}}\n</tool_call>'

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from banyan.config.adapters import AdapterPlace
-from banyan.frontend.requests.generation import TextRequest
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.requests.generation import TextRequest
 from tests.server.fakes import Site, Step, steps
 from tests.server.test_chat import events
 

@@ -11,8 +11,8 @@ import pytest
 from banyan.base.ids import RequestId
 from banyan.messages.events import LiveRequest, Reply
 from banyan.server.console.files import POLICY, files, shell
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 BROWSER = {"accept": "text/html"}
 MOST_BYTES = 100_000

@@ -12,13 +12,13 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.server.http import auth, connection
+from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
-from banyan.server.http.keys import Keys
 from banyan.server.http.limits import Body, BodyRoom, read_body, strict_json
 from banyan.server.routes import all_routes
-from tests.flags import config_of
 from tests.server.fakes import Site, steps
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
@@ -279,8 +279,8 @@ def test_a_stream_holds_no_room_for_its_body(site: Site) -> None:
     with httpx.stream("POST", site.url + "/generate", json=body) as answer:
         lines = answer.iter_lines()  # one that is let go closes the stream
         next(lines)
-        (exchange,) = (e for e in site.app.exchanges if not e.is_probe)
-        assert not exchange.body
+        (context,) = (e for e in site.app.open_requests if not e.is_probe)
+        assert not context.body
 
 
 def test_a_body_that_stalls_is_408() -> None:

@@ -18,8 +18,8 @@ from banyan.config.serving import ServerConfig
 from banyan.server.http.multipart import read_form
 from banyan.server.store.files import PIECE_BYTES
 from banyan.server.store.storage import Storage, storage_path
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 CONTENT = b'{"custom_id": "a"}\r\n--not-a-boundary\r\n\x00\xff\n'
 

@@ -11,10 +11,10 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
 from banyan.server.http import auth
+from banyan.server.http.api_keys import LOOK_S, Keys, digest
 from banyan.server.http.auth import Guard
-from banyan.server.http.keys import LOOK_S, Keys, digest
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 TWO = """
 keys:

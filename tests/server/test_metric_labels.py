@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ServerConfig
-from banyan.frontend.link.meter import Metered
+from banyan.engine_client.metrics_observer import Metered
 from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
 from banyan.server.admin.metrics import open_metrics
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
 LIST = "--tokenizer-metrics-allowed-custom-labels"
@@ -51,7 +51,7 @@ def site_of(*words: str, storage: str = "") -> Site:
     site.state.service = site.service = replace(
         site.service, generator=Metered(site.generator, [metrics])
     )
-    site.state.labels = labels.exchange if labels else None
+    site.state.labels = labels.context if labels else None
     site.app.around = site.state.around
     return site
 

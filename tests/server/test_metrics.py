@@ -13,15 +13,15 @@ from banyan.base.ids import RequestId
 from banyan.config.buckets import bounds_of
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.frontend.link.client import Replica
-from banyan.frontend.link.meter import Metered
-from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
+from banyan.engine_client.client import Replica
+from banyan.engine_client.metrics_observer import Metered
 from banyan.messages.events import Stats
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
-from tests.scripted import scripted
 from tests.server.fakes import READY, Site
+from tests.support.scripted import scripted
 
 STATS = Stats(running=2, waiting=1, held_pages=4, cached_pages=3, free_pages=5, retractions=7)
 

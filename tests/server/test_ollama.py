@@ -13,13 +13,13 @@ import pytest
 from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse, ShowResponse
 from pydantic import BaseModel
 
+from banyan.chat_template.named_templates import FillIn
 from banyan.config.serving import ServerConfig
-from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
-from banyan.frontend.templates.named import FillIn
 from banyan.messages.constraint import Constraint
-from tests.scripted import scripted
+from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with
+from tests.support.scripted import scripted
 
 THOUGHT = "<think>\nWhy?\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "東京"}}\n</tool_call>'
@@ -305,7 +305,9 @@ def test_failures_are_errors_of_the_client(site: Site, client: ollama.Client) ->
 
 def test_the_model_is_listed_and_runs(site: Site, client: ollama.Client, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    site.state.service = replace(site.service, card=replace(site.service.card, path=str(tmp_path)))
+    site.state.service = replace(
+        site.service, model_config=replace(site.service.model_config, path=str(tmp_path))
+    )
     (listed,) = client.list().models
     ListResponse.model_validate_json(httpx.get(site.url + "/api/tags").content)
     assert (listed.model, listed.size) == ("tiny", 1000)

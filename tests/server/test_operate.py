@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from banyan.frontend.link.client import Replica
-from banyan.frontend.link.request_log import RequestLog
+from banyan.engine_client.client import Replica
+from banyan.engine_client.request_log import RequestLog
 from banyan.messages.events import Reply, Stats
 from tests.server.fakes import READY, Site
 

@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from banyan.base.clock import VirtualClock
-from banyan.frontend.link.client import Replica
-from banyan.frontend.link.meter import Course
-from banyan.frontend.link.pace import MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
-from banyan.frontend.requests.generation import Finish
+from banyan.engine_client.client import Replica
+from banyan.engine_client.metrics_observer import Course
+from banyan.engine_client.throughput_estimate import MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
 from banyan.messages.events import Stats
+from banyan.requests.generation import Finish
 from tests.server.fakes import READY, Site, steps
 
 FULL = Finish("abort", None, 503, "The request queue is full.", "queue_full")

@@ -8,11 +8,11 @@ import pytest
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.server.http import auth
+from banyan.server.http.api_keys import Keys
 from banyan.server.http.auth import Guard
-from banyan.server.http.keys import Keys
 from banyan.server.http.listen import check_exposure
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 PAGE = "http://localhost:3000"
 FOREIGN = "https://app.example"

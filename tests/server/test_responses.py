@@ -14,7 +14,7 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
-from banyan.frontend.requests.generation import Finish
+from banyan.requests.generation import Finish
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TEMPLATE, says, service_with
 from tests.system.serving import wait_until

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
+from banyan.requests.generation import Finish
 from banyan.server.tool_servers.base import ToolServers
 from banyan.server.tool_servers.demo import DemoServer
 from tests.server.fakes import Site, steps

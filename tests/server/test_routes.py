@@ -11,10 +11,10 @@ from msgspec.structs import replace as replace_struct
 from banyan.base.clock import VirtualClock
 from banyan.config.described import name_of
 from banyan.config.flags.table import GROUPS
-from banyan.frontend.link.client import Health, Replica
+from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Reply, Stats
 from banyan.server.admin.unavailable import unavailable_routes
-from banyan.server.http.probe import SharedProbe
+from banyan.server.state import SharedProbe
 from tests.server.fakes import READY, Site
 
 STUCK = Health(True, True, False, "A step has been running for 400.0 s.")

@@ -21,11 +21,11 @@ from banyan.config.schema import Config
 from banyan.config.serving import ServerConfig
 from banyan.messages.events import Ready
 from banyan.server.http.listen import bind, check_exposure
-from banyan.server.life.serve import Server
-from banyan.server.life.supervisor import open_client
-from tests.flags import config_of
+from banyan.server.lifecycle.serve import Server
+from banyan.server.lifecycle.supervisor import open_client
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS
+from tests.support.flags import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = "The server is fired up and ready to roll!"

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.config.serving import ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
-from banyan.messages.link import SocketEngineLink
-from banyan.server.life.supervisor import Supervisor
-from tests.flags import config_of
-from tests.frontend.test_client import asynchronous
-from tests.server.fakes import CARD
+from banyan.messages.transport import SocketEngineLink
+from banyan.model_config.model_config import ModelConfig
+from banyan.server.lifecycle.supervisor import Supervisor
+from tests.engine_client.test_client import asynchronous
+from tests.server.fakes import MODEL_CONFIG
+from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=64, max_request_tokens=64, max_running=1)
 CONFIG = Config(server=ServerConfig(engine_restarts=3, heartbeat_timeout_s=0.4))
@@ -72,7 +72,11 @@ class Engines:
         self.lives: list[Life] = []
 
     def start(
-        self, config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        address: str,
+        on_death: Callable[[str], None],
     ) -> Life:
         word = self.words.pop(0) if len(self.words) > 1 else self.words[0]
         self.lives.append(Life(address, word, on_death))
@@ -83,7 +87,7 @@ async def opened(engines: Engines, config: Config = CONFIG) -> Supervisor:
     """A supervisor whose engine serves."""
     supervisor = Supervisor(config, [0], engines.start)
     await supervisor.engines[0].start()
-    supervisor.start(config, CARD)
+    supervisor.start(config, MODEL_CONFIG)
     await supervisor.engines[0].ready()
     supervisor.settled()
     return supervisor
@@ -157,7 +161,7 @@ def test_no_engine_is_replaced_before_the_server_serves_or_when_that_is_not_want
         engines = Engines(READY)
         supervisor = Supervisor(config if is_settled else CONFIG, [0], engines.start)
         await supervisor.engines[0].start()
-        supervisor.start(CONFIG, CARD)
+        supervisor.start(CONFIG, MODEL_CONFIG)
         await supervisor.engines[0].ready()
         if is_settled:
             supervisor.settled()

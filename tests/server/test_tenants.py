@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 ALICE = {"authorization": "Bearer alice-key"}
 BOB = {"authorization": "Bearer bob-key"}

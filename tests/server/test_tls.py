@@ -18,8 +18,8 @@ from banyan.config.described import described
 from banyan.config.serving import ServerConfig
 from banyan.server.http.listen import bind, web_server
 from banyan.server.http.tls import LOOK_S, tls_context
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 AUTHORITY = trustme.CA()
 

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.frontend.answers.parser_choice import Parsers
-from banyan.frontend.answers.tools import TOOL_PARSERS
-from banyan.frontend.answers.tools.base import ToolParser
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Said
 from banyan.grammar.base import Backend
 from banyan.messages.constraint import Constraint
+from banyan.parsers.choice import Parsers
+from banyan.parsers.parts import CallArguments, CallStart, Said
+from banyan.parsers.tool_calls import TOOL_PARSERS
+from banyan.parsers.tool_calls.base import ToolParser
 from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
 from banyan.server.openai.schema import ChatRequest
 from tests.grammar.play import begin, compiled, open_backend, play

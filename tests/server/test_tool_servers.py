@@ -19,7 +19,7 @@ from openai.types.responses import ResponseItemList
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.frontend.requests.generation import TextRequest
+from banyan.requests.generation import TextRequest
 from banyan.server.responses import run as responses_run
 from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers

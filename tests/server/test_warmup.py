@@ -2,9 +2,9 @@
 
 import asyncio
 
-from banyan.server.life.warmup import warm_up
-from tests.flags import config_of
+from banyan.server.lifecycle.warmup import warm_up
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 
 def asked(site: Site, *flags: str) -> list[tuple[int, str]]:

@@ -13,14 +13,15 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from banyan.frontend.requests import native, sampling
-from banyan.frontend.requests.sampling import parse_sampling
-from banyan.server.describe import bodies
+from banyan.requests import generate_request as native
+from banyan.requests import sampling_params as sampling
+from banyan.requests.sampling_params import parse_sampling
 from banyan.server.http.auth import OPEN
 from banyan.server.openai.schema import SAMPLING
+from banyan.server.openapi import bodies
 from banyan.server.routes import all_routes
-from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.support.flags import config_of
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 PLAIN = {

@@ -7,11 +7,11 @@ import pytest
 
 from banyan.base.errors import ModelError
 from banyan.cli.explain import cache
+from banyan.engine.flight_recorder import FlightRecorder
+from banyan.engine.flight_recorder_memory import journal_of
 from banyan.engine.journal import Journal
-from banyan.engine.recorder import FlightRecorder
-from banyan.engine.recording import journal_of
 from banyan.messages.requests import Generate
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
 from banyan.sim.explain import PAGES, PAUSED, PLACES, explain
 from tests.scheduler.driver import Driver
 

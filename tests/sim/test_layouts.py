@@ -7,11 +7,11 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.cli.simulate import simulate
-from banyan.config.card import ExpertFacts, LatentFacts
-from banyan.config.checkpoint import read_card
 from banyan.config.defaults import Defaults, settle
 from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import ExpertFacts, LatentFacts
 from banyan.sim.device import StagesInLine
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, Weights, read_layout, weights_per_device
@@ -20,7 +20,7 @@ from banyan.sim.study import Question, study
 from banyan.sim.workload import Arrival, poisson
 from banyan.sim.world import World
 from tests.models.families import EXPERTS, tiny
-from tests.sim.test_replica import CARD
+from tests.sim.test_replica import MODEL_CONFIG
 
 FAST = Hardware(
     memory_gib=2,
@@ -41,10 +41,15 @@ def decoding(rows, start=100):
     return StepPlan(step=1, rows=[Row(slot=i + 1, start=start, count=1) for i in range(rows)])
 
 
-def question(hardware=FAST, card=CARD, rate=4.0, count=40, **more):
+def question(hardware=FAST, model_config=MODEL_CONFIG, rate=4.0, count=40, **more):
     arrivals = list(poisson(rate, count, 300, 20, seed=3))
     return Question(
-        config=CONFIG, card=card, hardware=hardware, arrivals=arrivals, weight_bits=16, **more
+        config=CONFIG,
+        model_config=model_config,
+        hardware=hardware,
+        arrivals=arrivals,
+        weight_bits=16,
+        **more,
     )
 
 
@@ -54,22 +59,22 @@ SEES = ("model.vision_model.", "model.multi_modal_projector.")
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2, tied, some windows", *EXPERTS])
 def test_the_weights_on_paper_are_those_of_the_checkpoint(variant, tmp_path):
     model = tiny(variant, tmp_path)
-    card = read_card(str(tmp_path))
+    model_config = read_model_config(str(tmp_path))
 
     held = [
         parameter.numel()
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and not name.endswith("bias") and not name.startswith(SEES)
     ]
-    assert Weights.of(card).total == sum(held)
+    assert Weights.of(model_config).total == sum(held)
 
 
 def test_more_ranks_take_less_time_where_their_link_lets_them():
     def seconds(hardware, ranks, rows):
-        return Roofline(CARD, hardware, Layout(tp=ranks)).seconds(decoding(rows))
+        return Roofline(MODEL_CONFIG, hardware, Layout(tp=ranks)).seconds(decoding(rows))
 
     assert seconds(FAST, 2, 1) < 0.7 * seconds(FAST, 1, 1)
-    assert seconds(SLOW_LINK, 2, 1) > seconds(FAST, 2, 1) + 2 * CARD.num_layers * 1e-4
+    assert seconds(SLOW_LINK, 2, 1) > seconds(FAST, 2, 1) + 2 * MODEL_CONFIG.num_layers * 1e-4
     assert seconds(SLOW_LINK, 4, 64) > seconds(SLOW_LINK, 1, 64)
 
 
@@ -80,26 +85,27 @@ def test_a_sum_costs_what_a_ring_costs():
 
 def test_a_step_reads_the_experts_that_its_tokens_chose():
     facts = ExpertFacts(count=64, per_token=2, inner=1024)
-    model = Roofline(replace(CARD, experts=facts), FAST)
+    model = Roofline(replace(MODEL_CONFIG, experts=facts), FAST)
     one, many = model.seconds(decoding(1)), model.seconds(decoding(256))
-    routed = Weights.of(replace(CARD, experts=facts)).routed * 2 / FAST.bytes_per_s
+    routed = Weights.of(replace(MODEL_CONFIG, experts=facts)).routed * 2 / FAST.bytes_per_s
     assert one < 0.1 * routed
     assert many > routed
 
 
 def test_ranks_beyond_the_key_heads_keep_copies_of_them():
     four, eight = (study(question(), Layout(tp=n)).memory for n in (4, 8))
-    assert CARD.num_kv_heads == 4
+    assert MODEL_CONFIG.num_kv_heads == 4
     assert four.cache_bytes == pytest.approx(eight.cache_bytes, rel=0.2)
     assert four.groups[0].num_pages == pytest.approx(eight.groups[0].num_pages, rel=0.2)
 
 
 def test_joined_replicas_keep_tokens_apart_where_ranks_alone_would_keep_each_token_of_all():
     latent = replace(
-        CARD, latent=LatentFacts(query_rank=0, rank=512, plain_dim=64, rope_dim=64, value_dim=64)
+        MODEL_CONFIG,
+        latent=LatentFacts(query_rank=0, rank=512, plain_dim=64, rope_dim=64, value_dim=64),
     )
-    ranks = study(question(card=latent), Layout(tp=4))
-    joined = study(question(card=latent), Layout(tp=4, dp=4, is_joined=True))
+    ranks = study(question(model_config=latent), Layout(tp=4))
+    joined = study(question(model_config=latent), Layout(tp=4, dp=4, uses_dp_attention=True))
     assert joined.layout.devices == ranks.layout.devices == 4
     assert 4 * joined.memory.max_total_tokens > 2 * ranks.memory.max_total_tokens
     assert joined.report.finished == ranks.report.finished == 40
@@ -107,7 +113,7 @@ def test_joined_replicas_keep_tokens_apart_where_ranks_alone_would_keep_each_tok
 
 def test_a_model_that_does_not_fit_says_so_and_fits_on_more_devices():
     tight = replace_memory(0.55)
-    assert weights_per_device(CARD, Layout(), 2.0) > 0.5 * (1 << 30)
+    assert weights_per_device(MODEL_CONFIG, Layout(), 2.0) > 0.5 * (1 << 30)
     alone, two = study(question(tight), Layout()), study(question(tight), Layout(tp=2))
     assert alone.report is None and "MiB" in alone.why
     assert two.report.finished == 40
@@ -158,7 +164,7 @@ def test_joined_replicas_take_every_step_together():
     """One has a long prompt, and the other one's tokens come as late; alone they come sooner."""
     arrivals = [Arrival(0.0, bytes(4 * 9000), 40), Arrival(0.0, bytes(4 * 8), 40)]
     asked = replace(question(), arrivals=arrivals)
-    joined = study(asked, Layout(tp=2, dp=2, is_joined=True)).report
+    joined = study(asked, Layout(tp=2, dp=2, uses_dp_attention=True)).report
     apart = study(asked, Layout(tp=1, dp=2)).report
     assert joined.finished == apart.finished == 2
     assert joined.itl.p99 > 2 * apart.itl.p50
@@ -166,14 +172,14 @@ def test_joined_replicas_take_every_step_together():
 
 def test_divided_prompts_save_what_sums_of_attention_cost_and_decode_no_sooner():
     def seconds(plan, hardware=FAST, **layout):
-        return Roofline(CARD, hardware, Layout(**layout)).seconds(plan)
+        return Roofline(MODEL_CONFIG, hardware, Layout(**layout)).seconds(plan)
 
     prompt = StepPlan(step=1, rows=[Row(slot=1, start=0, count=4096)])
     assert seconds(prompt, tp=4, cp=4) < 0.4 * seconds(prompt)
     assert seconds(prompt, SLOW_LINK, tp=4, cp=4) < seconds(prompt, SLOW_LINK, tp=4)
     assert seconds(decoding(1), tp=4, cp=4) > seconds(decoding(1), tp=4)
-    assert weights_per_device(CARD, Layout(tp=4, cp=4), 2.0) > weights_per_device(
-        CARD, Layout(tp=4), 2.0
+    assert weights_per_device(MODEL_CONFIG, Layout(tp=4, cp=4), 2.0) > weights_per_device(
+        MODEL_CONFIG, Layout(tp=4), 2.0
     )
 
 
@@ -194,7 +200,7 @@ def test_a_fixed_concurrency_is_shared_by_the_replicas():
 
 
 def test_the_same_question_has_the_same_answer():
-    layout = Layout(tp=2, dp=2, is_joined=True)
+    layout = Layout(tp=2, dp=2, uses_dp_attention=True)
     assert study(question(), layout) == study(question(), layout)
 
 

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
-from banyan.sim.fleet import Fleet
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson
 from banyan.sim.world import World
-from tests.sim.test_replica import CARD, DEVICE, TRACE, Outcome
+from tests.sim.test_replica import DEVICE, MODEL_CONFIG, TRACE, Outcome
 
 
 def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0, **more):
@@ -28,7 +28,7 @@ def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0
     )
     core = CoreSpec(groups=(CacheGroup(FULL, 16, pages),), limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, OneDevice(world, Roofline(CARD, DEVICE)))
+    replica = Replica(world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)))
     fleet = Fleet(world, [replica], round_robin)
     fleet.play(arrivals)
     world.run()

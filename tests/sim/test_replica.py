@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
-from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.engine.core_spec import CoreSpec
+from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
-from banyan.sim.fleet import Fleet
 from banyan.sim.hardware import Hardware
 from banyan.sim.replica import Replica
+from banyan.sim.replicas import Fleet
 from banyan.sim.report import Report, Visit, spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson
 from banyan.sim.world import World
 
-CARD = ModelCard(
+MODEL_CONFIG = ModelConfig(
     path="",
     format="safetensors",
     architecture="LlamaForCausalLM",
@@ -45,7 +45,7 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
     groups = (CacheGroup(FULL, 16, pages),)
     core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, OneDevice(world, Roofline(CARD, DEVICE)), host_s)
+    replica = Replica(world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)), host_s)
     fleet = Fleet(world, [replica], round_robin)
     if concurrency:
         fleet.play_at_concurrency(arrivals, concurrency)
@@ -139,7 +139,7 @@ def test_a_recorded_conversation_trace_shares_prefixes():
 
 
 def test_a_step_takes_as_long_as_its_slower_half():
-    roofline = Roofline(CARD, DEVICE)
+    roofline = Roofline(MODEL_CONFIG, DEVICE)
     decode = roofline.seconds(StepPlan(step=1, rows=[Row(slot=1, start=100, count=1)]))
     batch = [Row(slot=i, start=100, count=1) for i in range(1, 5)]
     prefill = roofline.seconds(StepPlan(step=1, rows=[Row(slot=1, start=0, count=512)]))

@@ -8,7 +8,7 @@ import struct
 import threading
 from dataclasses import dataclass, field
 
-from banyan.transfer.rooms import wire
+from banyan.disaggregation import wire
 
 _GREETING_BYTES = len(wire.GREETING) + 16
 _HEAD, _CODE_BYTES = struct.Struct("<IB"), 16

@@ -43,7 +43,7 @@ class Server:
 
     def engine_pids(self) -> list[int]:
         """The children that are engines, in the order in which they were started."""
-        return sorted(self.children_of("banyan.compose", is_deep=False))
+        return sorted(self.children_of("banyan.server.processes", is_deep=False))
 
     def children_of(self, module: str, is_deep: bool = True) -> list[int]:
         """The live children, and theirs, that run this module."""

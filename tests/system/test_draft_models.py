@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from banyan.base.clock import WallClock
 from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
+from banyan.config.prepare import prepare
+from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
-from banyan.opening import Phases, open_model
-from banyan.prepare import prepare
-from tests.flags import config_of
 from tests.models.families import tiny
+from tests.support.flags import config_of
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
 
@@ -127,8 +127,8 @@ def test_the_weights_of_the_draft_are_rounded_by_themselves(tiny_model):
     words = ("--model-path", str(tiny_model), "--speculative-draft-model-path", str(tiny_model))
     more = ("--speculative-algorithm", "STANDALONE", "--threads", "1")
     rounded = ("--speculative-draft-model-quantization", "q4_0")
-    config, card = prepare(config_of(*words, *more, *rounded), Environment())
-    opened = open_model(config, card, 0, "", Phases(WallClock()))
+    config, model_config = prepare(config_of(*words, *more, *rounded), Environment())
+    opened = open_model(config, model_config, 0, "", Phases(WallClock()))
     assert opened.draft is not None
     target, draft = (
         build.ops.recorder.quantization for build in (opened.build, opened.draft.build)

@@ -39,7 +39,7 @@ def test_a_server_that_is_killed_at_any_moment_leaves_nothing(
         running.kill()
     for path in place.iterdir():
         os.utime(path, (1, 1))
-    made = "from banyan.messages.link import PrivateFolder as F; F().close()"
+    made = "from banyan.messages.transport import PrivateFolder as F; F().close()"
     subprocess.run([sys.executable, "-c", made], cwd=ROOT, check=True)
     assert [p.name for p in place.glob("banyan-*")] == []
 
@@ -101,7 +101,7 @@ def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tm
         import asyncio, sys
         from pathlib import Path
         from banyan.base.errors import CapacityError, RequestError
-        from banyan.server.store.answers import AnswerLog, answer_line
+        from banyan.server.store.batch_output import AnswerLog, answer_line
         from banyan.server.store.storage import Storage
 
         async def main():

@@ -14,7 +14,7 @@ import torch
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
-from banyan.server.life.startup import READY_LINE
+from banyan.server.lifecycle.startup import READY_LINE
 from tests.system.serving import Server, serving, stream_events
 
 CHANGED = (

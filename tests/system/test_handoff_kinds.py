@@ -7,8 +7,8 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.adapters import write_adapter
 from tests.models.families import tiny
+from tests.support.lora import write_adapter
 from tests.system.handing import WAIT_S, Pair, engines
 from tests.system.serving import wait_until
 from tests.system.test_draft_models import like

@@ -9,9 +9,9 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.adapters import write_adapter
 from tests.models.drafting import tiny_ahead, tiny_eagle
 from tests.models.families import tiny
+from tests.support.lora import write_adapter
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
 EIGHT = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

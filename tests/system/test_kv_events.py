@@ -12,9 +12,9 @@ from banyan.base.errors import ConfigError
 from banyan.config.kv_events import kv_events
 from banyan.config.serving import ObserveConfig
 from banyan.llm import Engine
-from banyan.scheduler.adapter_names import id_of
-from tests.adapters import write_adapter
-from tests.flags import config_of
+from banyan.lora.namespaces import id_of
+from tests.support.flags import config_of
+from tests.support.lora import write_adapter
 from tests.system.serving import free_port, launch, wait_ready, wait_until
 
 PROMPT = list(range(5, 45))

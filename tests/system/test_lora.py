@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.sim.replay import check
-from tests.adapters import as_gguf, merge, write_adapter
+from tests.support.lora import as_gguf, merge, write_adapter
 from tests.system.serving import Server, run_to_end, serving, stream_events, wait_until
 
 PROMPT = list(range(5, 45))
@@ -415,8 +415,12 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
     for path, more in (("/v1/score", asked), ("/v1/score", {**asked, "items": []})):
         answer = server.http.post(path, json={**more, "model": "base:x"})
         assert answer.status_code == 404 and "There are: a, b." in answer.text
-    cards = server.http.get("/v1/models").json()["data"]
-    assert [(c["id"], c["parent"]) for c in cards] == [("base", None), ("a", "base"), ("b", "base")]
+    model_configs = server.http.get("/v1/models").json()["data"]
+    assert [(c["id"], c["parent"]) for c in model_configs] == [
+        ("base", None),
+        ("a", "base"),
+        ("b", "base"),
+    ]
     assert server.http.get("/v1/models/b").json()["root"] == str(folders["b"])
     asked = {"model": "base:a", "input": "hi", "max_output_tokens": 12, "temperature": 0}
     responses = {m: server.http.post("/v1/responses", json={**asked, "model": m}) for m in spoken}

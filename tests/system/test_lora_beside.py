@@ -11,8 +11,8 @@ import torch
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.adapters import write_adapter
 from tests.models.families import tiny
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import wait_until
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.adapters import ALL_TARGETS, write_adapter
+from tests.support.lora import ALL_TARGETS, write_adapter
 from tests.system.serving import Server, open_files, serving, status_of, wait_until
 
 REQUESTS = int(os.environ.get("LORA_REQUESTS", "150"))
@@ -249,7 +249,9 @@ def check_that_nothing_is_left(state: Soak) -> None:
         assert "adapter_" not in Path(f"/proc/{pid}/maps").read_text(), f"{pid} maps a file"
     for name in list(state.here):
         state.unload(name)
-    assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["base"]
+    assert [
+        model_config["id"] for model_config in server.http.get("/v1/models").json()["data"]
+    ] == ["base"]
     for at, name in enumerate(NAMES[:MAX_LOADED]):  # as many as fit, if every place is free
         state.load(name, 1, pinned=at < MAX_LOADED - 1)
     rng = random.Random(0)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import BanyanError
-from banyan.config.adapter_card import WEIGHTS
 from banyan.llm import Engine
-from tests.adapters import merge, write_adapter
+from banyan.lora.adapter_config import WEIGHTS
+from tests.support.lora import merge, write_adapter
 from tests.system.serving import Server, serving
 
 SIZES = {

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from banyan.llm import Engine
-from tests.adapters import write_adapter
+from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import (
@@ -76,7 +76,9 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
         node(tmp_path, 0, port, tiny_model, *flags) as first,
     ):
         wait_ready(first)
-        ranks = [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
+        ranks = [
+            p for p in other.members() if "banyan.server.processes" in psutil.Process(p).cmdline()
+        ]
         assert len(first.rank_pids()) == 0 and len(ranks) == 1
         assert outputs(first) == expected and with_adapters(first) == adapted
         weights = {"model_path": str(write_tiny_model(tmp_path / "new", seed=1))}
@@ -103,7 +105,9 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
         wait_ready(first)
         if number == signal.SIGKILL:
             (rank,) = [
-                p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()
+                p
+                for p in other.members()
+                if "banyan.server.processes" in psutil.Process(p).cmdline()
             ]
             os.kill(rank, number)
             assert first.exit_code(20) != 0
@@ -115,7 +119,7 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
 
 
 def ranks_at(other: Server) -> list[int]:
-    return [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
+    return [p for p in other.members() if "banyan.server.processes" in psutil.Process(p).cmdline()]
 
 
 @pytest.mark.parametrize("who", [pytest.param("engine", marks=OUTER), "rank"])

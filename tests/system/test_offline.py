@@ -141,7 +141,8 @@ def test_a_killed_engine_is_an_error_that_says_what_to_do(tiny_model):
         next(iter(stream))
         children = psutil.Process().children()
         (mine, *_) = sorted(
-            (c for c in children if "banyan.compose" in c.cmdline()), key=lambda c: -c.create_time()
+            (c for c in children if "banyan.server.processes" in c.cmdline()),
+            key=lambda c: -c.create_time(),
         )
         mine.kill()
         told = "was killed by SIGKILL. Nothing starts it again here: make a new Engine"

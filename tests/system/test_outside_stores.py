@@ -6,10 +6,10 @@ import json
 import signal
 from pathlib import Path
 
+from tests.kv_transfer.outside import mooncake, needs
 from tests.system.serving import Server, wait_until
 from tests.system.test_attached_store import KEY, ROUTE, attach, present, started
 from tests.system.test_store import KEPT, OTHER, WAIT_S, http_ask, stored_tokens, told
-from tests.transfer.outside import mooncake, needs
 
 
 def fill(server: Server, extra: dict[str, object], kind: str) -> dict:

@@ -121,7 +121,7 @@ def test_libraries_that_are_seldom_needed_are_not_loaded_at_the_start(tiny_model
         server.kill()
 
 
-@pytest.mark.parametrize("module", ["banyan.scheduler.scheduler", "banyan.memory.cache"])
+@pytest.mark.parametrize("module", ["banyan.scheduler.scheduler", "banyan.kv_cache.cache"])
 def test_deciding_rooms_import_without_torch(module):
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

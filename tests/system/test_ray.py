@@ -42,7 +42,7 @@ def ranks_under(pid: int) -> list[psutil.Process]:
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return "banyan.compose" in process.cmdline()
+        return "banyan.server.processes" in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 

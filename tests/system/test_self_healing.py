@@ -103,7 +103,7 @@ def _is_gone(pid: int) -> bool:
 def _is_ours(pid: int) -> bool:
     """Whether it is an engine or a rank."""
     try:
-        return "banyan.compose" in psutil.Process(pid).cmdline()
+        return "banyan.server.processes" in psutil.Process(pid).cmdline()
     except psutil.NoSuchProcess:
         return False
 

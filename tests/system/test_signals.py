@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.server.life.sigquit import hear_sigquit
+from banyan.server.lifecycle.sigquit import hear_sigquit
 from banyan.sim.replay import check
-from tests.flags import config_of
+from tests.support.flags import config_of
 from tests.system.conftest import StartServer
 from tests.system.serving import wait_until
 

@@ -8,8 +8,8 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.config.schema import SpeculativeConfig
+from banyan.engine.model_loader import check_drafts
 from banyan.llm import Engine
-from banyan.opening import check_drafts
 from banyan.platform.cpu import CpuPlatform
 from tests.models.families import tiny
 

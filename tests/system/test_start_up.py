@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.ops.cpu.build import BuildError, cached_library
-from banyan.server.life.startup import READY_LINE
+from banyan.server.lifecycle.startup import READY_LINE
 from tests.system.serving import launch, run_to_end, wait_until
 
 LIMIT_S = 5.0

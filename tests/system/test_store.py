@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from banyan.kv_transfer.file_store import FileStore
+from banyan.kv_transfer.segments import Segment
 from banyan.llm import Engine
 from banyan.sim.replay import check
-from banyan.transfer.files import FileStore
-from banyan.transfer.segments import Segment
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import Server, serving, wait_until
 

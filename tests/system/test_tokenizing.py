@@ -7,12 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from banyan.frontend.words.load import load_tokenizer
+from banyan.tokenizer.load import load_tokenizer
 from tests.system.conftest import with_tiny_model
 from tests.system.serving import CALL_S, Server, serving, wait_until
 from tests.system.watch import watched
 
-WORKER = "banyan.frontend.words.encode_worker"
+WORKER = "banyan.tokenizer.encode_worker"
 FLAGS = ("--tokenizer-worker-num", "2", "--enable-dynamic-batch-tokenizer")
 MANY = "many words and numbers 123 " * 40_000
 MAX_BLOCKED_S = 0.2

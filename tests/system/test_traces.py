@@ -13,7 +13,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.server.admin.traces import Endpoint, check_traces, endpoint_of, open_traces
-from tests.flags import config_of
+from tests.support.flags import config_of
 from tests.system.conftest import StartServer
 from tests.system.serving import ROOT
 
@@ -160,7 +160,7 @@ def test_a_collector_that_is_gone_holds_up_nothing(server: StartServer) -> None:
 def test_a_server_without_traces_loads_no_library_for_them() -> None:
     assert open_traces(config_of().observe, "m", "0") is None
     code = (
-        "import sys, banyan.server.life.serve; "
+        "import sys, banyan.server.lifecycle.serve; "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -58,8 +58,8 @@ BATTERY = (
         "T2",
         "requests that go in every state, in the engine, the front and a pair of servers",
         "every page and place comes back",
-        "tests/scheduler/test_scheduler.py tests/scheduler/test_fetch.py "
-        "tests/frontend/test_client.py "
+        "tests/scheduler/test_scheduler.py tests/scheduler/test_hicache_fetch.py "
+        "tests/engine_client/test_client.py "
         f"{SYSTEM}/test_handoff.py::test_a_client_that_goes_leaves_nothing_on_either_side",
     ),
     Line(
@@ -116,7 +116,7 @@ BATTERY = (
         "damaged frames between processes; damaged requests, smuggled requests, slow and deaf "
         "clients over raw sockets",
         "0 exceptions escape; each form has one answer; others are served",
-        f"tests/messages/test_link.py {TRUST}/wire.py {SYSTEM}/test_hostile_clients.py",
+        f"tests/messages/test_transport.py {TRUST}/wire.py {SYSTEM}/test_hostile_clients.py",
         "FRAMES=500000 RAW=20000",
     ),
     Line(
@@ -143,7 +143,7 @@ BATTERY = (
         "T14",
         "answers cut at random points through all parsers of calls and thoughts",
         "streamed = whole; arguments are JSON",
-        "tests/frontend/test_tools.py tests/frontend/test_reasoning.py",
+        "tests/parsers/test_tool_calls.py tests/parsers/test_reasoning.py",
         "PARSER_CASES=2000",
     ),
     Line(
@@ -157,7 +157,7 @@ BATTERY = (
         "T16",
         "prefixes of one caller in the hands of another",
         "never found: in memory, in the store, between servers",
-        f"{SYSTEM}/test_prefix.py {SYSTEM}/test_store.py tests/memory/test_radix.py "
+        f"{SYSTEM}/test_prefix.py {SYSTEM}/test_store.py tests/kv_cache/test_radix_tree.py "
         'tests/server/test_tenants.py -k "salts or tenants or namespaces or belongs or ended_by"',
     ),
     Line(
@@ -183,7 +183,7 @@ BATTERY = (
         "P13",
         "two callers who offer 10 : 1; the lowest priority beneath an overload of the highest",
         "served 1 : 1 while both wait; nobody waits longer than the bound",
-        f"{TRUST}/shares.py tests/scheduler/test_turns.py",
+        f"{TRUST}/shares.py tests/scheduler/test_fair_queue.py",
     ),
     Line(
         "T20",
@@ -201,7 +201,7 @@ BATTERY = (
         "T22",
         "stores that are damaged, full, slow, shared, or lose their writer",
         "never a wrong token",
-        f"{SYSTEM}/test_store.py tests/transfer/test_files.py",
+        f"{SYSTEM}/test_store.py tests/kv_transfer/test_file_store.py",
     ),
     Line(
         "T23",

@@ -18,11 +18,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from banyan.server.describe.bodies import SamplingParams
 from banyan.server.http import auth
+from banyan.server.openapi.bodies import SamplingParams
 from banyan.server.routes import all_routes
-from tests.adapters import write_adapter
 from tests.models.families import tiny
+from tests.support.lora import write_adapter
 from tests.system.serving import Server, serving, status_of
 from tests.trust.malformed import CORPUS, HOSTILE, LATE_S, Tally, spots, with_other
 

@@ -17,8 +17,8 @@ from tests.system.serving import CALL_S, Server, status_of, wait_until
 
 KILLS = int(os.environ.get("HELPER_FAULTS", "20"))
 KINDS = {
-    "tokenize": "banyan.frontend.words.encode_worker",
-    "render": "banyan.frontend.templates.worker",
+    "tokenize": "banyan.tokenizer.encode_worker",
+    "render": "banyan.chat_template.worker",
     "compile": "banyan.grammar.worker",
 }
 MOST_S = {signal.SIGKILL: 10.0, signal.SIGSTOP: 60.0}

@@ -53,7 +53,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.01,
         high=0.99,
-        proof="tests/memory/test_sizing.py"
+        proof="tests/kv_cache/test_sizing.py"
         "::test_a_share_of_memory_decides_what_weights_and_cache_may_take",
     ),
     Flag(
@@ -89,7 +89,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.001,
         high=1.0,
-        proof="tests/memory/test_sizing.py::test_a_ratio_decides_what_window_layers_hold",
+        proof="tests/kv_cache/test_sizing.py::test_a_ratio_decides_what_window_layers_hold",
     ),
     Flag(
         "hybrid-kvcache-ratio",
@@ -99,7 +99,7 @@ FLAGS = (
         kind=FLOAT,
         low=-1.0,
         high=1.0,
-        proof="tests/memory/test_sizing.py"
+        proof="tests/kv_cache/test_sizing.py"
         "::test_a_mix_lies_between_equal_groups_and_the_window_s_share_of_the_context",
     ),
     Flag(
@@ -107,7 +107,7 @@ FLAGS = (
         "cache.keeps_windows",
         "layers with a window keep every position, so that longer prefixes can be reused",
         kind=SWITCH,
-        proof="tests/memory/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
+        proof="tests/kv_cache/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
     ),
     Flag(
         "max-mamba-cache-size",
@@ -116,7 +116,7 @@ FLAGS = (
         "default: by --mamba-full-memory-ratio",
         kind=INT,
         low=1,
-        proof="tests/memory/test_state_sizing.py::test_as_many_states_are_held_as_told",
+        proof="tests/kv_cache/test_state_sizing.py::test_as_many_states_are_held_as_told",
     ),
     Flag(
         "mamba-full-memory-ratio",
@@ -125,7 +125,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.001,
         high=1000.0,
-        proof="tests/memory/test_state_sizing.py::test_a_ratio_decides_what_states_take",
+        proof="tests/kv_cache/test_state_sizing.py::test_a_ratio_decides_what_states_take",
     ),
     Flag(
         "mamba-track-interval",
@@ -135,7 +135,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=65536,
-        proof="tests/memory/test_state_sizing.py"
+        proof="tests/kv_cache/test_state_sizing.py"
         "::test_the_interval_decides_where_a_prefix_can_be_taken_up",
     ),
     Flag(
@@ -154,7 +154,7 @@ FLAGS = (
         "lies on one (NPU)",
         kind=FLOAT,
         low=0.0,
-        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
     ),
     Flag(
         "hicache-size",
@@ -162,7 +162,7 @@ FLAGS = (
         "the same in GB; wins over the ratio",
         kind=INT,
         low=0,
-        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
     ),
     Flag(
         "hicache-io-backend",
@@ -170,7 +170,7 @@ FLAGS = (
         "how pages are copied between a device and the host: kernel_ascend (NPU), kernel (CUDA) = "
         "gathered there, in one piece; direct = each tensor by itself; default: the former",
         choices=("kernel_ascend", "direct", "kernel"),
-        proof="tests/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
+        proof="tests/ascend/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
     ),
     Flag(
         "hicache-mem-layout",
@@ -182,7 +182,7 @@ FLAGS = (
             *("page_first_direct", "page_first_kv_split"),
             *("layer_first", "page_first", "page_head"),
         ),
-        proof="tests/emulation/test_tiers.py::test_the_layout_says_how_the_parts_of_a_page_lie",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_layout_says_how_the_parts_of_a_page_lie",
     ),
     Flag(
         "hicache-storage-backend",

@@ -82,7 +82,7 @@ FLAGS = (
     ),
     Flag(
         "enable-dp-attention",
-        "parallel.is_joined",
+        "parallel.uses_dp_attention",
         "the replicas are groups of the --tensor-parallel-size ranks: each attends by itself, and "
         "all ranks share the feed-forward blocks",
         kind=SWITCH,
@@ -114,7 +114,7 @@ FLAGS = (
         "model that attends",
         kind=SWITCH,
         aliases=("enable-prefill-cp",),
-        proof="tests/config/test_context.py::test_the_switch_alone_makes_a_share_of_every_rank",
+        proof="tests/context_parallel/test_rules.py::test_the_switch_alone_makes_a_share_of_every_rank",
     ),
     Flag(
         "nsa-prefill-cp-mode",
@@ -154,7 +154,7 @@ FLAGS = (
             ("shortest_queue", "total_requests"),
             ("minimum_tokens", "total_tokens"),
         ),
-        proof="tests/frontend/test_fleet.py::test_the_method_decides_which_engine_takes_a_request",
+        proof="tests/engine_client/test_data_parallel.py::test_the_method_decides_which_engine_takes_a_request",
     ),
     Flag(
         "enable-memory-saver",
@@ -327,7 +327,7 @@ FLAGS = (
         "launch decode steps anew whose rows are not just those of a captured one, instead of "
         "filling the next larger one up, where steps are captured by shape (CUDA, NPU)",
         kind=SWITCH,
-        proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
+        proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
     Flag(
         "cpu-offload-gb",
@@ -338,7 +338,7 @@ FLAGS = (
         kind=FLOAT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
+        proof="tests/ascend/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
     ),
     Flag(
         "offload-group-size",
@@ -348,7 +348,7 @@ FLAGS = (
         kind=INT,
         low=-1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-num-in-group",
@@ -357,7 +357,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-prefetch-step",
@@ -367,6 +367,6 @@ FLAGS = (
         kind=INT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
 )

@@ -19,14 +19,14 @@ FLAGS = (
         "latest passes that are kept; -1 = all since the start; default: 1000",
         kind=INT,
         low=-1,
-        proof="tests/runner/test_expert_record.py::test_the_buffer_keeps_the_latest_passes",
+        proof="tests/moe/test_routing_record.py::test_the_buffer_keeps_the_latest_passes",
     ),
     Flag(
         "enable-expert-distribution-metrics",
         "experts.reports",
         "a line in the log, every --decode-log-interval passes, of how evenly experts are chosen",
         kind=SWITCH,
-        proof="tests/runner/test_expert_record.py::test_a_line_says_how_evenly_experts_are_chosen",
+        proof="tests/moe/test_routing_record.py::test_a_line_says_how_evenly_experts_are_chosen",
     ),
     Flag(
         "enable-return-routed-experts",
@@ -61,7 +61,7 @@ FLAGS = (
         "bounds the tokens of a step by SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK "
         "(low_latency); auto: at once in steps within that bound",
         choices=("normal", "low_latency", "auto"),
-        proof="tests/config/test_dispatch.py::test_a_step_of_low_latency_is_within_the_bound",
+        proof="tests/moe/test_dispatch_rules.py::test_a_step_of_low_latency_is_within_the_bound",
     ),
     Flag(
         "ep-num-redundant-experts",
@@ -71,7 +71,7 @@ FLAGS = (
         kind=INT,
         low=0,
         high=65536,
-        proof="tests/runner/test_expert_places.py::test_copies_are_of_the_first_experts",
+        proof="tests/moe/test_initial_placement.py::test_copies_are_of_the_first_experts",
     ),
     Flag(
         "init-expert-location",
@@ -80,7 +80,7 @@ FLAGS = (
         "(.json, or .safetensors as the recorder writes it) with physical_to_logical_map or "
         "logical_count",
         shown="trivial|FILE|JSON",
-        proof="tests/runner/test_expert_places.py::test_a_location_is_read_from_json_and_files",
+        proof="tests/moe/test_initial_placement.py::test_a_location_is_read_from_json_and_files",
     ),
     Flag(
         "ep-dispatch-algorithm",
@@ -89,7 +89,7 @@ FLAGS = (
         "in turn (dynamic); fake: other experts than those it chose, all as often, for measuring "
         "alone; default: static",
         choices=("static", "dynamic", "fake"),
-        proof="tests/runner/test_expert_places.py::test_the_algorithm_is_the_one_given",
+        proof="tests/moe/test_initial_placement.py::test_the_algorithm_is_the_one_given",
     ),
     Flag(
         "enable-eplb",
@@ -97,7 +97,7 @@ FLAGS = (
         "with --expert-parallel-size: move experts between ranks while requests run, so that ranks "
         "have equal loads",
         kind=SWITCH,
-        proof="tests/runner/test_expert_balancer.py::test_what_experts_cannot_move_beside_is_named",
+        proof="tests/moe/test_balancer.py::test_what_experts_cannot_move_beside_is_named",
     ),
     Flag(
         "eplb-algorithm",
@@ -117,7 +117,7 @@ FLAGS = (
                 "use auto",
             ),
         ),
-        proof="tests/runner/test_expert_balancer.py::test_the_algorithm_keeps_groups_together",
+        proof="tests/moe/test_balancer.py::test_the_algorithm_keeps_groups_together",
     ),
     Flag(
         "eplb-rebalance-num-iterations",
@@ -126,7 +126,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=10**9,
-        proof="tests/runner/test_expert_balancer.py::test_experts_move_after_so_many_passes",
+        proof="tests/moe/test_balancer.py::test_experts_move_after_so_many_passes",
     ),
     Flag(
         "eplb-rebalance-layers-per-chunk",
@@ -134,7 +134,7 @@ FLAGS = (
         "layers whose experts move between two steps; default: all at once",
         kind=INT,
         low=1,
-        proof="tests/runner/test_expert_balancer.py::test_layers_move_in_chunks_between_steps",
+        proof="tests/moe/test_balancer.py::test_layers_move_in_chunks_between_steps",
     ),
     Flag(
         "eplb-min-rebalancing-utilization-threshold",
@@ -143,6 +143,6 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=1.0,
-        proof="tests/runner/test_expert_balancer.py::test_even_loads_are_left_as_they_are",
+        proof="tests/moe/test_balancer.py::test_even_loads_are_left_as_they_are",
     ),
 )

@@ -25,7 +25,7 @@ FLAGS = (
         "highest rank of an adapter; default: the highest that --lora-paths names",
         kind=INT,
         low=1,
-        proof="tests/config/test_lora.py::test_what_cannot_be_served_is_refused_by_name",
+        proof="tests/lora/test_rules.py::test_what_cannot_be_served_is_refused_by_name",
     ),
     Flag(
         "lora-target-modules",
@@ -43,7 +43,7 @@ FLAGS = (
         "adapters that requests which run at once have between them",
         kind=INT,
         low=1,
-        proof="tests/scheduler/test_adapters.py::test_no_more_adapters_run_at_once_than_told",
+        proof="tests/lora/test_scheduling.py::test_no_more_adapters_run_at_once_than_told",
     ),
     Flag(
         "max-loaded-loras",
@@ -53,7 +53,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=4096,
-        proof="tests/scheduler/test_adapters.py"
+        proof="tests/lora/test_scheduling.py"
         "::test_an_adapter_that_nobody_uses_makes_room_for_another",
     ),
     Flag(
@@ -66,7 +66,7 @@ FLAGS = (
         low=0.001,
         high=1 << 20,
         documented=False,
-        proof="tests/scheduler/test_adapters.py"
+        proof="tests/lora/test_scheduling.py"
         "::test_adapters_make_room_until_what_the_next_one_needs_is_free",
     ),
     Flag(
@@ -75,6 +75,6 @@ FLAGS = (
         "which adapter makes room: lru = the one that was used longest ago, fifo = the one that "
         "was loaded first",
         choices=("lru", "fifo"),
-        proof="tests/scheduler/test_adapters.py::test_the_policy_says_which_adapter_makes_room",
+        proof="tests/lora/test_scheduling.py::test_the_policy_says_which_adapter_makes_room",
     ),
 )

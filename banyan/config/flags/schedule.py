@@ -121,7 +121,7 @@ FLAGS = (
         low=0.0,
         high=FOREVER_S,
         documented=False,
-        proof="tests/scheduler/test_turns.py"
+        proof="tests/scheduler/test_fair_queue.py"
         "::test_who_has_waited_longest_goes_before_those_of_higher_priority",
     ),
     Flag(
@@ -152,7 +152,7 @@ FLAGS = (
     ),
     Flag(
         "num-continuous-decode-steps",
-        "schedule.burst",
+        "schedule.multi_step",
         "decode steps that follow each other without planning while nothing waits; a stream then "
         "gets those of 8 ms together; default: what suits the device, 8 on a CPU where they go",
         kind=INT,
@@ -205,7 +205,7 @@ FLAGS = (
         "(left out: all that run are dealt out evenly)",
         kind=INT,
         low=1,
-        proof="tests/scheduler/test_stages.py::test_a_step_has_no_more_requests_than_a_micro_batch",
+        proof="tests/pipeline/test_micro_batches.py::test_a_step_has_no_more_requests_than_a_micro_batch",
     ),
     Flag(
         "pp-async-batch-depth",
@@ -215,6 +215,6 @@ FLAGS = (
         kind=INT,
         low=0,
         high=64,
-        proof="tests/scheduler/test_stages.py::test_each_stage_has_a_step_and_some_wait_behind",
+        proof="tests/pipeline/test_micro_batches.py::test_each_stage_has_a_step_and_some_wait_behind",
     ),
 )

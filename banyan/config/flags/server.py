@@ -203,7 +203,7 @@ FLAGS = (
         "server.gathers_texts",
         "tokenize the texts of requests that come at about the same time in one call",
         kind=SWITCH,
-        proof="tests/frontend/test_encode.py::test_texts_of_several_requests_go_in_one_call",
+        proof="tests/tokenizer/test_encode.py::test_texts_of_several_requests_go_in_one_call",
     ),
     Flag(
         "dynamic-batch-tokenizer-batch-size",
@@ -212,7 +212,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1024,
-        proof="tests/frontend/test_encode.py::test_a_call_has_no_more_texts_than_asked_for",
+        proof="tests/tokenizer/test_encode.py::test_a_call_has_no_more_texts_than_asked_for",
     ),
     Flag(
         "dynamic-batch-tokenizer-batch-timeout",
@@ -221,14 +221,14 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
-        proof="tests/frontend/test_encode.py::test_a_text_waits_for_others_as_long_as_asked_for",
+        proof="tests/tokenizer/test_encode.py::test_a_text_waits_for_others_as_long_as_asked_for",
     ),
     Flag(
         "enable-tokenizer-batch-encode",
         "server.batch_encode",
         "tokenize the texts of one request in one call, several at a time",
         kind=SWITCH,
-        proof="tests/frontend/test_native.py::test_texts_of_a_request_are_tokenised_in_one_call",
+        proof="tests/requests/test_generate_request.py::test_texts_of_a_request_are_tokenised_in_one_call",
     ),
     Flag(
         "allow-auto-truncate",

@@ -1,7 +1,7 @@
 """Flags of speculative decoding: what drafts tokens, and how many the model verifies at once."""
 
 from banyan.config.flags.flag import INT, SWITCH, Elsewhere, Flag
-from banyan.config.quantized import spellings
+from banyan.model_config.quantization import spellings
 
 FLAGS = (
     Flag(
@@ -46,7 +46,7 @@ FLAGS = (
         low=2,
         high=64,
         documented=False,
-        proof="tests/config/test_dflash.py::test_a_block_is_as_long_as_the_flags_or_the_model_say",
+        proof="tests/model_config/test_dflash.py::test_a_block_is_as_long_as_the_flags_or_the_model_say",
     ),
     Flag(
         "speculative-num-steps",
@@ -69,7 +69,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=64,
-        proof="tests/config/test_drafts.py::test_a_tree_has_as_many_drafts_as_all_three_flags_say",
+        proof="tests/model_config/test_draft_model.py::test_a_tree_has_as_many_drafts_as_all_three_flags_say",
     ),
     Flag(
         "disable-adaptive-drafts",
@@ -91,7 +91,7 @@ FLAGS = (
         "speculative-draft-model-revision",
         "speculative.draft_revision",
         "branch, tag or commit of a draft model of the hub",
-        proof="tests/config/test_drafts.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
+        proof="tests/model_config/test_draft_model.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
     ),
     Flag(
         "speculative-draft-load-format",
@@ -107,7 +107,7 @@ FLAGS = (
                 "convert them to safetensors, or name a GGUF file",
             ),
         ),
-        proof="tests/config/test_drafts.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
+        proof="tests/model_config/test_draft_model.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
     ),
     Flag(
         "speculative-draft-model-quantization",
@@ -131,7 +131,7 @@ FLAGS = (
         "file of the token ids that a model of EAGLE drafts, the frequent ones, so that its head "
         "is as much smaller: a list of whole numbers as .json, .npy or .safetensors; a .pt file is "
         "a pickle, and refused; default: all",
-        proof="tests/config/test_drafts.py::test_a_token_map_says_what_is_drafted",
+        proof="tests/model_config/test_draft_model.py::test_a_token_map_says_what_is_drafted",
     ),
     Flag(
         "speculative-ngram-min-match-window-size",

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
@@ -12,6 +11,7 @@ from banyan.formats.headers import Entry
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.quantize.stacks import Slice, slices_of
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.reader import as_tensor
@@ -26,14 +26,14 @@ class Source:
         names: of the checkpoint's own form.
     """
 
-    def __init__(self, card: ModelCard) -> None:
-        self.card = card
-        self.names: NameMap = FAMILIES.load(card.architecture).names[card.format]
+    def __init__(self, model_config: ModelConfig) -> None:
+        self.model_config = model_config
+        self.names: NameMap = FAMILIES.load(model_config.architecture).names[model_config.format]
         self._files: dict[str, Path] = {}
         self._open: MappedFile | None = None
         self._opened: Path | None = None
         self.tensors: dict[str, TensorInfo] = {}
-        for path in files_of_weights(card.path):
+        for path in files_of_weights(model_config.path):
             file = self._file(path)
             for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
                 if tensor.name in self.tensors:
@@ -47,7 +47,7 @@ class Source:
         answers."""
         if entry.type not in STORAGE_TYPES:
             return False
-        return is_projection(entry.name, entry.shape, self.names, self.card.num_layers)
+        return is_projection(entry.name, entry.shape, self.names, self.model_config.num_layers)
 
     def slices(self, name: str) -> list[Slice]:
         """What modules of their own take of a tensor that holds all experts of a layer; none when
@@ -59,13 +59,13 @@ class Source:
 
     @property
     def is_gguf(self) -> bool:
-        return self.card.format == "gguf"
+        return self.model_config.format == "gguf"
 
     @property
     def other_names(self) -> NameMap:
         """Of the same model in a GGUF file, or of a GGUF file's in a folder."""
         form = "safetensors" if self.is_gguf else "gguf"
-        return FAMILIES.load(self.card.architecture).names[form]
+        return FAMILIES.load(self.model_config.architecture).names[form]
 
     def weight(self, name: str) -> StoredWeight:
         tensor = self.tensors[name]
@@ -77,7 +77,7 @@ class Source:
 
     def pairs(self) -> dict[str, bytes]:
         """Of a GGUF file: its metadata by key, as it lies in the file."""
-        with GGUFFile.open(self.card.path) as file:
+        with GGUFFile.open(self.model_config.path) as file:
             return file.pairs()
 
     def stamp(self) -> list[tuple[str, int, int]]:

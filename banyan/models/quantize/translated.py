@@ -89,12 +89,12 @@ def translated(source: Source, has_stacks: bool = True) -> list[Translated]:
         for entry, take in _slices(source, name):
             place = place_of(entry.name, source.names)
             if place is None:
-                if not is_ignored(entry.name, source.names, source.card.num_layers):
+                if not is_ignored(entry.name, source.names, source.model_config.num_layers):
                     raise _nameless(entry.name, source)
                 continue
-            if is_ignored(entry.name, source.names, source.card.num_layers):
+            if is_ignored(entry.name, source.names, source.model_config.num_layers):
                 continue
-            if place.module == "head" and source.card.tie_embeddings:
+            if place.module == "head" and source.model_config.tie_embeddings:
                 continue
             parts, expert = _expert_of(place.parts)
             pieces = slots.setdefault(_Slot(place.module, place.slot), [])
@@ -254,7 +254,7 @@ def _joined(name: str, slot: _Slot, pieces: Sequence[_Piece], source: Source) ->
     is_norm = slot.module.rpartition(".")[2].endswith("norm")
     offset = source.names.norm_offset - source.other_names.norm_offset
     plus = offset if is_norm and slot.name == "weight" else 0.0
-    is_rounded = is_projection(hub_name, hub_shape, names, source.card.num_layers)
+    is_rounded = is_projection(hub_name, hub_shape, names, source.model_config.num_layers)
     is_rounded = is_rounded and slot.name == "weight" and len(shape) > 1
     is_small = not is_rounded and (
         len(shape) == 1 or slot.module not in ("embedding", "head") or slot.name != "weight"
@@ -297,14 +297,14 @@ def _turned(piece: _Piece, module: str, source: Source) -> Take:
     is_paired, becomes_paired = place in source.names.paired, place in source.other_names.paired
     if is_paired == becomes_paired:
         return piece.take
-    card = source.card
-    if card.rotary_dim or card.latent is not None or source.is_gguf != is_paired:
+    model_config = source.model_config
+    if model_config.rotary_dim or model_config.latent is not None or source.is_gguf != is_paired:
         raise ModelError(
             f"the rows of {printable(piece.entry.name)} are not brought into the other form's "
             "order",
             hint="choose one of the types that keep the form",
         )
-    head_dim = card.head_dim
+    head_dim = model_config.head_dim
 
     def take() -> StoredWeight:
         mine = piece.take()

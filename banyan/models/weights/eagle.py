@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import HUB_NAMES, NameMap
 from banyan.layers.build import Build
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.models.eagle import Eagle3LM, EagleLM
@@ -41,7 +41,7 @@ _NAMES_OF_3 = NameMap(
 
 
 def load_eagle(
-    card: ModelCard,
+    model_config: ModelConfig,
     model: Model,
     build: Build,
     page_size: int,
@@ -49,20 +49,20 @@ def load_eagle(
     served_length: int = 0,
     is_mapped: bool = True,
 ) -> EagleLM | Eagle3LM:
-    """The draft model at `card.path`, for `model`; arguments as `load_model`.
+    """The draft model at `model_config.path`, for `model`; arguments as `load_model`.
 
     Raises:
         ModelError: it lacks weights, or has others.
     """
     assert isinstance(model, DecoderLM)
-    family = FAMILIES.load(card.architecture)
+    family = FAMILIES.load(model_config.architecture)
     is_dummy = load_format == "dummy"
-    types = {} if is_dummy else tensor_types(card)
+    types = {} if is_dummy else tensor_types(model_config)
     has_bias = is_dummy or bool({"fc.bias", "model.fc.bias"} & types.keys())
     has_head = is_dummy or bool({"lm_head.weight", "model.lm_head.weight"} & types.keys())
-    parts = (card, family, build, page_size, has_bias)
+    parts = (model_config, family, build, page_size, has_bias)
     eagle: EagleLM | Eagle3LM
-    is_third = card.eagle is not None and bool(card.eagle.taps)
+    is_third = model_config.eagle is not None and bool(model_config.eagle.taps)
     if is_third:
         eagle = Eagle3LM(*parts, has_head, served_length)
     else:
@@ -71,7 +71,7 @@ def load_eagle(
         fill_dummy(eagle, build, 1)
     else:
         try:
-            tensors = tensors_of(card, is_mapped, ops=build.ops)
+            tensors = tensors_of(model_config, is_mapped, ops=build.ops)
             _fill(eagle, tensors, has_head, build.device)
         except ModelError as error:
             name = "EAGLE3" if is_third else "EAGLE"
@@ -95,7 +95,7 @@ def _fill(
         return
     maps: dict[str, Stored] = {}
     Filling(eagle, _NAMES_OF_3).run(_own(tensors, (_EMBEDDING,), maps))
-    known, all_tokens = eagle.facts.num_tokens, eagle.card.vocab_size
+    known, all_tokens = eagle.facts.num_tokens, eagle.model_config.vocab_size
     if _OFFSETS in maps:
         eagle.known = _ids(maps[_OFFSETS], known, all_tokens).to(device)
     if not has_head and (known < all_tokens or _OFFSETS in maps):
@@ -109,7 +109,7 @@ def _fill(
 
 def narrow_the_head(
     eagle: EagleLM,
-    served: ModelCard,
+    served: ModelConfig,
     tokens: Sequence[int],
     build: Build,
     load_format: str = "auto",

@@ -15,17 +15,17 @@ import torch
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.kept import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
-from banyan.layers.slot import Layer, WeightSlot
-from banyan.models.ahead import FollowingLM
+from banyan.layers.weight_slot import Layer, WeightSlot
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
+from banyan.models.mtp import FollowingLM
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.interleaved import with_plain_experts
 from banyan.models.weights.latent import with_whole_expansions
@@ -65,7 +65,7 @@ alike."""
 
 
 def load_model(
-    card: ModelCard,
+    model_config: ModelConfig,
     build: Build,
     load_format: str = "auto",
     seed: int = 0,
@@ -91,24 +91,25 @@ def load_model(
         raise ConfigError(
             f"unknown load format {load_format!r}", hint=f"choose: {', '.join(LOAD_FORMATS)}"
         )
-    if load_format not in ("auto", "dummy", card.format):
+    if load_format not in ("auto", "dummy", model_config.format):
         raise ConfigError(
-            f"load format {load_format!r} was asked for, {card.path!r} is {card.format}",
+            f"load format {load_format!r} was asked for, {model_config.path!r} is "
+            f"{model_config.format}",
             hint="leave it at auto",
         )
-    family = FAMILIES.load(card.architecture)
+    family = FAMILIES.load(model_config.architecture)
     model: DecoderLM | EncoderLM
-    if card.is_encoder:
-        model = EncoderLM(card, build)
+    if model_config.is_encoder:
+        model = EncoderLM(model_config, build)
     else:
-        model = DecoderLM(card, family, build, served_length)
+        model = DecoderLM(model_config, family, build, served_length)
     if watch is not None:
         watch.begin(model)
     if load_format == "dummy":
         fill_dummy(model, build, seed, watch)
     else:
-        tensors = tensors_of(card, is_mapped, transforms, ops=build.ops)
-        filling = Filling(model, family.names[card.format], watch)
+        tensors = tensors_of(model_config, is_mapped, transforms, ops=build.ops)
+        filling = Filling(model, family.names[model_config.format], watch)
         filling.run(tensors)
         if build.device.type == "cpu" and build.ops.recorder is not None:
             for line in growths(filling.stored_bytes, filling.kept_bytes):
@@ -117,7 +118,7 @@ def load_model(
 
 
 def tensors_of(
-    card: ModelCard,
+    model_config: ModelConfig,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
     beginning: str = "",
@@ -133,19 +134,19 @@ def tensors_of(
     Raises:
         ModelError: unreadable files.
     """
-    tensors = read_tensors(card, is_mapped)
+    tensors = read_tensors(model_config, is_mapped)
     if beginning:
         tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
-    if card.quant is not None:
+    if model_config.quant is not None:
         rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
-        method = open_method(card.quant, card.path, rounds)
-        tensors = restored(tensors, tensor_types(card), method, card.quant.method)
-    elif card.format == "gguf":
-        tensors = _of_gguf(tensors, card)
-    if card.architecture in FAMILIES and _names_of(card).has_gates_between:
+        method = open_method(model_config.quant, model_config.path, rounds)
+        tensors = restored(tensors, tensor_types(model_config), method, model_config.quant.method)
+    elif model_config.format == "gguf":
+        tensors = _of_gguf(tensors, model_config)
+    if model_config.architecture in FAMILIES and _names_of(model_config).has_gates_between:
         tensors = with_plain_experts(tensors)
-    if card.shared is not None:
-        tensors = with_numbered_blocks(tensors, card)
+    if model_config.shared is not None:
+        tensors = with_numbered_blocks(tensors, model_config)
     for transform in transforms:
         tensors = transform(tensors)
     if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
@@ -154,19 +155,19 @@ def tensors_of(
 
 
 def _of_gguf(
-    tensors: Iterator[tuple[str, Stored]], card: ModelCard
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
 ) -> Iterator[tuple[str, Stored]]:
-    if card.latent is not None:
+    if model_config.latent is not None:
         tensors = with_whole_expansions(tensors)
-    if card.state is not None:
-        tensors = with_plain_states(tensors, card.state)
-        if card.state.is_tiled:
-            tensors = with_heads_of_keys(tensors, card.state)
+    if model_config.state is not None:
+        tensors = with_plain_states(tensors, model_config.state)
+        if model_config.state.is_tiled:
+            tensors = with_heads_of_keys(tensors, model_config.state)
     return tensors
 
 
-def _names_of(card: ModelCard) -> NameMap:
-    return FAMILIES.load(card.architecture).names[card.format]
+def _names_of(model_config: ModelConfig) -> NameMap:
+    return FAMILIES.load(model_config.architecture).names[model_config.format]
 
 
 def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most: int) -> object:
@@ -218,7 +219,7 @@ class Filling:
         }
         self.declared = dict(self.open)
         self.open_of_block = Counter(block_of(name) for name, _ in self.open)
-        whole = range(model.card.num_layers)
+        whole = range(model.model_config.num_layers)
         self.stage = model.stage if isinstance(model, DecoderLM) else whole
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
         self.unknown: list[str] = []
@@ -242,7 +243,7 @@ class Filling:
         if place is not None and self._is_elsewhere(place):
             return
         if place is None or not self._is_open(place):
-            is_known = is_ignored(name, self.names, self.model.card.num_layers)
+            is_known = is_ignored(name, self.names, self.model.model_config.num_layers)
             if not is_known and not self._is_empty_bias(place, tensor):
                 self.unknown.append(name)
             return
@@ -261,14 +262,16 @@ class Filling:
         place, alone = place_of(name, self.names), self.names.alone
         if alone and place is not None and place.module not in self.layers:
             return replace(place, module=place.module.replace(alone, "", 1))
-        if place is None and self.model.card.pooling is not None:
+        if place is None and self.model.model_config.pooling is not None:
             place = place_of(f"model.{name}", self.names)
         return place
 
     def _is_needless_head(self) -> bool:
         """A copy of the embedding, which fills the head, or the head of a model for vectors."""
-        card = self.model.card
-        return card.tie_embeddings or (card.pooling is not None and not card.labels)
+        model_config = self.model.model_config
+        return model_config.tie_embeddings or (
+            model_config.pooling is not None and not model_config.labels
+        )
 
     def _is_open(self, place: Place) -> bool:
         """Whether the model has this slot with these parts, and none of them is here yet."""
@@ -280,7 +283,10 @@ class Filling:
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether other ranks take it."""
-        layer, beyond = block_of(place.module), self.model.card.num_layers  # are those that draft
+        layer, beyond = (
+            block_of(place.module),
+            self.model.model_config.num_layers,
+        )  # are those that draft
         if 0 <= layer < beyond and layer not in self.stage:
             return True
         slot = self.declared.get((place.module, place.slot))
@@ -301,7 +307,7 @@ class Filling:
             tensor = tensor.as_row
         elif tensor.shape == (1, *whole):
             tensor = tensor.at(0)
-        if place.module != "embedding" or self.model.card.tie_embeddings:
+        if place.module != "embedding" or self.model.model_config.tie_embeddings:
             self.stored_bytes[tensor.type] += tensor.raw.numel()
             self.kept_bytes[tensor.type] += kept_bytes(tensor.type, tensor.shape)
         if tensor.shape != whole:
@@ -318,7 +324,7 @@ class Filling:
                 turned = turning[part]
                 mine = mine.pair_halves(turned.head_dim, turned.first, turned.count)
             self._hand_over(place.module, place.slot, part, mine)
-        if place.module == "embedding" and self.model.card.tie_embeddings:
+        if place.module == "embedding" and self.model.model_config.tie_embeddings:
             self._hand_over("head", place.slot, "", tensor)
 
     def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:
@@ -350,7 +356,7 @@ class Filling:
         if self.unknown:
             raise ModelError(
                 f"{len(self.unknown)} tensors of the checkpoint have no place in "
-                f"{self.model.card.architecture}: {_first(self.unknown)}",
+                f"{self.model.model_config.architecture}: {_first(self.unknown)}",
                 hint="the configuration does not describe these weights, or the family differs",
             )
         missing = [
@@ -362,7 +368,7 @@ class Filling:
         if missing:
             raise ModelError(
                 f"the checkpoint lacks {len(missing)} weights of "
-                f"{self.model.card.architecture}: {_first(missing)}",
+                f"{self.model.model_config.architecture}: {_first(missing)}",
                 hint="a file of the checkpoint is missing, or the configuration asks for too much",
             )
 
@@ -404,7 +410,7 @@ def fill_dummy(
     open_of_block = Counter(block_of(name) for name, _ in layers)
     for name, module in layers:
         for slot, declared in module.slots().items():
-            if name == "head" and model.card.tie_embeddings:
+            if name == "head" and model.model_config.tie_embeddings:
                 module.fill(slot, embedding)
                 continue
             is_norm = isinstance(module, RMSNorm | LayerNorm) and slot == "weight"

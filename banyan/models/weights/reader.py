@@ -14,11 +14,11 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.heap import give_back
-from banyan.config.card import ModelCard
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import weight_files
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
 
@@ -27,7 +27,7 @@ _PART, _LEAST, _MOST = 64, 4 << 20, 256 << 20
 what was made of that and is packed by now, goes back to the system."""
 
 
-def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
+def read_tensors(model_config: ModelConfig, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
     """Every tensor of the checkpoint, by file and place within the file, but those of no layer come
     first, and those of one module together, at the place of the largest. (Files have their widest
     types first, so the scales of 4-bit words may all be behind the words of all layers.)
@@ -42,10 +42,12 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
         ModelError: missing or damaged files, a tensor in two files or in none.
     """
     opened: Callable[[str, bool], MappedFile] = (
-        partial(GGUFFile.open, has_words=False) if card.format == "gguf" else SafetensorsFile.open
+        partial(GGUFFile.open, has_words=False)
+        if model_config.format == "gguf"
+        else SafetensorsFile.open
     )
     seen: dict[str, str] = {}
-    files = _files(card)
+    files = _files(model_config)
     size, read = sum(path.stat().st_size for path in files if path.is_file()), 0
     at_once = min(max(size // _PART, _LEAST), _MOST)
     for path in files:
@@ -83,26 +85,26 @@ def _by_module(tensors: Collection[TensorInfo]) -> list[TensorInfo]:
     return sorted(tensors, key=key)
 
 
-def tensor_types(card: ModelCard) -> dict[str, str]:
+def tensor_types(model_config: ModelConfig) -> dict[str, str]:
     """The type of every tensor of the checkpoint by name; only headers are read.
 
     Raises:
         ModelError: as `read_tensors`.
     """
     types: dict[str, str] = {}
-    for path in _files(card):
+    for path in _files(model_config):
         with SafetensorsFile.open(str(path)) as file:
             types |= {name: tensor.type for name, tensor in file.tensors.items()}
     return types
 
 
-def stamp_of(card: ModelCard) -> list[tuple[str, int, int]]:
+def stamp_of(model_config: ModelConfig) -> list[tuple[str, int, int]]:
     """What tells whether the files of a checkpoint are those of before: names, sizes and times.
 
     Raises:
         ModelError: as `read_tensors`.
     """
-    found = [(path, path.stat()) for path in _files(card)]
+    found = [(path, path.stat()) for path in _files(model_config)]
     return [(str(path), facts.st_size, facts.st_mtime_ns) for path, facts in found]
 
 
@@ -126,6 +128,6 @@ def as_tensor(view: memoryview) -> Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _files(card: ModelCard) -> list[Path]:
-    path = Path(card.path)
-    return [path] if path.is_file() else weight_files(card.path)
+def _files(model_config: ModelConfig) -> list[Path]:
+    path = Path(model_config.path)
+    return [path] if path.is_file() else weight_files(model_config.path)

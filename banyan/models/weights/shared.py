@@ -6,7 +6,7 @@ here blocks are numbered, and layers have what is theirs.
 import re
 from collections.abc import Iterator
 
-from banyan.config.card import ModelCard
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.quant.base import Stored
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.shared_transformer\.(.+)")
@@ -17,27 +17,27 @@ _PARTS = ("into", "back")
 
 
 def with_numbered_blocks(
-    tensors: Iterator[tuple[str, Stored]], card: ModelCard
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
 ) -> Iterator[tuple[str, Stored]]:
     """Blocks as model.shared.{block}, narrow projections as model.layers.{layer}.beside.{of}."""
-    takers, seen = card.takers, set[str]()
+    takers, seen = model_config.takers, set[str]()
     for name, tensor in tensors:
         found = _BLOCK.fullmatch(name)
         if found and int(found[1]) in takers:
-            name = _numbered(int(found[1]), found[2], card) or name
+            name = _numbered(int(found[1]), found[2], model_config) or name
             if name in seen:
                 continue
             seen.add(name)
         yield name, tensor
 
 
-def _numbered(layer: int, rest: str, card: ModelCard) -> str:
+def _numbered(layer: int, rest: str, model_config: ModelConfig) -> str:
     """ "" of what belongs to a layer that there is not."""
-    assert card.shared is not None
-    takers = card.takers
+    assert model_config.shared is not None
+    takers = model_config.takers
     own = _OWN.fullmatch(rest)
     if own is None:
-        return f"model.shared.{takers.index(layer) % card.shared.blocks}.{rest}"
+        return f"model.shared.{takers.index(layer) % model_config.shared.blocks}.{rest}"
     if int(own[2]) >= len(takers):
         return ""
     return f"model.layers.{takers[int(own[2])]}.beside.{own[1]}.{_PARTS[int(own[3])]}.{own[4]}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from banyan.config.card import StateFacts
+from banyan.model_config.model_config import StateFacts
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RawTensor, StoredWeight
 

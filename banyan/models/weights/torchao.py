@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.custom import Tensors, Transform
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.quant.base import Stored
@@ -83,9 +83,12 @@ def _round_of(name: str) -> Round:
     return _eight_bits if kind.startswith("int8") else _floats_by_row
 
 
-def torchao_transform(name: str, card: ModelCard) -> Transform:
+def torchao_transform(name: str, model_config: ModelConfig) -> Transform:
     """What a checkpoint's tensors become on their way to the model."""
-    round, names = _round_of(name), FAMILIES.load(card.architecture).names[card.format]
+    round, names = (
+        _round_of(name),
+        FAMILIES.load(model_config.architecture).names[model_config.format],
+    )
 
     def rounded(tensors: Tensors) -> Iterator[tuple[str, Stored]]:
         types = Counter[str]()
@@ -93,7 +96,7 @@ def torchao_transform(name: str, card: ModelCard) -> Transform:
             if isinstance(tensor, RawTensor) or not STORAGE_TYPES[tensor.type].is_float:
                 yield label, tensor
                 continue
-            if not is_projection(label, tensor.shape, names, card.num_layers):
+            if not is_projection(label, tensor.shape, names, model_config.num_layers):
                 yield label, tensor
                 continue
             found = _by_row(tensor, round)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
-from banyan.ops.api import BurstInputs, NotRecordable, OpTime
+from banyan.ops.api import MultiStepInputs, NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
 from banyan.ops.index_api import IndexShape
 from banyan.ops.prologue_api import LatentPrologue, PrologueShape
@@ -271,14 +271,14 @@ class Recording:
         """Do the recorded work for the first `tokens` tokens of `rows` requests."""
         self._library._run(self.program, tokens, rows, outputs, all_tokens, all_outputs)
 
-    def burst(self, rows: int, inputs: BurstInputs) -> int:
+    def multi_step(self, rows: int, inputs: MultiStepInputs) -> int:
         """Run for one token of each of `rows` requests, again and again, each time with what was
         sampled before; returns how often."""
         done, at = np.zeros(1, np.int32), inputs.at
         places = np.array([group.ctypes.data for group in inputs.places], np.int64)
         state = (inputs.sampled, inputs.best, inputs.tokens, inputs.positions)
         more = (inputs.to_positions, inputs.lengths)
-        lists = (places, at, inputs.first_stop, inputs.stops, inputs.hurry)
+        lists = (places, at, inputs.first_stop, inputs.stops, inputs.interrupt)
         failure = self._functions["bn_program_burst"](
             *(self._library.pool, self.program, _sizes(rows, rows, rows), at.shape[1], rows),
             *(array.ctypes.data for array in (*state, *more)),

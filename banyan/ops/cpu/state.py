@@ -111,13 +111,16 @@ class States:
 
 
 def _places(rows: StateRows) -> tuple[int, int, int, int, int]:
-    starts, contexts, trails = rows.row_starts, rows.context_lengths, 0
+    starts, contexts, rollback_checkpoints = rows.row_starts, rows.context_lengths, 0
     assert starts.is_contiguous() and contexts.is_contiguous()
-    if rows.trails is not None:
-        assert rows.trails.is_contiguous() and rows.trails.dtype == torch.int32
-        trails = rows.trails.data_ptr()
+    if rows.rollback_checkpoints is not None:
+        assert (
+            rows.rollback_checkpoints.is_contiguous()
+            and rows.rollback_checkpoints.dtype == torch.int32
+        )
+        rollback_checkpoints = rows.rollback_checkpoints.data_ptr()
     pages = (rows.pages.data_ptr(), rows.pages.stride(0))
-    return *pages, starts.data_ptr(), contexts.data_ptr(), trails
+    return *pages, starts.data_ptr(), contexts.data_ptr(), rollback_checkpoints
 
 
 def _rows(x: Tensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ KERNELS = {
     "experts": [f"{_HERE}.triton_experts:experts"],
     "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
     "linear": [f"{_HERE}.products:linear"],
-    "adapt": [f"{_HERE}.triton_adapters:adapt"],
+    "adapt": [f"{_HERE}.triton_lora:adapt"],
     "sample": [f"{_HERE}.triton_sampling:sample", "banyan.ops.tensor_sampling:sample"],
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
     **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda.needs import declines, power_of_two
-from banyan.ops.expert_adapters import ExpertSides
 from banyan.ops.experts_api import PackedExperts, StoredExperts
+from banyan.ops.lora_experts import ExpertSides
 from banyan.ops.stored import StoredWeight, stack
 
 _GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}

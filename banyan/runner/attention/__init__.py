@@ -10,7 +10,7 @@ from banyan.runner.kvstore import KVStore
 BACKENDS: Table[Callable[[Ops, KVStore], AttentionBackend]] = Table(
     "attention backend",
     {
-        "reference": "banyan.runner.attention.reference:ReferenceAttention",
+        "reference": "banyan.runner.attention.paged:ReferenceAttention",
         "encoder": "banyan.runner.attention.encoder:EncoderAttention",
     },
     plugins="banyan.attention",

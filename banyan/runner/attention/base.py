@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.layers.step import StepAttention
+from banyan.layers.step_inputs import StepAttention
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class StepGeometry:
         groups: one view per cache group.
         paths: of drafts that branch, as `ops.api.Ops.paged_attention` takes them; None where none
             ever do.
-        trails: of rows whose last tokens may not stand, as `StateRows.trails`.
+        trails: of rows whose last tokens may not stand, as `StateRows.rollback_checkpoints`.
     """
 
     row_starts: Tensor
     context_lengths: Tensor
     groups: tuple[GroupView, ...]
     paths: Tensor | None = None
-    trails: Tensor | None = None
+    rollback_checkpoints: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

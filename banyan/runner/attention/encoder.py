@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepAttention
+from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore

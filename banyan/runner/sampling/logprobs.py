@@ -76,24 +76,24 @@ class Scores:
 
     def __init__(
         self,
-        sheet: ScoreSheet,
+        builder: ScoreSheet,
         batch: Batch,
         table: SlotTable,
         device: torch.device,
         ops: Ops,
     ) -> None:
-        self._sheet = sheet
+        self._builder = builder
         self._batch = batch
         self._ops = ops
         self._device = device
-        self._joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(sheet.row)}
-        params = table.params[batch.slots[sheet.row]]
-        is_output = sheet.position >= params["prompt_len"]
+        self._joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(builder.row)}
+        params = table.params[batch.slots[builder.row]]
+        is_output = builder.position >= params["prompt_len"]
         self._temperature = np.where(is_output, params["temperature"], 1.0)
-        count, most = len(sheet), sheet.picked.shape[1]
+        count, most = len(builder), builder.picked.shape[1]
         self._logprobs = torch.zeros(count, device=device)
-        self._top_ids = torch.zeros((count, sheet.top), dtype=torch.int32, device=device)
-        self._top_logprobs = torch.zeros((count, sheet.top), device=device)
+        self._top_ids = torch.zeros((count, builder.top), dtype=torch.int32, device=device)
+        self._top_logprobs = torch.zeros((count, builder.top), device=device)
         self._picked = torch.zeros((count, most), device=device)
 
     def fill(self, entries: np.ndarray, logits: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
@@ -102,8 +102,8 @@ class Scores:
         logits: [rows, vocab] fp32; rows: [n] int64, the row before each position; tokens: [n]
         int64, those scored.
         """
-        top = min(self._sheet.top, logits.shape[1])
-        arrays = (rows, self._temperature[entries], self._sheet.picked[entries], entries)
+        top = min(self._builder.top, logits.shape[1])
+        arrays = (rows, self._temperature[entries], self._builder.picked[entries], entries)
         row, temperature, picked, where = (sent(x, self._device) for x in arrays)
         scored = self._ops.logprobs(logits, row, temperature, tokens, top, picked)
         self._logprobs[where] = scored[0]
@@ -124,13 +124,13 @@ class Scores:
         values: `tensors`, on the host; without: plan indices to leave out; cut: by plan index, how
         many of the last positions to leave out.
         """
-        if not len(self._sheet):
+        if not len(self._builder):
             return []
         logprobs, top_ids, top_logprobs, picked = (value.numpy() for value in values)
-        edges = np.flatnonzero(np.diff(self._sheet.row, prepend=-1, append=-1))
+        edges = np.flatnonzero(np.diff(self._builder.row, prepend=-1, append=-1))
         scores = []
         for begin, end in zip(edges[:-1], edges[1:], strict=True):
-            row = int(self._sheet.row[begin])
+            row = int(self._builder.row[begin])
             index = int(self._batch.indices[row])
             end -= cut.get(index, 0)
             if index in without or end <= begin:
@@ -140,7 +140,7 @@ class Scores:
             scores.append(
                 RowScores(
                     row=index,
-                    first=int(self._sheet.position[begin]),
+                    first=int(self._builder.position[begin]),
                     logprobs=logprobs[begin:end].tobytes(),
                     top_ids=top_ids[begin:end, :top].tobytes(),
                     top_logprobs=top_logprobs[begin:end, :top].tobytes(),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from banyan.base.log import logger, printable
+from banyan.messages.logit_processors import LOGIT_PROCESSORS
 from banyan.messages.plan import Join
-from banyan.messages.processors import LOGIT_PROCESSORS
 from banyan.runner.slots import SlotTable
 
 log = logger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from banyan.base.branches import paths_of
+from banyan.base.draft_tree import paths_of
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.branches import is_chain
-from banyan.config.card import STATE
-from banyan.messages.orders import Order
+from banyan.base.draft_tree import is_chain
+from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import Row, StepPlan
+from banyan.model_config.model_config import STATE
 from banyan.runner.batch import Batch
-from banyan.runner.branches import Compaction
+from banyan.runner.control_ops import Finish, Said
+from banyan.runner.draft_trees import Compaction
 from banyan.runner.kvstore import KVStore
-from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter, Tree
 from banyan.runner.speculative.target import TargetStep
@@ -67,7 +67,7 @@ class Drafting:
         self._drafter = drafter
         self._table = table
         self._ran = ran
-        self._store = store if store is not None and store.trails else None
+        self._store = store if store is not None and store.rollback_checkpoints else None
         self._compaction = compaction
         self._branching = branching
         self._joined: set[int] = set()
@@ -89,7 +89,7 @@ class Drafting:
         if row.slot in self._joined:
             self._drafter.extend(row.slot, row.start, list(array("i", row.given)))
 
-    def prepare_flush(self, order: Order) -> Finish:
+    def prepare_flush(self, order: ControlOp) -> Finish:
         """Forget what requests have held; none runs."""
 
         def flush() -> Said:
@@ -163,18 +163,18 @@ class Drafting:
 
     def _go_back(self, batch: Batch, verified: Verified) -> None:
         """States are what they were after the last token that stands."""
-        store, pages, trails = self._store, list[int](), list[int]()
+        store, pages, rollback_checkpoints = self._store, list[int](), list[int]()
         if store is None:
             return
         group = next(at for at, layout in enumerate(store.groups) if layout.kind == STATE)
         for at, (row, (before, drafts)) in enumerate(
-            zip(batch.rows, batch.trails.tolist(), strict=True)
+            zip(batch.rows, batch.rollback_checkpoints.tolist(), strict=True)
         ):
             if cut := verified.cut.get(int(batch.indices[at]), 0):
                 pages.append(int(self._table.pages[group][row.slot, 0]))
-                trails.append(store.first_trail + before + drafts - cut)
+                rollback_checkpoints.append(store.first_rollback_checkpoint + before + drafts - cut)
         if pages:
-            store.go_back(pages, trails)
+            store.go_back(pages, rollback_checkpoints)
 
     def _compact(self, moved: Sequence[tuple[int, int, list[int]]]) -> None:
         if not moved:

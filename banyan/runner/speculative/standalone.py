@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.speculative.base import Beside, Guess, common_beginning
-from banyan.runner.speculative.growth import Grower, open_grower
-from banyan.runner.speculative.passes import in_steps, run_pass
+from banyan.runner.speculative.draft_pass import in_steps, run_pass
+from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 
 class ModelDrafter:

@@ -11,7 +11,7 @@ greedy or not, and what was sampled behind others rests on a draft that does not
 
 from collections.abc import Sequence
 
-from banyan.base.branches import standing_path
+from banyan.base.draft_tree import standing_path
 
 
 def standing(drafts: Sequence[int], sampled: Sequence[int]) -> int:

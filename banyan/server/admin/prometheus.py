@@ -22,12 +22,12 @@ from prometheus_client.registry import Collector
 from banyan.config.buckets import bounds_of
 from banyan.config.schema import Config
 from banyan.config.serving import VLLM, ObserveConfig
-from banyan.frontend.link.client import Replica
-from banyan.frontend.link.meter import CLOSED, Course
+from banyan.engine_client.client import Replica
+from banyan.engine_client.metrics_observer import CLOSED, Course
 from banyan.messages.events import accept_length
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metric_labels import CustomLabels
-from banyan.server.admin.vllm_names import VllmView
+from banyan.server.admin.vllm_metrics import VllmView
 
 Replicas = Callable[[], list[Replica]]
 

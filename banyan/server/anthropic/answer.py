@@ -9,7 +9,7 @@ from typing import cast
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.frontend.answers.tools.parts import (
+from banyan.parsers.parts import (
     CallArguments,
     CallStart,
     Part,
@@ -17,7 +17,7 @@ from banyan.frontend.answers.tools.parts import (
     Thought,
     joined,
 )
-from banyan.frontend.requests.generation import Finish, TextChunk, Usage
+from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.server.anthropic.signature import signature
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice

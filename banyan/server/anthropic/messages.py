@@ -4,7 +4,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import run
+from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.anthropic.schema import (
@@ -17,10 +17,8 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
-from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -30,71 +28,73 @@ from banyan.server.openai.fields import (
     origin_of,
     typed,
 )
+from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 
 
-async def messages(exchange: Exchange, state: ServerState) -> None:
-    service = state.take_in(exchange.id)
+async def messages(context: RequestContext, state: ServerState) -> None:
+    service = state.take_in(context.id)
     server = state.config.server
-    report = _reporter(exchange, server.strict_requests)
+    report = _reporter(context, server.strict_requests)
 
     def read(raw: Json) -> tuple[MessagesRequest, str, ChatPlan]:
         request = _read(raw, MessagesRequest, report)
-        model, adapter = model_and_adapter(request.model, state, exchange.warn)
+        model, adapter = model_and_adapter(request.model, state, context.warn)
         try:
             body = chat_body(request, service.chat and service.chat.template, report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "messages", (adapter,))
+            origin = origin_of(context, chat, "messages", (adapter,))
             plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
         except RequestError as error:
             raise in_words(error, WORDS) from None
         return request, model, plan
 
-    request, model, plan = await exchange.read(read, waits=True)
+    request, model, plan = await context.read(read, waits=True)
     answer = MessageAnswer(
         plan,
-        f"msg_{exchange.id}",
+        f"msg_{context.id}",
         model,
         request.max_tokens,
         request.thinking is not None and request.thinking.display == "omitted",
         server.cache_report,
     )
-    with state.open.holding(plan.asked, exchange.tenant):
+    with state.open.holding(plan.asked, context.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:
             if not request.stream:
-                await exchange.json(answer.whole([chunk async for _, chunk in chunks]))
+                await context.json(answer.whole([chunk async for _, chunk in chunks]))
                 return
             async for _, chunk in chunks:
-                if not exchange.streaming:
-                    await exchange.begin_events()
+                if not context.streaming:
+                    await context.begin_events()
                     for event in answer.first(chunk):
-                        await exchange.event(event)
+                        await context.event(event)
                 for event in answer.events(chunk):
-                    await exchange.event(event)
-        await exchange.end_events()
+                    await context.event(event)
+        await context.end_events()
 
 
-async def count_tokens(exchange: Exchange, state: ServerState) -> None:
+async def count_tokens(context: RequestContext, state: ServerState) -> None:
     """The length of a prompt, counted and not run."""
     service = state.admit()
     strict = state.config.server.strict_requests
-    report = _reporter(exchange, strict)
+    report = _reporter(context, strict)
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, CountRequest, report)
-        model_and_adapter(request.model, state, exchange.warn)
+        model_and_adapter(request.model, state, context.warn)
         body = chat_body(request, service.chat and service.chat.template, report)
         return chat_prompt(service, typed(body, ChatRequest), report)[0]
 
-    ids = await exchange.read(read, waits=True)
-    await exchange.json({"input_tokens": len(ids)})
+    ids = await context.read(read, waits=True)
+    await context.json({"input_tokens": len(ids)})
 
 
-def _reporter(exchange: Exchange, strict: bool) -> Report:
+def _reporter(context: RequestContext, strict: bool) -> Report:
     def report(field: str, why: str) -> None:
-        exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
+        context.warn_or_refuse(WORDS.get(field, field), why, strict)
 
     return report
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
-from banyan.frontend.templates.chat import ChatTemplate
+from banyan.chat_template.template import ChatTemplate
 from banyan.server.anthropic.conversation import chat_messages, continues
 from banyan.server.anthropic.schema import CountRequest, MessagesRequest, Tool, ToolChoice
 from banyan.server.errors import Json

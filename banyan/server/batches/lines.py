@@ -18,17 +18,16 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.ids import fresh_id
 from banyan.base.log import logger
+from banyan.server.embeddings.openai import create_embeddings
 from banyan.server.errors import Json, error_body, internal
-from banyan.server.http.exchange import Exchange
 from banyan.server.http.limits import strict_json
-from banyan.server.http.route import Handler
-from banyan.server.http.state import ServerState
+from banyan.server.http.request_context import RequestContext
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
-from banyan.server.store.answers import AnswerLog, answer_line
+from banyan.server.state import Handler, ServerState
+from banyan.server.store.batch_output import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
-from banyan.server.vectors.embeddings import create_embeddings
 
 log = logger(__name__)
 
@@ -173,7 +172,7 @@ async def run_lines(
         CapacityError: the answers cannot be written.
         RequestError: 507, no room is left for them.
     """
-    seats = state.started().ready.max_running
+    lora_targets = state.started().ready.max_running
     deaths = deaths or {}
     lines = [replace(line, labels=labels) for line in lines] if labels else lines
     left = [line for line in lines if line.custom_id not in answers.answered]
@@ -182,9 +181,9 @@ async def run_lines(
     if deadly:
         await answers.keep([_given_up(line) for line in deadly])
         told()
-    await _run_group(state, suspected, answers, told, 1, seats)
+    await _run_group(state, suspected, answers, told, 1, lora_targets)
     others = [line for line in left if line.custom_id not in deaths]
-    await _run_group(state, others, answers, told, max(1, int(seats * share)), seats)
+    await _run_group(state, others, answers, told, max(1, int(lora_targets * share)), lora_targets)
 
 
 async def _run_group(
@@ -193,13 +192,14 @@ async def _run_group(
     answers: AnswerLog,
     told: Callable[[], None],
     width: int,
-    seats: int,
+    lora_targets: int,
 ) -> None:
     """Ask `lines`, `width` of them at once; errors as of `run_lines`."""
     waiting, running = iter(lines), dict[str, None]()
     done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
     workers = [
-        asyncio.create_task(_work(state, waiting, running, done, seats)) for _ in range(width)
+        asyncio.create_task(_work(state, waiting, running, done, lora_targets))
+        for _ in range(width)
     ]
     num_working = width
     try:
@@ -226,12 +226,12 @@ async def _work(
     waiting: Iterator[Line],
     running: dict[str, None],
     done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
-    seats: int,
+    lora_targets: int,
 ) -> None:
     """Ask lines until none is left; says None at the end, or what went wrong."""
     try:
         for line in waiting:
-            while len(state.open) >= seats:
+            while len(state.open) >= lora_targets:
                 await state.open.wait_change(SEAT_WAIT_S)
             running[line.custom_id] = None
             answer = await _answered(state, line)
@@ -304,13 +304,13 @@ def labels_header(state: ServerState) -> bytes:
     return state.config.observe.labels_header.lower().encode()
 
 
-def _body(state: ServerState, line: Line, exchange: Exchange) -> Json:
+def _body(state: ServerState, line: Line, context: RequestContext) -> Json:
     """What a line asks, at the priority of batches. Its answer is in the file and nowhere else."""
     body = _with_priority(state, line.body)
     if line.url != "/v1/responses":
         return body
     if body.get("store") is True:
-        exchange.warn("store: the file has the response; it is not kept beside")
+        context.warn("store: the file has the response; it is not kept beside")
     return {**body, "store": False}
 
 
@@ -327,17 +327,17 @@ async def _ask(state: ServerState, line: Line) -> _Reply:
     reply = _Reply("", [])
     labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []
     scope = {"method": "POST", "path": line.url, "headers": labels}
-    exchange = Exchange(scope, reply.send, words_wait=state.config.server.words_wait)
-    reply.id, reply.warnings = exchange.id, exchange.warnings
-    exchange.tenant = line.tenant
-    exchange.body = json.dumps(_body(state, line, exchange)).encode()
+    context = RequestContext(scope, reply.send, words_wait=state.config.server.words_wait)
+    reply.id, reply.warnings = context.id, context.warnings
+    context.tenant = line.tenant
+    context.body = json.dumps(_body(state, line, context)).encode()
     try:
         # a worker's task began within whichever request made the first batch
-        with nullcontext() if state.labels is None else state.labels(exchange):
-            await endpoints()[line.url](exchange, state)
+        with nullcontext() if state.labels is None else state.labels(context):
+            await endpoints()[line.url](context, state)
     except RequestError as error:
-        await exchange.fail(error)
+        await context.fail(error)
     except Exception:
-        log.exception("line of a batch failed id=%s path=%s", exchange.id, line.url)
-        await exchange.fail(internal(exchange.id))
+        log.exception("line of a batch failed id=%s path=%s", context.id, line.url)
+        await context.fail(internal(context.id))
     return reply

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.hosts import is_loopback
 from banyan.base.log import printable
-from banyan.server.http.keys import ANYONE, Caller, Keys, digest
+from banyan.server.http.api_keys import ANYONE, Caller, Keys, digest
 
 OPEN = "open"
 """Guard of routes that answer without a key: health and metrics."""

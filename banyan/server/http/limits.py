@@ -14,7 +14,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.json_types import unique_keys
 from banyan.base.log import printable
-from banyan.frontend.requests.constraint import MAX_DEPTH, check_depth
+from banyan.requests.constraint import MAX_DEPTH, check_depth
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

@@ -6,13 +6,13 @@ from typing import cast
 
 import orjson
 
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
-from banyan.frontend.requests.generation import TextChunk
+from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs, why_no_more
+from banyan.server.state import Service
 
 
 def now() -> str:

@@ -3,31 +3,31 @@
 import time
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import TextRequest
-from banyan.frontend.requests.vectors import Prompt, prompts_of, shortened
+from banyan.requests.embeddings import Prompt, prompts_of, shortened
+from banyan.requests.generation import TextRequest
+from banyan.server.embeddings.sglang import VectorRequest, origin_of, vector_service, vectors_of
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.request_context import RequestContext
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
-from banyan.server.vectors.native import VectorRequest, origin_of, vector_service, vectors_of
+from banyan.server.state import ServerState, Service
 
 
-async def embed(exchange: Exchange, state: ServerState) -> None:
+async def embed(context: RequestContext, state: ServerState) -> None:
     started_ns = time.monotonic_ns()
     service = state.admit()
 
     def read(raw: Json) -> tuple[EmbedRequest, str, list[TextRequest]]:
-        request = _typed(raw, exchange, state)
-        model, adapter = model_and_adapter_of(request.model, exchange, state)
+        request = _typed(raw, context, state)
+        model, adapter = model_and_adapter_of(request.model, context, state)
         if request.input == []:
             return request, model, []
         prompts, _ = prompts_of(request.input, "input", service.limits)
-        return request, model, _requests(exchange, state, service, prompts, adapter)
+        return request, model, _requests(context, state, service, prompts, adapter)
 
-    request, model, requests = await exchange.read(read)
-    found = await vectors_of(exchange, state, service, requests) if requests else []
-    await exchange.json(
+    request, model, requests = await context.read(read)
+    found = await vectors_of(context, state, service, requests) if requests else []
+    await context.json(
         {
             "model": model,
             "embeddings": [
@@ -40,23 +40,23 @@ async def embed(exchange: Exchange, state: ServerState) -> None:
     )
 
 
-async def embed_prompt(exchange: Exchange, state: ServerState) -> None:
+async def embed_prompt(context: RequestContext, state: ServerState) -> None:
     """The form of before `input`: one text, one vector."""
     service = state.admit()
 
     def read(raw: Json) -> list[TextRequest]:
-        request = _typed(raw, exchange, state)
-        _, adapter = model_and_adapter_of(request.model, exchange, state)
+        request = _typed(raw, context, state)
+        _, adapter = model_and_adapter_of(request.model, context, state)
         if not request.prompt:
             raise RequestError("prompt must be a text", param="prompt")
-        return _requests(exchange, state, service, [request.prompt], adapter)
+        return _requests(context, state, service, [request.prompt], adapter)
 
-    (vector,) = await vectors_of(exchange, state, service, await exchange.read(read))
-    await exchange.json({"embedding": vector.values.tolist()})
+    (vector,) = await vectors_of(context, state, service, await context.read(read))
+    await context.json({"embedding": vector.values.tolist()})
 
 
-def _typed(raw: Json, exchange: Exchange, state: ServerState) -> EmbedRequest:
-    report = reporter(exchange, state)
+def _typed(raw: Json, context: RequestContext, state: ServerState) -> EmbedRequest:
+    report = reporter(context, state)
     request = typed_from(raw, EmbedRequest, report)
     for name in request.options or {}:
         report(f"options.{name}", "not used for vectors")
@@ -64,7 +64,11 @@ def _typed(raw: Json, exchange: Exchange, state: ServerState) -> EmbedRequest:
 
 
 def _requests(
-    exchange: Exchange, state: ServerState, service: Service, prompts: list[Prompt], adapter: str
+    context: RequestContext,
+    state: ServerState,
+    service: Service,
+    prompts: list[Prompt],
+    adapter: str,
 ) -> list[TextRequest]:
     if not service.limits.is_embedding:
         raise RequestError(
@@ -73,5 +77,5 @@ def _requests(
             code="not_available",
             hint="Start a server with --is-embedding",
         )
-    origin = origin_of(exchange, VectorRequest(), "embed")
+    origin = origin_of(context, VectorRequest(), "embed")
     return vector_service(service, state).read(prompts, origin, [adapter] * len(prompts))

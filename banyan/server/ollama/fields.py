@@ -6,8 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.state import ServerState
+from banyan.server.http.request_context import RequestContext
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
     Report,
@@ -16,6 +15,7 @@ from banyan.server.openai.fields import (
     check_model,
     typed,
 )
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -23,7 +23,7 @@ _NO_WORDS: Mapping[str, str] = {}
 
 
 def reporter(
-    exchange: Exchange, state: ServerState, words: Mapping[str, str] = _NO_WORDS
+    context: RequestContext, state: ServerState, words: Mapping[str, str] = _NO_WORDS
 ) -> Report:
     """Reports a field without effect, or refuses the request under --strict-requests.
 
@@ -33,7 +33,7 @@ def reporter(
 
     def report(field: str, why: str) -> None:
         strict = state.config.server.strict_requests
-        exchange.warn_or_refuse(words.get(field, field), why, strict)
+        context.warn_or_refuse(words.get(field, field), why, strict)
 
     return report
 
@@ -45,12 +45,12 @@ def typed_from(raw: Json, kind: type[R], report: Report) -> R:
     return typed(raw, kind)
 
 
-async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
+async def read(context: RequestContext, kind: type[R], report: Report) -> R:
     """The typed request of a body."""
-    return await exchange.read(lambda raw: typed_from(raw, kind, report))
+    return await context.read(lambda raw: typed_from(raw, kind, report))
 
 
-def model_and_adapter_of(name: str, exchange: Exchange, state: ServerState) -> tuple[str, str]:
+def model_and_adapter_of(name: str, context: RequestContext, state: ServerState) -> tuple[str, str]:
     """The model name to answer with, and the adapter that it names: ADAPTER, ADAPTER:TAG or
     BASE:ADAPTER. Any other tag (":latest", ":8b") chooses nothing here."""
     served, names = state.served_name, state.adapters
@@ -60,5 +60,5 @@ def model_and_adapter_of(name: str, exchange: Exchange, state: ServerState) -> t
             return name, adapter
     if name != served:
         strict = state.config.server.strict_requests
-        check_model(stem, served, exchange.warn, strict)
+        check_model(stem, served, context.warn, strict)
     return name or served, ""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.request_context import RequestContext
 from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
 from banyan.server.ollama.schema import SAMPLING, ShowRequest
 from banyan.server.openai.schema import SAMPLING as NATIVE
+from banyan.server.state import ServerState, Service
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose routes these are. Clients compare it with what they need."""
@@ -23,28 +23,28 @@ NO_LIBRARY = "this server has one model, given at its start; it pulls, makes and
 _NEVER = timedelta(days=36500)
 
 
-async def tags(exchange: Exchange, state: ServerState) -> None:
+async def tags(context: RequestContext, state: ServerState) -> None:
     model = _model(state, state.admit())
     model |= {"modified_at": _loaded_at(state).isoformat()}
     beside = {"details": {**_details(state.admit()), "parent_model": state.served_name}}
     names = [place.name for place in state.adapters.places()]
     adapters = [{**model, **beside, "name": name, "model": name} for name in names]
-    await exchange.json({"models": [model, *adapters]})
+    await context.json({"models": [model, *adapters]})
 
 
-async def running(exchange: Exchange, state: ServerState) -> None:
+async def running(context: RequestContext, state: ServerState) -> None:
     service = state.admit()
     model = _model(state, service)
     expires = (_loaded_at(state) + _NEVER).isoformat()
-    context = service.limits.context_length
-    await exchange.json({"models": [{**model, "expires_at": expires, "context_length": context}]})
+    length = service.limits.context_length
+    await context.json({"models": [{**model, "expires_at": expires, "context_length": length}]})
 
 
-async def show(exchange: Exchange, state: ServerState) -> None:
+async def show(context: RequestContext, state: ServerState) -> None:
     service = state.admit()
-    request = await read(exchange, ShowRequest, reporter(exchange, state))
-    name, _ = model_and_adapter_of(request.model or request.name, exchange, state)
-    await exchange.json(
+    request = await read(context, ShowRequest, reporter(context, state))
+    name, _ = model_and_adapter_of(request.model or request.name, context, state)
+    await context.json(
         {
             "modelfile": f"FROM {state.served_name}\n",
             "parameters": _parameters(service),
@@ -57,11 +57,11 @@ async def show(exchange: Exchange, state: ServerState) -> None:
     )
 
 
-async def version(exchange: Exchange, state: ServerState) -> None:
-    await exchange.json({"version": API_VERSION})
+async def version(context: RequestContext, state: ServerState) -> None:
+    await context.json({"version": API_VERSION})
 
 
-async def no_library(exchange: Exchange, state: ServerState) -> None:
+async def no_library(context: RequestContext, state: ServerState) -> None:
     raise RequestError(NO_LIBRARY, status=501, code="not_available")
 
 
@@ -71,7 +71,7 @@ def _loaded_at(state: ServerState) -> datetime:
 
 def _model(state: ServerState, service: Service) -> Json:
     name = state.served_name
-    path = service.card.path
+    path = service.model_config.path
     identity = f"{path}\0{state.config.model.weight_version}"
     return {
         "name": name,
@@ -98,30 +98,30 @@ def _parameters(service: Service) -> str:
 
 
 def _details(service: Service) -> Json:
-    card = service.card
+    model_config = service.model_config
     return {
         "parent_model": "",
-        "format": card.format,
-        "family": card.model_type,
-        "families": [card.model_type],
+        "format": model_config.format,
+        "family": model_config.model_type,
+        "families": [model_config.model_type],
         "parameter_size": "",
-        "quantization_level": card.dtype,
+        "quantization_level": model_config.dtype,
     }
 
 
 def _facts(service: Service, name: str) -> Json:
-    card = service.card
-    kind = card.model_type
+    model_config = service.model_config
+    kind = model_config.model_type
     return {
         "general.architecture": kind,
         "general.basename": name,
         f"{kind}.context_length": service.limits.context_length,
-        f"{kind}.embedding_length": card.hidden_size,
-        f"{kind}.feed_forward_length": card.intermediate_size,
-        f"{kind}.block_count": card.num_layers,
-        f"{kind}.attention.head_count": card.num_heads,
-        f"{kind}.attention.head_count_kv": card.num_kv_heads,
-        f"{kind}.vocab_size": card.vocab_size,
+        f"{kind}.embedding_length": model_config.hidden_size,
+        f"{kind}.feed_forward_length": model_config.intermediate_size,
+        f"{kind}.block_count": model_config.num_layers,
+        f"{kind}.attention.head_count": model_config.num_heads,
+        f"{kind}.attention.head_count_kv": model_config.num_kv_heads,
+        f"{kind}.vocab_size": model_config.vocab_size,
     }
 
 

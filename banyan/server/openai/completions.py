@@ -6,7 +6,8 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import (
+from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.requests.generation import (
     Arrival,
     ScoreOptions,
     TextChunk,
@@ -16,14 +17,11 @@ from banyan.frontend.requests.generation import (
     run,
     shown_bytes,
 )
-from banyan.frontend.requests.sampling import fit_prompt, merged, parse_sampling
-from banyan.frontend.threads import THREAD_BYTES, off_loop
+from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.follow import Later, follow
-from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapters
+from banyan.server.http.event_writer import Later, follow
+from banyan.server.http.request_context import RequestContext
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -33,6 +31,7 @@ from banyan.server.openai.fields import (
     read_fields,
     sequences,
 )
+from banyan.server.openai.lora import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
@@ -43,37 +42,38 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
+from banyan.server.state import ServerState, Service
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
-async def completions(exchange: Exchange, state: ServerState) -> None:
-    service = state.take_in(exchange.id)
+async def completions(context: RequestContext, state: ServerState) -> None:
+    service = state.take_in(context.id)
     server = state.config.server
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
-        request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
+        request = read_fields(raw, CompletionRequest, context, server.strict_requests)
         try:
-            asked = (request.model, state, exchange.warn, request.lora_path)
+            asked = (request.model, state, context.warn, request.lora_path)
             count = _count(service, request.prompt)
             model, adapters = model_and_adapters(*asked, count)
-            origin = origin_of(exchange, request, "completion", adapters)
-            report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
+            origin = origin_of(context, request, "completion", adapters)
+            report = partial(context.warn_or_refuse, strict=server.strict_requests)
             return request, model, origin, _plan(service, raw, request, origin, report)
         except RequestError as error:
             raise in_openai_words(error) from None
 
-    request, model, origin, plan = await exchange.read(read)
+    request, model, origin, plan = await context.read(read)
     extension = Extension(request, state.config.cache.store)
     told = (server.cache_report, extension)
     answer = CompletionAnswer(service, origin.rid, plan, request, model, *told)
-    with state.open.holding(plan.asked, exchange.tenant):
+    with state.open.holding(plan.asked, context.tenant):
         if request.stream:
-            await _stream(exchange, service, request, answer, plan)
+            await _stream(context, service, request, answer, plan)
         else:
             chunks = await collect(service.generator, plan.asked)
-            await exchange.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
+            await context.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
 
 
 class Plan:
@@ -341,7 +341,7 @@ class CompletionAnswer:
 
 
 async def _stream(
-    exchange: Exchange,
+    context: RequestContext,
     service: Service,
     request: CompletionRequest,
     answer: CompletionAnswer,
@@ -349,9 +349,9 @@ async def _stream(
 ) -> None:
     options = request.stream_options
     async with aclosing(run(service.generator, plan.asked)) as chunks:
-        await follow(exchange, chunks, answer.frames)
+        await follow(context, chunks, answer.frames)
     for body in answer.last():
-        await exchange.event(body)
+        await context.event(body)
     if options and options.include_usage:
-        await exchange.event(answer.total())
-    await exchange.end_events()
+        await context.event(answer.total())
+    await context.end_events()

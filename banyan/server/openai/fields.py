@@ -14,19 +14,20 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.requests import constraint, rooms
-from banyan.frontend.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.frontend.requests.native import (
+from banyan.messages.requests import NO_HIDDEN
+from banyan.requests import bootstrap as rooms
+from banyan.requests import constraint
+from banyan.requests.generate_request import (
     checked_rid,
     checked_salt,
     first_experts,
     hidden_wanted,
     namespace_of,
 )
-from banyan.frontend.requests.sampling import ParsedSampling
-from banyan.messages.requests import NO_HIDDEN
+from banyan.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
+from banyan.requests.sampling_params import ParsedSampling
 from banyan.server.errors import Json
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import RequestContext
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
 
 R = TypeVar("R", bound=CommonRequest)
@@ -53,12 +54,12 @@ def typed(raw: Mapping[str, object], kind: type[T]) -> T:
         raise RequestError(f"the request cannot be read: {error}") from None
 
 
-def read_fields(raw: Json, kind: type[R], exchange: Exchange, strict: bool) -> R:
+def read_fields(raw: Json, kind: type[R], context: RequestContext, strict: bool) -> R:
     """The typed request; every field of `raw` is honoured, refused or reported."""
     known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
 
     def report(field: str, why: str) -> None:
-        exchange.warn_or_refuse(field, why, strict)
+        context.warn_or_refuse(field, why, strict)
 
     account_for(raw, known, REFUSED, HARMLESS, report)
     return typed(raw, kind)
@@ -146,23 +147,23 @@ class Origin:
 
 
 def origin_of(
-    exchange: Exchange, request: CommonRequest, route: str, adapters: tuple[str, ...] = ()
+    context: RequestContext, request: CommonRequest, route: str, adapters: tuple[str, ...] = ()
 ) -> Origin:
     """Name, cache namespace and priority of what `request` starts."""
     return Origin(
-        checked_rid(request.rid) if request.rid is not None else exchange.id,
+        checked_rid(request.rid) if request.rid is not None else context.id,
         route,
         namespace_of(
-            exchange.tenant,
+            context.tenant,
             checked_salt(request.cache_salt, "cache_salt"),
             checked_salt(request.extra_key, "extra_key"),
         ),
-        exchange.tenant,
+        context.tenant,
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
         first_experts(partial(getattr, request)),
         rooms.with_replica(
-            {name: getattr(request, name) for name in rooms.FIELDS}, exchange.header(rooms.HEADER)
+            {name: getattr(request, name) for name in rooms.FIELDS}, context.header(rooms.HEADER)
         ),
         adapters,
     )

@@ -2,37 +2,44 @@
 
 from datetime import UTC, datetime
 
-from banyan.config.adapters import AdapterPlace
-from banyan.server.http.exchange import Exchange
-from banyan.server.http.state import ServerState
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.server.http.request_context import RequestContext
 from banyan.server.openai.fields import no_such_model
+from banyan.server.state import ServerState
 
 
-async def list_models(exchange: Exchange, state: ServerState) -> None:
-    cards = [_card(state), *(_adapter(state, place) for place in state.adapters.places())]
-    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-    await exchange.json({"object": "list", "data": cards, **page})
+async def list_models(context: RequestContext, state: ServerState) -> None:
+    model_configs = [
+        _model_config(state),
+        *(_adapter(state, place) for place in state.adapters.places()),
+    ]
+    page = {
+        "has_more": False,
+        "first_id": model_configs[0]["id"],
+        "last_id": model_configs[-1]["id"],
+    }
+    await context.json({"object": "list", "data": model_configs, **page})
 
 
-async def show_model(exchange: Exchange, state: ServerState) -> None:
+async def show_model(context: RequestContext, state: ServerState) -> None:
     """One model or adapter by name; names may hold slashes."""
-    if exchange.tail == state.served_name:
-        await exchange.json(_card(state))
+    if context.tail == state.served_name:
+        await context.json(_model_config(state))
         return
     for place in state.adapters.places():
-        if exchange.tail == place.name:
-            await exchange.json(_adapter(state, place))
+        if context.tail == place.name:
+            await context.json(_adapter(state, place))
             return
-    raise no_such_model(exchange.tail)
+    raise no_such_model(context.tail)
 
 
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:
     """An adapter as a model whose parent is the one that it is served beside."""
     own = {"id": place.name, "display_name": place.name, "root": place.path}
-    return {**_card(state), **own, "parent": state.served_name}
+    return {**_model_config(state), **own, "parent": state.served_name}
 
 
-def _card(state: ServerState) -> dict[str, object]:
+def _model_config(state: ServerState) -> dict[str, object]:
     name = state.served_name
     service = state.service
     length = service.limits.context_length if service else None

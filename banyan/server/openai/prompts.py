@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object
-from banyan.frontend.answers.tools.as_text import calls_as_text, tools_as_text
-from banyan.frontend.answers.tools.definitions import Definition
-from banyan.frontend.requests.constraint import check_depth
-from banyan.frontend.requests.long_texts import encode_texts, fitted_text
-from banyan.frontend.templates.chat import RESERVED
+from banyan.chat_template.template import RESERVED
+from banyan.parsers.tool_calls.as_text import calls_as_text, tools_as_text
+from banyan.parsers.tool_calls.definitions import Definition
+from banyan.requests.constraint import check_depth
+from banyan.requests.long_texts import encode_texts, fitted_text
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
+from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")

@@ -3,11 +3,11 @@
 import base64
 from collections.abc import Sequence
 
-from banyan.frontend.answers.cached import cache_miss, cached_details
-from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore, Usage
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.requests.cached_tokens import cache_miss, cached_details
+from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
 from banyan.server.errors import Json
 from banyan.server.openai.schema import CommonRequest
+from banyan.tokenizer.tokenizer import Tokenizer
 
 
 class UsageCount:

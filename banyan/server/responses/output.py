@@ -6,7 +6,7 @@ Source: the public reference of the Responses API. Knows no engine.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.server.errors import Json
 from banyan.server.responses.items import new_id
 from banyan.server.tool_servers.base import Outcome, ServerTool

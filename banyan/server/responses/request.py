@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.frontend.templates.chat import ChatTemplate
+from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Refused, Report
 from banyan.server.responses.items import chat_messages

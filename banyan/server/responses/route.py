@@ -14,12 +14,10 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.frontend.templates.chat import ChatTemplate
+from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json, internal
-from banyan.server.http.exchange import Exchange
+from banyan.server.http.request_context import RequestContext
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -30,6 +28,7 @@ from banyan.server.openai.fields import (
     typed,
 )
 from banyan.server.openai.files import listed, page
+from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
 from banyan.server.responses.dialect import RESPONSES
@@ -52,6 +51,7 @@ from banyan.server.responses.tools import (
     first_listings,
     offered_tools,
 )
+from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
 
 R = TypeVar("R", bound=PromptRequest)
@@ -75,10 +75,10 @@ class _Asked:
     offered: Offered
 
 
-async def create(exchange: Exchange, state: ServerState) -> None:
-    service = state.take_in(exchange.id)
+async def create(context: RequestContext, state: ServerState) -> None:
+    service = state.take_in(context.id)
     server = state.config.server
-    report = _reporter(exchange, server.strict_requests)
+    report = _reporter(context, server.strict_requests)
 
     def plan_turn(
         asked: _Asked, request: ResponsesRequest, written: list[Json], report: Report
@@ -87,32 +87,32 @@ async def create(exchange: Exchange, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "responses", (asked.adapter,))
+            origin = origin_of(context, chat, "responses", (asked.adapter,))
             return plan_chat(service, body, chat, origin, report)
         except RequestError as error:
             raise in_words(error, WORDS) from None
 
     def read(raw: Json) -> tuple[_Asked, ChatPlan]:
         request = _read(raw, ResponsesRequest, report)
-        model, adapter = model_and_adapter(request.model, state, exchange.warn)
-        before, given = _before(request, exchange, state), given_items(request.input)
+        model, adapter = model_and_adapter(request.model, state, context.warn)
+        before, given = _before(request, context, state), given_items(request.input)
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
-    asked, plan = await exchange.read(read, waits=True)
+    asked, plan = await context.read(read, waits=True)
     request, model, before, given = asked.request, asked.model, asked.before, asked.given
     offered = asked.offered
 
     async def plan_later(request: ResponsesRequest, written: list[Json]) -> ChatPlan:
         return await asyncio.to_thread(plan_turn, asked, request, written, _told_before)
 
-    id = _fresh_id(request, exchange, state)
+    id = _fresh_id(request, context, state)
     listings = first_listings(offered, [*before, *given])
     answer = ResponseAnswer(
         service, plan, request, offered, listings, id, model, server.cache_report
     )
-    stored = StoredResponse(answer.body, id, given, before, exchange.tenant)
+    stored = StoredResponse(answer.body, id, given, before, context.tenant)
 
     def over() -> None:
         final = answer.body()
@@ -125,59 +125,59 @@ async def create(exchange: Exchange, state: ServerState) -> None:
         calls.limit = min(MAX_CALLS, request.max_tool_calls)
     running = Running(service, request, plan, plan_later, calls, answer, over)
     if request.background:
-        await _in_background(exchange, state, running, stored, bool(request.stream))
+        await _in_background(context, state, running, stored, bool(request.stream))
         return
-    with state.open.holding(plan.asked, exchange.tenant):
+    with state.open.holding(plan.asked, context.tenant):
         if request.stream:
-            await _stream(exchange, running)
+            await _stream(context, running)
         else:
             async with aclosing(running.events()) as events:
                 async for _ in events:
                     pass
-            await exchange.json(stored.show())
+            await context.json(stored.show())
 
 
-async def one(exchange: Exchange, state: ServerState) -> None:
+async def one(context: RequestContext, state: ServerState) -> None:
     """One stored response: show it, follow it, delete it, cancel it, or list its input."""
-    id, _, verb = exchange.tail.partition("/")
-    if verb not in ("", "input_items", "cancel") or (exchange.method == "POST") != (
+    id, _, verb = context.tail.partition("/")
+    if verb not in ("", "input_items", "cancel") or (context.method == "POST") != (
         verb == "cancel"
     ):
         raise RequestError(
             f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
         )
-    found = state.responses.find(id, exchange.tenant)
-    if exchange.method == "POST":
-        await exchange.json(await _cancel(found))
-    elif exchange.method == "DELETE":
+    found = state.responses.find(id, context.tenant)
+    if context.method == "POST":
+        await context.json(await _cancel(found))
+    elif context.method == "DELETE":
         await _end(found)
-        state.responses.remove(id, exchange.tenant)
-        await exchange.json({"id": id, "object": "response", "deleted": True})
+        state.responses.remove(id, context.tenant)
+        await context.json({"id": id, "object": "response", "deleted": True})
     elif verb:
-        shown, has_more = page(found.given, exchange.query, lambda item: str(item["id"]), _PAGE)
-        await exchange.json(listed(shown, has_more))
-    elif exchange.query.get("stream") in _ON:
-        await _follow(exchange, found, exchange.query.get("starting_after"))
+        shown, has_more = page(found.given, context.query, lambda item: str(item["id"]), _PAGE)
+        await context.json(listed(shown, has_more))
+    elif context.query.get("stream") in _ON:
+        await _follow(context, found, context.query.get("starting_after"))
     else:
-        await exchange.json(found.show())
+        await context.json(found.show())
 
 
-async def input_tokens(exchange: Exchange, state: ServerState) -> None:
+async def input_tokens(context: RequestContext, state: ServerState) -> None:
     """The length of a prompt, counted and not run."""
     service = state.admit()
     strict = state.config.server.strict_requests
-    report = _reporter(exchange, strict)
+    report = _reporter(context, strict)
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, PromptRequest, report)
-        model_and_adapter(request.model, state, exchange.warn)
-        items = [*_before(request, exchange, state), *given_items(request.input)]
+        model_and_adapter(request.model, state, context.warn)
+        items = [*_before(request, context, state), *given_items(request.input)]
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
         return chat_prompt(service, chat, report)[0]
 
-    ids = await exchange.read(read, waits=True)
-    await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
+    ids = await context.read(read, waits=True)
+    await context.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def responses_routes() -> list[Route]:
@@ -207,9 +207,9 @@ def responses_routes() -> list[Route]:
     ]
 
 
-def _reporter(exchange: Exchange, strict: bool) -> Report:
+def _reporter(context: RequestContext, strict: bool) -> Report:
     def report(field: str, why: str) -> None:
-        exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
+        context.warn_or_refuse(WORDS.get(field, field), why, strict)
 
     return report
 
@@ -229,12 +229,12 @@ def _read(raw: Json, kind: type[R], report: Report) -> R:
     return typed(raw, kind)
 
 
-def _fresh_id(request: ResponsesRequest, exchange: Exchange, state: ServerState) -> str:
+def _fresh_id(request: ResponsesRequest, context: RequestContext, state: ServerState) -> str:
     """The id of a new response: the `request_id`, where it has an id's form, or one of ours."""
     given = request.request_id or ""
     if not _ID.fullmatch(given):
-        return f"resp_{exchange.id}"
-    if state.responses.has(given, exchange.tenant):
+        return f"resp_{context.id}"
+    if state.responses.has(given, context.tenant):
         raise RequestError(f"there is a response {given!r} already", param="request_id")
     return given
 
@@ -243,12 +243,12 @@ def _template(service: Service) -> ChatTemplate | None:
     return service.chat.template if service.chat else None
 
 
-def _before(request: PromptRequest, exchange: Exchange, state: ServerState) -> list[Json]:
+def _before(request: PromptRequest, context: RequestContext, state: ServerState) -> list[Json]:
     """The items of the conversation that the request continues."""
     if not request.previous_response_id:
         return []
     id = request.previous_response_id
-    found = state.responses.find(id, exchange.tenant, "previous_response_id")
+    found = state.responses.find(id, context.tenant, "previous_response_id")
     if not found.is_over:
         raise RequestError(
             f"the response {found.id} is still {found.status}",
@@ -259,33 +259,33 @@ def _before(request: PromptRequest, exchange: Exchange, state: ServerState) -> l
     return found.conversation
 
 
-async def _stream(exchange: Exchange, running: Running) -> None:
+async def _stream(context: RequestContext, running: Running) -> None:
     """Send the events of a response, whose last says how it ended."""
     try:
         async with aclosing(running.events()) as events:
             async for event in events:
-                if not exchange.streaming:
-                    await exchange.begin_events()
-                await exchange.event(event)
+                if not context.streaming:
+                    await context.begin_events()
+                await context.event(event)
     except RequestError as error:
-        if not exchange.streaming:
+        if not context.streaming:
             raise
-        await _send_all(exchange, running.fail(error))
+        await _send_all(context, running.fail(error))
     except asyncio.CancelledError:
-        if isinstance(exchange.ending, RequestError) and exchange.streaming:
-            await _send_all(exchange, running.fail(exchange.ending))
-            await exchange.end_events()
+        if isinstance(context.ending, RequestError) and context.streaming:
+            await _send_all(context, running.fail(context.ending))
+            await context.end_events()
         raise
-    await exchange.end_events()
+    await context.end_events()
 
 
-async def _send_all(exchange: Exchange, events: list[Json]) -> None:
+async def _send_all(context: RequestContext, events: list[Json]) -> None:
     for event in events:
-        await exchange.event(event)
+        await context.event(event)
 
 
 async def _in_background(
-    exchange: Exchange,
+    context: RequestContext,
     state: ServerState,
     running: Running,
     stored: StoredResponse,
@@ -294,11 +294,11 @@ async def _in_background(
     """Start a response that runs on its own, and answer with its beginning."""
     stored.events = [] if is_streamed else None
     state.responses.keep(stored)
-    stored.work = asyncio.create_task(_work(exchange.id, state, running, stored))
+    stored.work = asyncio.create_task(_work(context.id, state, running, stored))
     if is_streamed:
-        await _follow(exchange, stored, None)
+        await _follow(context, stored, None)
     else:
-        await exchange.json(stored.show())
+        await context.json(stored.show())
 
 
 async def _work(id: str, state: ServerState, running: Running, stored: StoredResponse) -> None:
@@ -327,7 +327,7 @@ async def _work(id: str, state: ServerState, running: Running, stored: StoredRes
     stored.news.set()
 
 
-async def _follow(exchange: Exchange, stored: StoredResponse, after: str | None) -> None:
+async def _follow(context: RequestContext, stored: StoredResponse, after: str | None) -> None:
     """Send the events of a background response, past ones first, until it is over."""
     if stored.events is None:
         raise RequestError(
@@ -337,16 +337,16 @@ async def _follow(exchange: Exchange, stored: StoredResponse, after: str | None)
     if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
         raise RequestError("starting_after must be a sequence number", param="starting_after")
     next_ = 0 if after is None else int(after) + 1
-    await exchange.begin_events()
+    await context.begin_events()
     while True:
         stored.news.clear()
         while next_ < len(stored.events):
-            await exchange.event(stored.events[next_])
+            await context.event(stored.events[next_])
             next_ += 1
         if stored.is_over and next_ >= len(stored.events):
             break
         await stored.news.wait()
-    await exchange.end_events()
+    await context.end_events()
 
 
 async def _cancel(stored: StoredResponse) -> Json:

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import BanyanError
 from banyan.cli.quantize import quantize
-from banyan.config.card import ModelCard
-from banyan.config.hub_keys import hub_keys
 from banyan.families import FAMILIES, GGUF, known_gguf
 from banyan.formats.headers import gguf_header, gguf_pair
-from banyan.frontend.words.folder_words import folder_words
-from banyan.frontend.words.gguf_words import gguf_words
-from banyan.frontend.words.load import load_tokenizer
+from banyan.model_config.model_config import ModelConfig
+from banyan.model_config.to_hf import hub_keys
 from banyan.ops.bind import bind
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.write_folder import folder_words
+from banyan.tokenizer.write_gguf import gguf_words
 from tests.models import test_gguf as llama
 from tests.models import test_gguf_experts as experts
 from tests.models import test_gguf_families as dense
@@ -130,7 +130,9 @@ def test_gates_and_ups_of_gpt_oss_take_turns_again(paged, tmp_path):
 def test_llama_comes_back_bit_for_bit(type, tiny_llama, ops, paged, tmp_path):
     """Rows of queries and keys lie in pairs in the file, and the divisors are a tensor of it."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
-    reference, card = tiny_llama(**sizes, rope_parameters=LLAMA3, max_position_embeddings=9000)
+    reference, model_config = tiny_llama(
+        **sizes, rope_parameters=LLAMA3, max_position_embeddings=9000
+    )
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[type]
     for parameter in reference.parameters():
         parameter.data.copy_(parameter.to(dtype))
@@ -295,10 +297,10 @@ def test_every_architecture_is_written_or_refused_by_name():
     for name in known_gguf():
         form = FAMILIES.load(GGUF + name).gguf
         assert form is not None
-        card = ModelCard("", "gguf", form.architecture, name, 9, 8, 8, 1, 1, 1, 8, 64)
-        card = replace(card, attention_scale=1.0)
+        model_config = ModelConfig("", "gguf", form.architecture, name, 9, 8, 8, 1, 1, 1, 8, 64)
+        model_config = replace(model_config, attention_scale=1.0)
         try:
-            hub_keys(card, "float32")
+            hub_keys(model_config, "float32")
         except BanyanError as error:
             assert name in str(error) and form.architecture in str(error)
             refused.add(name)
@@ -318,7 +320,7 @@ def test_layers_with_states_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_fact_that_config_json_has_no_key_for_is_refused(tmp_path, file_of_experts, monkeypatch):
-    monkeypatch.setattr("banyan.config.hub_keys._like_qwen", lambda experts: {"num_experts": 5})
+    monkeypatch.setattr("banyan.model_config.to_hf._like_qwen", lambda experts: {"num_experts": 5})
 
     with pytest.raises(BanyanError, match=r"config\.json does not hold all facts of .*num_exp"):
         made(file_of_experts, tmp_path / "out", "bf16")

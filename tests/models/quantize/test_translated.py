@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.config.checkpoint import read_card
-from banyan.config.gguf_keys import differences
-from banyan.frontend.words.gguf_words import gguf_words
-from banyan.frontend.words.load import load_tokenizer
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.to_gguf import differences
+from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.write_gguf import gguf_words
 from tests.models import test_gguf_experts as experts
 from tests.models import test_gguf_families as dense
 from tests.models.families import EXPERTS, VARIANTS, rewrite_config, tiny
@@ -80,7 +80,7 @@ def test_experts_lie_in_stacks(case, ops, paged, tmp_path, monkeypatch):
 
 
 def check_served(out: Path, folder: Path, ops, paged) -> None:
-    assert not differences(read_card(str(folder)), read_card(str(out)))
+    assert not differences(read_model_config(str(folder)), read_model_config(str(out)))
     (logits,) = paged(load(out, ops)).step([(0, PROMPT)])
     (expected,) = paged(load(folder, ops)).step([(0, PROMPT)])
     assert (logits - expected).std() < 0.01 * expected.std()

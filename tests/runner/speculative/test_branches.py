@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.base.branches import is_chain, paths_of, ranks_of, standing_path
-from banyan.config.card import FULL
+from banyan.base.draft_tree import is_chain, paths_of, ranks_of, standing_path
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, SCORE, Row
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
@@ -82,17 +82,17 @@ class Gardener:
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "recorded"])
-def world(request, card):
+def world(request, model_config):
     toolkit = open_toolkit("cpu", 1, {}) if request.param else NO_TOOLKIT
     ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
         exact=True,
         cache_dtype=torch.float32,
         toolkit=toolkit,
         page_size=PAGE,
     )
     build = Build(ops)
-    model = load_model(card, build)
+    model = load_model(model_config, build)
 
     def make(gardener: Gardener | None) -> ModelRunner:
         sizes = RunnerSizes(

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import torch
 
-from banyan.config.card import FULL
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.model_config import FULL
 from banyan.ops.bind import bind
 from banyan.ops.sampling import support
 from banyan.runner.batch import Batch

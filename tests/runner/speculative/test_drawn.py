@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.config.card import FULL
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
-from banyan.messages.sampling import SamplingParams
+from banyan.messages.sampling_params import SamplingParams
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.sampling import support
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
 from tests.runner.driver import PAGE, Driver, Request
-from tests.runner.speculative import test_block
-from tests.runner.speculative.test_hidden import (
+from tests.runner.speculative import test_dflash as test_block
+from tests.runner.speculative.test_eagle import (
     CPU,
     EAGLE,
     MAX_LENGTH,
@@ -58,17 +58,17 @@ def opened_beside(kind: str, folder: Path) -> tuple[SimpleNamespace, ModelRunner
     plain.save_pretrained(folder)
     small.load_state_dict(plain.state_dict(), strict=False)
     small.save_pretrained(folder / "small")
-    card, draft = read_card(str(folder)), read_card(str(folder / "small"))
+    model_config, draft = read_model_config(str(folder)), read_model_config(str(folder / "small"))
     toolkit = open_toolkit("cpu", 1, {})
     ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
         exact=True,
         cache_dtype=torch.float32,
         toolkit=toolkit,
         page_size=PAGE,
     )
     runner = ModelRunner(
-        load_model(card, Build(ops)),
+        load_model(model_config, Build(ops)),
         Build(ops),
         RunnerSizes(
             *(SLOTS, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),

@@ -6,7 +6,7 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside
 from banyan.runner.speculative.ngram import Ngram
-from tests.flags import config_of
+from tests.support.flags import config_of
 
 
 def asked(words: str = "") -> Ngram:

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from banyan.base.branches import paths_of
+from banyan.base.draft_tree import paths_of
 from banyan.runner.speculative.base import Tree
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.ngram_tree import Breadth, grow

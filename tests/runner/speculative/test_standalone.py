@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from banyan.config.card import FULL
-from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.speculative.growth import Grower
+from banyan.runner.speculative.draft_model import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
+from banyan.runner.speculative.tree_growth import Grower
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
@@ -46,15 +46,15 @@ def similar(llama: nn.Module, tmp_path_factory) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def runners(card, similar, tmp_path_factory):
+def runners(model_config, similar, tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
     similar.save_pretrained(folder)
-    draft_card = read_card(str(folder))
+    draft_model_config = read_model_config(str(folder))
 
     def make(is_recorded: bool, tree: tuple[int, ...] = ()) -> ModelRunner:
         toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
         ops = bind(
-            *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+            *("cpu", CPU, torch.float32, frozenset(), model_config.head_dim),
             exact=True,
             cache_dtype=torch.float32,
             toolkit=toolkit,
@@ -73,11 +73,11 @@ def runners(card, similar, tmp_path_factory):
             return ModelDrafter(beside, Grower(beside, *tree) if tree else None)
 
         runner = ModelRunner(
-            load_model(card, build),
+            load_model(model_config, build),
             build,
             sizes,
             open_drafter=open_drafter,
-            draft=DraftModel(load_model(draft_card, build), build),
+            draft=DraftModel(load_model(draft_model_config, build), build),
         )
         assert runner.is_recorded == is_recorded
         for layer in range(runner.store.num_layers):  # what nobody has written is no number

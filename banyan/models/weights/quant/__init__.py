@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.table import Table
-from banyan.config.card import QuantFacts
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
+from banyan.model_config.model_config import QuantFacts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
 
 

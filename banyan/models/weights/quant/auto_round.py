@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.awq import open_awq
 from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among
 from banyan.models.weights.quant.gptq import open_gptq

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.ops.stored import RawTensor, StoredWeight
 
 log = logger(__name__)

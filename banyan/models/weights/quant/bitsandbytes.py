@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.ops.stored import StoredWeight

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import (
     FLOATS,
     INTEGERS,

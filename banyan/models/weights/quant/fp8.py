@@ -18,7 +18,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import (
     FLOATS,
     Parts,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.groups import (
     Numbers,

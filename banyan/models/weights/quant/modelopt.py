@@ -11,7 +11,7 @@ NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_nvfp4
 from banyan.models.weights.quant.fp8 import Fp8

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.models.weights.quant.int8 import by_output, rounded

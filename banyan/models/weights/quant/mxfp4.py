@@ -9,7 +9,7 @@ The rest of the checkpoint is bf16. The storage type MXFP4 holds the same number
 from dataclasses import dataclass
 
 from banyan.base.errors import ModelError
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import Parts, Restored, numbers_of
 from banyan.models.weights.quant.fp4 import in_blocks
 from banyan.ops.blocks import BLOCK

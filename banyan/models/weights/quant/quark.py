@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ModelError
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_mxfp4
 from banyan.models.weights.quant.fp8 import Fp8

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from banyan.config.card import ModelCard
 from banyan.formats.kept import KEPT_BYTES, kept_bytes
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
+from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import CACHE_SCALES, QuantMethod, Stored
@@ -22,7 +22,7 @@ _Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 """Of a quantised weight: its name without numbers, and type and shape of each of its tensors."""
 
 
-def kept_size_of_folder(card: ModelCard, keeps_fp8: bool, rounded_to: str = "") -> int:
+def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: str = "") -> int:
     """Bytes of all weights in memory.
 
     Args:
@@ -32,9 +32,9 @@ def kept_size_of_folder(card: ModelCard, keeps_fp8: bool, rounded_to: str = "") 
     Raises:
         ModelError: files are missing or damaged, or a weight is not what the form says.
     """
-    assert card.quant is not None
-    method = open_method(card.quant, card.path)
-    where = _found(card.path)
+    assert model_config.quant is not None
+    method = open_method(model_config.quant, model_config.path)
+    where = _found(model_config.path)
     stems: dict[str, dict[str, str]] = {}
     size = 0
     for name, (_, tensor) in where.items():

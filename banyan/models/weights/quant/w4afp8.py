@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from banyan.config.facts import Facts
+from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.groups import from_groups

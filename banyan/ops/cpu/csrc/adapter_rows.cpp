@@ -17,7 +17,7 @@ enum Kind : int64_t {
   LOOKED_UP = 1, PRODUCT = 2, GAIN = 3, SOME_LOOKED_UP = 4, SOME_OUTPUTS = 5
 };
 
-// What one adapter does; all zero where it does nothing. ops/adapter_rows.py writes it.
+// What one adapter does; all zero where it does nothing. ops/lora_rows.py writes it.
 struct RowEntry {
   const float *rows, *up;
   const void* last;  // shifts of a GAIN, ids of SOME

@@ -6,7 +6,7 @@
 
 namespace banyan {
 
-constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
+constexpr int ADAPTER_PARTS = 4;  // as ops/lora.py has it
 constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
 constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
 // TILED is INT8 with `down` as a weight of its own, in the tiles of linear.h (W8): it is multiplied as
@@ -18,7 +18,7 @@ inline int64_t bytes_of(int64_t type) {
   return type == ADAPTER_FP32 ? 4 : type >= ADAPTER_INT8 ? 1 : 2;
 }
 
-// What one adapter has for one projection; all zero where it has nothing. ops/adapters.py writes it.
+// What one adapter has for one projection; all zero where it has nothing. ops/lora.py writes it.
 struct AdapterPair {
   const void* down;     // by RANKS rows, of all parts over one another, the rest last:
                         // [inputs / TILE, rounded up][rows][TILE], zeros behind the inputs

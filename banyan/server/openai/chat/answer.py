@@ -3,13 +3,12 @@
 import os
 import time
 
-from banyan.frontend.answers.answer import AnswerParser
-from banyan.frontend.answers.reasoning.count import ThinkingTokens
-from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
-from banyan.frontend.requests.generation import Arrival, Finish, TextChunk, TokenScore
+from banyan.parsers.answer_parser import AnswerParser
+from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.parsers.reasoning.count import ThinkingTokens
+from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
     Extension,
@@ -19,6 +18,7 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
+from banyan.server.state import Service
 
 
 class Choice:

@@ -6,20 +6,20 @@ CPU work that grows with the request: routes call it from `off_loop`.
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import RequestError
-from banyan.frontend.answers.answer import AnswerForm
-from banyan.frontend.answers.reasoning.base import ReasoningFormat
-from banyan.frontend.requests.constraint import start_after
-from banyan.frontend.requests.generation import ScoreOptions, TextRequest
-from banyan.frontend.requests.sampling import ParsedSampling, fit_prompt, parse_sampling
-from banyan.frontend.templates.chat import ChatTemplate
-from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.chat_template.template import ChatTemplate
 from banyan.messages.requests import NO_SCORES
+from banyan.parsers.answer_parser import AnswerForm
+from banyan.parsers.reasoning.base import ReasoningFormat
+from banyan.requests.constraint import start_after
+from banyan.requests.generation import ScoreOptions, TextRequest
+from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
 from banyan.server.openai.fields import Origin, Report, native_sampling, sequences
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import Service
+from banyan.tokenizer.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
 _TAIL_TOKENS = 16

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object
-from banyan.frontend.answers.parser_choice import Parsers
-from banyan.frontend.answers.tools.base import ToolFormat
-from banyan.frontend.answers.tools.definitions import Definition, Tools, read_tools
-from banyan.frontend.answers.tools.json_list import FORMAT as JSON_LIST
-from banyan.frontend.requests.constraint import (
+from banyan.parsers.choice import Parsers
+from banyan.parsers.tool_calls.base import ToolFormat
+from banyan.parsers.tool_calls.definitions import Definition, Tools, read_tools
+from banyan.parsers.tool_calls.json_list import FORMAT as JSON_LIST
+from banyan.requests.constraint import (
     Tag,
     check_depth,
     json_constraint,

@@ -1,0 +1,55 @@
+"""Collectives of Ascend NPUs: process groups of the backend that the device's driver has registered
+with torch.
+
+Each group has buffers on each device: twice what HCCL_BUFFSIZE says.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banyan.ascend.driver import open_driver
+from banyan.ascend.ops.collective_contracts import exchanged
+from banyan.parallel.collectives import Meeting, Transport
+from banyan.parallel.process_group import Check, GroupCollectives, open_store
+
+_MOST, _LEAST, _OF_UNIT = 127, 1e-12, 4
+"""The largest number of 8 bits, the least that a unit is made of, and the bytes of one."""
+
+
+class HcclCollectives(GroupCollectives):
+    """Implements `NamedCollectives`.
+
+    Args:
+        is_rounded: rows travel to experts as int8, with a unit of each behind its numbers.
+    """
+
+    def __init__(self, group: Any, meeting: Meeting, check: Check | None, is_rounded: bool) -> None:
+        super().__init__(group, meeting, check)
+        self._is_rounded = is_rounded
+
+    def name(self) -> str:
+        return self.group.get_hccl_comm_name(self._rank)
+
+    def _carry(self, sent: list[Tensor], coming: list[int]) -> Tensor:
+        if not self._is_rounded:
+            return super()._carry(sent, coming)
+        rows, dtype = torch.cat(sent).float(), sent[0].dtype
+        units = rows.abs().amax(1).clamp(min=_LEAST) / _MOST  # [rows]
+        numbers = (rows / units.unsqueeze(1)).round().to(torch.int8)
+        packed = torch.cat([numbers, units.view(torch.int8).view(len(rows), _OF_UNIT)], 1)
+        came = self._exchange(list(packed.split([len(part) for part in sent])), coming)
+        units = came[:, -_OF_UNIT:].flatten().view(torch.float32).unsqueeze(1)
+        return (came[:, :-_OF_UNIT].float() * units).to(dtype)
+
+
+def _open(meeting: Meeting) -> HcclCollectives:
+    driver = open_driver()
+    met = (open_store(meeting), meeting.rank, meeting.size, meeting.timeout_s, meeting.name)
+    group = driver.group(*met, is_exchange=meeting.is_exchange)
+    check = exchanged if driver.is_checked else None
+    return HcclCollectives(group, meeting, check, driver.rounds_sent)
+
+
+HCCL = Transport(declines=lambda meeting: None, open=_open)

@@ -1,0 +1,166 @@
+"""A plan as files: variables and a command per node, a compose file, Kubernetes manifests."""
+
+from collections.abc import Iterator, Mapping
+
+from banyan.ascend.launch.containers import (
+    IMAGE,
+    RESOURCE,
+    SHARED_MEMORY_GB,
+    devices,
+    docker_run,
+    mounts,
+)
+from banyan.ascend.launch.plan import Node, Plan, lines_of
+
+_LABEL = "banyan/node"
+
+
+def files_of(plan: Plan) -> dict[str, str]:
+    """File name -> text, in the order in which they are read best."""
+    found: dict[str, str] = {}
+    for node in plan.nodes:
+        found[f"{node.name}.env"] = "".join(f"{k}={v}\n" for k, v in node.variables.items())
+        found[f"{node.name}.sh"] = _script(node)
+    if plan.router:
+        found["router.sh"] = f"#!/bin/sh\nexec {_joined(plan.router)}\n"
+    found["docker.sh"] = _by_hand(plan)
+    found["compose.yaml"] = _compose(plan)
+    found["kubernetes.yaml"] = _kubernetes(plan)
+    return found
+
+
+def _script(node: Node) -> str:
+    return (
+        f"#!/bin/sh\n# On {node.address}, beside {node.name}.env.\n"
+        f'set -a\n. "$(dirname "$0")/{node.name}.env"\nset +a\nexec {_joined(node.command)}\n'
+    )
+
+
+def _joined(words: tuple[str, ...]) -> str:
+    return " \\\n  ".join(lines_of(words))
+
+
+def _by_hand(plan: Plan) -> str:
+    text = "#!/bin/sh\n# The line for each node, to be run there beside its .env file.\n"
+    for node in plan.nodes:
+        command = lines_of(_serve_words(node))
+        line = docker_run(plan.wish.soc, plan.wish.model, node.name, command)
+        text += f"\n# {node.address}\n{line}\n"
+    return text
+
+
+def _serve_words(node: Node) -> tuple[str, ...]:
+    """What the image's own entry point gets."""
+    return ("serve", *node.words)
+
+
+def _compose(plan: Plan) -> str:
+    services: dict[str, object] = {}
+    for node in plan.nodes:
+        services[node.name] = {
+            "profiles": [node.name],
+            "image": IMAGE,
+            "command": list(_serve_words(node)),
+            "env_file": [f"{node.name}.env"],
+            "network_mode": "host",
+            "ipc": "host",
+            "privileged": True,
+            "shm_size": f"{SHARED_MEMORY_GB}g",
+            "ulimits": {"memlock": -1},
+            "devices": [f"{path}:{path}" for path in devices(plan.wish.soc)],
+            "volumes": list(mounts(plan.wish.model)),
+            "restart": "unless-stopped",
+        }
+    if plan.router:
+        services["router"] = {
+            "profiles": ["router"],
+            "image": IMAGE,
+            "entrypoint": list(plan.router),
+            "network_mode": "host",
+            "restart": "unless-stopped",
+        }
+    head = "# On each node: docker compose --profile NAME up, with the name of the node below.\n"
+    return head + _yaml({"services": services})
+
+
+def _kubernetes(plan: Plan) -> str:
+    head = (
+        "# Label each machine first: kubectl label node MACHINE banyan/node=NAME\n"
+        "# The vendor's device plugin gives out the devices; the network is the host's.\n"
+    )
+    parts = [_yaml(each) for node in plan.nodes for each in _manifests(node, plan)]
+    if plan.router:
+        parts.append(_yaml(_router_manifest(plan)))
+    return head + "---\n".join(parts)
+
+
+def _manifests(node: Node, plan: Plan) -> Iterator[dict[str, object]]:
+    yield {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": node.name},
+        "data": dict(node.variables),
+    }
+    places = list(enumerate(m.split(":")[0] for m in mounts(plan.wish.model)))
+    container: dict[str, object] = {
+        "name": "banyan",
+        "image": IMAGE,
+        "args": list(_serve_words(node)),
+        "envFrom": [{"configMapRef": {"name": node.name}}],
+        "securityContext": {"privileged": True},
+        "resources": {"limits": {RESOURCE: plan.wish.soc.devices}},
+        "volumeMounts": [
+            *({"name": f"host-{at}", "mountPath": path} for at, path in places),
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if node.is_first:
+        container |= {
+            "ports": [{"containerPort": node.port}],
+            "readinessProbe": {"httpGet": {"path": "/readyz", "port": node.port}},
+        }
+    shared = {"medium": "Memory", "sizeLimit": f"{SHARED_MEMORY_GB}Gi"}
+    pod = {
+        "hostNetwork": True,
+        "nodeSelector": {_LABEL: node.name},
+        "containers": [container],
+        "volumes": [
+            *({"name": f"host-{at}", "hostPath": {"path": path}} for at, path in places),
+            {"name": "shm", "emptyDir": shared},
+        ],
+    }
+    yield _deployment(node.name, pod)
+
+
+def _router_manifest(plan: Plan) -> dict[str, object]:
+    container = {"name": "router", "image": IMAGE, "command": list(plan.router)}
+    first = plan.nodes[0].name
+    pod = {"hostNetwork": True, "nodeSelector": {_LABEL: first}, "containers": [container]}
+    return _deployment("router", pod)
+
+
+def _deployment(name: str, pod: Mapping[str, object]) -> dict[str, object]:
+    labels = {"app": name}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _yaml(part: dict[str, object]) -> str:
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Without anchors: each node's part can be read alone."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    return yaml.dump(part, Dumper=Plain, sort_keys=False, width=10_000)

@@ -1,0 +1,328 @@
+"""Chat templates: messages to the text of a prompt, and to its token ids.
+
+Text inside a message never becomes a control token (see content_marks). Knows no HTTP, no models.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
+
+from banyan.base.errors import ModelError, RequestError
+from banyan.base.log import printable
+from banyan.chat_template.content_markers import (
+    ControlTexts,
+    RenderedChat,
+    mapped,
+    strings_of,
+    unmarked,
+    unused,
+)
+from banyan.chat_template.processes import (
+    TIME_S,
+    TemplateFailed,
+    TemplateProcesses,
+    TemplateRefused,
+    TemplateStopped,
+)
+from banyan.tokenizer.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Template variables that a request may not set by name; "tokenize" is refused with them."""
+
+_PROBE_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "PROBE_TOOL",
+        "description": "D",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+_PROBE_TIME_S = 2.0
+"""Processor time of one rendering at load."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+NO_VARIABLES: Mapping[str, object] = {}
+
+
+class ChatTemplate:
+    """A compiled chat template. May be used from several threads.
+
+    Args:
+        source: jinja2 text.
+        named: "bos_token" and so on -> text, as variables of the template.
+        special: texts that are always control tokens.
+        added: other texts that the tokenizer cuts out; those that the template writes itself, and
+            does not look for in messages, are control tokens too.
+        time_s: processor time that one rendering may take.
+
+    Raises:
+        ModelError: the template does not compile, or reaches for what the sandbox refuses.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        named: Mapping[str, str] | None = None,
+        special: Collection[str] = (),
+        added: Collection[str] = (),
+        time_s: float = TIME_S,
+    ) -> None:
+        self.source = source
+        self._named = dict(named or {})
+        self._time_s = time_s
+        try:
+            self._processes = TemplateProcesses(source, min(time_s, _PROBE_TIME_S))
+        except (TemplateStopped, TemplateRefused, TemplateFailed) as error:
+            raise _model_error(error) from None
+        written, sought = self._processes.written, self._processes.sought
+        marks = {t for t in added if not t.isspace() and t in written and t not in sought}
+        self.variables = self._processes.variables
+        """Names that the template reads from outside."""
+        self._control = ControlTexts(marks | set(special))
+        self._probe()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: object,
+    ) -> str:
+        """The prompt's text.
+
+        Raises:
+            RequestError: the template refuses the messages (its own words), fails on them, or goes
+                beyond a bound; `variables` has a reserved name.
+        """
+        return self.render_guarded(
+            messages, tools, add_generation_prompt, continue_final_message, variables
+        ).text
+
+    def render_guarded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] = NO_VARIABLES,
+    ) -> RenderedChat:
+        """As `render`, with the places where content looks like a control token."""
+        if taken := sorted((RESERVED | {"tokenize"}) & variables.keys()):
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
+            )
+        inputs: dict[str, object] = {
+            "messages": [self._adapted(message) for message in messages],
+            "tools": tools,
+            **variables,
+        }
+        end = unused(inputs, 0) if continue_final_message else ""
+        if end:
+            _append(cast(list[dict[str, object]], inputs["messages"]), end + " ")
+        mark = ""
+        if any(map(self._control.occurs_in, strings_of(inputs))):
+            mark = unused(inputs, 1)
+            inputs = cast(dict[str, object], mapped(inputs, lambda s: self._control.mark(s, mark)))
+        text = self._render({"add_generation_prompt": add_generation_prompt, **inputs})
+        if end:
+            text = _cut(text, end)
+        return unmarked(text, mark) if mark else RenderedChat(text)
+
+    def _render(self, variables: Mapping[str, object]) -> str:
+        try:
+            return self._processes.render({**self._named, **variables}, self._time_s)
+        except TemplateStopped as error:
+            raise RequestError(f"the chat template was stopped: {error}") from None
+        except TemplateRefused as error:
+            raise RequestError(str(error) or "the chat template failed") from None
+        except TemplateFailed as error:
+            raise RequestError(
+                f"the chat template cannot render these messages: {printable(str(error))}",
+                param="messages",
+            ) from None
+
+    def _adapted(self, message: Message) -> dict[str, object]:
+        """A copy of the message in the form that this template reads."""
+        adapted = dict(message)
+        reasoning = next((adapted[k] for k in _REASONING if adapted.get(k) is not None), None)
+        if reasoning is not None:
+            adapted = {"thinking": reasoning, **adapted, "reasoning_content": reasoning}
+        content = adapted.get("content")
+        if content is None and not self.takes_no_content:
+            adapted["content"] = content = ""
+        if isinstance(content, list) and not self.takes_parts:
+            adapted["content"] = " ".join(_part_texts(content))
+        elif isinstance(content, str) and not self.takes_text:
+            adapted["content"] = [{"type": "text", "text": content}]
+        if self.takes_argument_objects and isinstance(adapted.get("tool_calls"), list):
+            calls = cast(list[object], adapted["tool_calls"])
+            adapted["tool_calls"] = [_with_argument_object(call) for call in calls]
+        return adapted
+
+    def _probe(self) -> None:
+        """Find out which form of messages the template reads, by rendering small ones.
+
+        Raises:
+            ModelError: it is stopped by the sandbox even on these.
+        """
+        self.takes_text = self.takes_parts = True
+        self.takes_argument_objects = False
+        user = {"role": "user", "content": "PROBE"}
+        parts = {"role": "user", "content": [{"type": "text", "text": "PROBE"}]}
+        text, listed = self._tried([user]), self._tried([parts])
+        # A template that only joins strings fails on a list or writes it as Python spells it.
+        self.takes_parts = "PROBE" in listed and "'type'" not in listed and '"type"' not in listed
+        self.takes_text = "PROBE" in text or not self.takes_parts
+        given, wanted = '{"ARGUMENT": 1}', {"ARGUMENT": 1}
+        without_content = self._tried([user, _call(given, None)])
+        # Some fail on a message without content, others write Python's word for it.
+        self.takes_no_content = bool(without_content) and "None" not in without_content
+        content = None if self.takes_no_content else ""
+        as_text = self._tried([user, _call(given, content)])
+        as_object = self._tried([user, _call(wanted, content)])
+        self.takes_argument_objects = given not in as_text and "ARGUMENT" in as_object
+        self.takes_calls = "PROBE_CALL" in as_text or "PROBE_CALL" in as_object
+        system = {"role": "system", "content": "SYSTEM"}
+        self.takes_system = "SYSTEM" in self._tried([system, user])
+        shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
+        late = {"role": "system", "content": "LATE"}
+        self.takes_late_system = "LATE" in self._tried([system, user, late])
+        self.takes_tools = any("PROBE_TOOL" in text for text in shown)
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+        variables = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+        try:
+            time_s = min(self._time_s, _PROBE_TIME_S)
+            return self._processes.render({**self._named, **variables}, time_s)
+        except TemplateStopped as error:
+            raise _model_error(error) from None
+        except (TemplateRefused, TemplateFailed):
+            return ""  # it refuses this form of message, which is what was asked
+
+
+class Chat:
+    """Messages to token ids, with one tokenizer and its template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] = NO_VARIABLES,
+        fit: Callable[[str], str] = str,
+    ) -> list[int]:
+        """Ids of the rendered prompt; text in messages stays text. Raises RequestError.
+
+        Args:
+            fit: refuses a text that is too long to be tokenised, or gives its beginning.
+        """
+        rendered = self.template.render_guarded(
+            messages, tools, add_generation_prompt, continue_final_message, variables
+        )
+        return self.tokenizer.encode_guarded(fit(rendered.text), rendered.guards)
+
+
+def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
+    """The chat side of a tokenizer.
+
+    Args:
+        source: a template that replaces the model's own.
+
+    Raises:
+        ModelError: there is no template, or it is refused.
+    """
+    source = tokenizer.chat_template if source is None else source
+    if source is None:
+        raise ModelError(
+            f"the model {printable(tokenizer.facts.source)!r} has no chat template",
+            "give one with --chat-template, or use /v1/completions",
+        )
+    template = ChatTemplate(
+        source, tokenizer.facts.named, tokenizer.special_texts, tokenizer.added.keys()
+    )
+    return Chat(tokenizer, template)
+
+
+def _append(messages: list[dict[str, object]], end: str) -> None:
+    """Put `end` behind the text of the last message, which the answer is to continue."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + end
+        return
+    parts = list(content) if isinstance(content, list) else []
+    for i in reversed(range(len(parts))):
+        part = parts[i]
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            parts[i] = {**part, "text": part["text"] + end}
+            messages[-1]["content"] = parts
+            return
+    raise RequestError(
+        "continue_final_message needs a last message with text", param="continue_final_message"
+    )
+
+
+def _cut(text: str, end: str) -> str:
+    """`text` up to where the last message ended."""
+    at = text.rfind(end)
+    if at < 0:
+        raise RequestError(
+            "the chat template does not write the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    # The space that was put behind the mark is missing where the template strips messages.
+    return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
+
+
+def _part_texts(parts: Sequence[object]) -> list[str]:
+    """The texts of a list of parts, for a template that reads one string."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(
+                f"this model's chat template takes text only, not a part of type "
+                f"{printable(str(kind))!r}",
+                param="messages",
+            )
+        texts.append(text)
+    return texts
+
+
+def _call(arguments: object, content: str | None) -> Message:
+    function = {"name": "PROBE_CALL", "arguments": arguments}
+    call = {"id": "call_0", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _with_argument_object(call: object) -> object:
+    """The tool call with its arguments parsed, where they are the JSON text of an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**cast(Message, call), "function": {**cast(Message, function), "arguments": parsed}}
+
+
+def _model_error(error: BaseException) -> ModelError:
+    return ModelError(
+        f"the chat template is refused: {printable(str(error) or type(error).__name__)}",
+        "take the template from the model's publisher, or give one with --chat-template",
+    )

@@ -1,0 +1,69 @@
+"""FakeRooms: the other server does not exist. For load tests of one side alone.
+
+A server that gives throws away what it is given. One that takes gets pages of whatever lies in its
+memory and a first token that no model chose: its answers mean nothing, and its cache is of no use
+to anybody else.
+"""
+
+from collections.abc import Callable
+
+from banyan.base.log import logger
+from banyan.disaggregation.transfer import End, Outbox, RoomOptions
+from banyan.kv_transfer.page_mover import Pages
+from banyan.messages.disaggregation import (
+    CloseRoom,
+    HandOff,
+    KVTransferOp,
+    OpenRoom,
+    RoomClosed,
+    RoomFound,
+    SeekRoom,
+    TakeRoom,
+)
+from banyan.messages.plan import CopyResult, Lookup, PageCopy
+
+log = logger(__name__)
+
+_FIRST = bytes(4)
+
+
+class FakeRooms:
+    """Satisfies PageMover."""
+
+    is_attached = True
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._out = Outbox(wake)
+
+    def start(self, copies: list[PageCopy]) -> None:
+        away = [copy.id for copy in copies if not copy.is_on_device]
+        if away:
+            self._out.tell(CopyResult(away))
+
+    def look(self, lookups: list[Lookup]) -> None:
+        """Rooms hold nothing that is looked up."""
+        assert not lookups
+
+    def obey(self, orders: list[KVTransferOp]) -> None:
+        for order in orders:
+            match order:
+                case SeekRoom():
+                    self._out.tell(RoomFound(order.room, order.prompt_len))
+                case TakeRoom():
+                    self._out.tell(HandOff(order.room, _FIRST))
+                case HandOff() | CloseRoom():
+                    self._out.tell(RoomClosed(order.room))
+                case OpenRoom():
+                    pass
+
+    def ended(self) -> list[End]:
+        return self._out.take()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def open_fake(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> FakeRooms:
+    """The mover of --disaggregation-transfer-backend fake."""
+    log.warning("no pages travel with the transfer backend fake: answers mean nothing")
+    return FakeRooms(wake)

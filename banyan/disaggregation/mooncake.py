@@ -1,0 +1,63 @@
+"""The mover of --disaggregation-transfer-backend mooncake: pages are written by Mooncake's
+transfer engine over TCP; engines find each other by themselves (P2PHANDSHAKE), without a server for
+metadata.
+
+The engine listens on every interface and asks nobody for a secret. What it lets others reach are
+the slots that pages land in.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from banyan.base.errors import ConfigError
+from banyan.disaggregation.carrier import HostMemory, Landing
+from banyan.disaggregation.tcp import open_with
+from banyan.disaggregation.transfer import RoomOptions
+from banyan.kv_transfer.page_mover import PageMover, Pages
+
+
+class Mooncake:
+    """Satisfies Carrier.
+
+    Raises:
+        ConfigError: the package is not there, or its engine does not start.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, host: str, options: RoomOptions) -> None:
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"--disaggregation-transfer-backend mooncake: its engine does not load: {error}",
+                hint="run: pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install "
+                "libibverbs1)",
+            ) from None
+        self._engine = TransferEngine()
+        if status := self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+            raise ConfigError(
+                f"--disaggregation-transfer-backend mooncake: its engine does not start at {host} "
+                f"(status {status})",
+                hint="name an address of this machine with --host",
+            )
+        self._address = f"{host}:{self._engine.get_rpc_port()}".encode()
+
+    def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:
+        memory = HostMemory(size_bytes)
+        if status := self._engine.register_memory(memory.address, size_bytes):
+            raise OSError(f"mooncake does not take {size_bytes:,} bytes (status {status})")
+        return self._address, memory
+
+    def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
+        sources = [page.ctypes.data for _, page in pages]
+        targets = [landing.base + offset for offset, _ in pages]
+        sizes = [page.nbytes for _, page in pages]
+        peer = landing.address.decode()
+        if status := self._engine.batch_transfer_sync_write(peer, sources, targets, sizes):
+            raise OSError(f"mooncake cannot write to {peer} (status {status})")
+
+
+def open_mooncake(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> PageMover:
+    return open_with(Mooncake, pages, options, wake)

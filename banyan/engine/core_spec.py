@@ -1,0 +1,181 @@
+"""CoreSpec: everything that an EngineCore's decisions depend on besides what it is told.
+
+The same spec and the same calls give the same plans, which is what simulation and replay rest on.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from banyan.base.errors import CapacityError
+from banyan.config.hicache import can_have_store, store_wishes
+from banyan.config.schema import CacheConfig, Config, LoraConfig
+from banyan.dp_attention.step_clock import StepAgreement
+from banyan.engine.core import EngineCore, Recorder
+from banyan.grammar.base import GrammarFactory
+from banyan.kv_cache.cache import KVCache
+from banyan.kv_cache.eviction import eviction_key
+from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.hierarchical_cache import StoreRules
+from banyan.kv_cache.sizing import MIB, MemoryPlan
+from banyan.lora.adapter_files import named_adapters
+from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
+from banyan.model_config.model_config import ModelConfig
+from banyan.scheduler.budget import Growth, Limits, Priorities
+from banyan.scheduler.queue_order import ORDERS
+from banyan.scheduler.scheduler import Scheduler
+
+_GIB = 1 << 30
+_LEAST_FOR_ADAPTERS = 64 << 20
+_STAGED_BYTES = 128 << 20
+_LEAST_WRITES, _MOST_WRITES = 4, 64
+"""Pages on their way to a store take so much memory of the host, but so many there always are."""
+
+
+class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain values; `order` and `eviction` are names in their tables."""
+
+    groups: tuple[CacheGroup, ...]
+    limits: Limits
+    order: str = "fcfs"
+    eviction: str = "lru"
+    eviction_numbers: dict[str, int] = {}
+    """What that policy takes by name (config/eviction.py)."""
+    share: bool = True
+    store: StoreRules | None = None
+    role: str = ""
+    """GIVES or TAKES of disaggregation/scheduling.py; "" = neither."""
+    adapters: AdapterRules | None = None
+
+    def build(
+        self,
+        grammars: GrammarFactory | None = None,
+        lockstep: StepAgreement | None = None,
+        recorder: Recorder | None = None,
+        tells: bool = False,
+    ) -> EngineCore:
+        """A fresh core.
+
+        Args:
+            tells: somebody takes the news of what the cache holds.
+
+        Raises:
+            ConfigError: a policy has no such name.
+        """
+        eviction, has_peers = eviction_key(self.eviction, self.eviction_numbers), bool(self.role)
+        # What a draft model keeps of a token depends on the next one, so units are whole for it.
+        cache = KVCache(
+            *(self.groups, eviction, self.share, self.store, tells, has_peers),
+            has_parts=not self.limits.paid_drafts,
+        )
+        adapters = None if self.adapters is None else Adapters(self.adapters)
+        order = ORDERS.load(self.order)
+        scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)
+        return EngineCore(scheduler, lockstep, recorder)
+
+
+def core_spec(
+    config: Config,
+    model_config: ModelConfig,
+    memory: MemoryPlan,
+    loads: Sequence[tuple[str, int]] = (),
+    are_laid_out: bool = False,
+) -> CoreSpec:
+    """What the decisions of one replica depend on.
+
+    Args:
+        loads: digest and bytes of each adapter of the start.
+        are_laid_out: each that may be loaded has its place in memory already.
+
+    Raises:
+        CapacityError: they need more memory than they may have.
+    """
+    schedule = config.schedule
+    is_chunked = schedule.chunk_tokens > 0
+    most = 0 if are_laid_out else memory_of_adapters(config.lora, memory)
+    return CoreSpec(
+        groups=memory.groups,
+        limits=Limits(
+            max_running=memory.max_running,
+            chunk_tokens=schedule.chunk_tokens if is_chunked else schedule.prefill_tokens,
+            max_request_tokens=memory.max_request_tokens,
+            depth=schedule.depth,
+            max_queued=schedule.max_queued,
+            max_queued_tokens=schedule.max_queued_tokens,
+            wait_s=schedule.wait_s,
+            run_s=schedule.run_s,
+            token_gap=schedule.token_gap,
+            drafts=config.speculative.drafts,
+            draft_levels=config.speculative.levels,
+            block_drafts=config.speculative.is_block,
+            paid_drafts=config.speculative.is_model,
+            fixed_drafts=config.speculative.is_fixed,
+            conservativeness=schedule.conservativeness,
+            priorities=Priorities(
+                are_honoured=schedule.priorities,
+                low_first=schedule.low_priority_first,
+                preemption_gap=schedule.preemption_gap,
+                refuse_when_off=schedule.refuse_priorities,
+                max_wait_s=schedule.max_wait_s,
+            ),
+            whole_prompts=model_config.needs_whole_prompts or not is_chunked,
+            max_prompts=schedule.prefill_requests,
+            growth=Growth(
+                start=schedule.new_token_ratio,
+                floor_share=schedule.new_token_floor,
+                decay_steps=schedule.new_token_decay,
+                retract_steps=schedule.retract_steps,
+                clip_tokens=schedule.clip_new_tokens,
+            ),
+            multi_step=schedule.multi_step or 1,
+            micro_batch=schedule.micro_batch if schedule.token_gap else 0,
+        ),
+        order=schedule.policy,
+        eviction=config.cache.eviction,
+        eviction_numbers=config.cache.eviction_numbers,
+        share=not (config.cache.disable_radix or model_config.needs_whole_prompts),
+        store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
+        role=config.handoff.role,
+        adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
+    )
+
+
+def _adapter_rules(lora: LoraConfig, loads: Sequence[tuple[str, int]], most: int) -> AdapterRules:
+    """most: bytes of memory for all of them; 0 = nobody counts."""
+    needed = sum(size for _, size in loads)
+    if 0 < most < needed:
+        raise CapacityError(
+            f"the {len(loads)} adapters of --lora-paths take {needed / MIB:,.1f} MiB of memory on "
+            f"a rank, and adapters have {most / MIB:,.1f} MiB",
+            hint="raise --lora-memory-gib, or name fewer",
+        )
+    return AdapterRules(
+        max_bytes=most,
+        max_running=lora.max_running,
+        max_loaded=lora.max_loaded,
+        eviction=lora.eviction,
+        first=tuple(
+            FirstAdapter(place.name, place.path, digest, place.is_pinned, size)
+            for place, (digest, size) in zip(named_adapters(lora.paths), loads, strict=True)
+        ),
+    )
+
+
+def memory_of_adapters(lora: LoraConfig, memory: MemoryPlan) -> int:
+    """Bytes that adapters may take on each rank."""
+    left = max(0, memory.free_bytes - memory.cache_bytes)
+    return int(lora.memory_gib * _GIB) or max(_LEAST_FOR_ADAPTERS, left // 2)
+
+
+def _store_rules(cache: CacheConfig, memory: MemoryPlan) -> StoreRules:
+    wishes = store_wishes(cache)
+    page_bytes = memory.cache_bytes // sum(group.num_pages for group in memory.groups)
+    return StoreRules(
+        write=cache.store_writes,
+        prefetch=cache.store_waits,
+        threshold=wishes.threshold,
+        timeout_s=wishes.timeout_s,
+        timeout_per_ki_s=wishes.timeout_per_ki_s,
+        max_writes=min(_MOST_WRITES, max(_LEAST_WRITES, _STAGED_BYTES // max(1, page_bytes))),
+        is_attached=bool(cache.store),
+    )

@@ -1,0 +1,102 @@
+"""The bytes of a flight recorder (engine/flight_recorder.py): memory that an engine and its
+server share, and what is read from it. Knows no records, only where each begins.
+
+Layout: magic, then two halves of equal size. Each: uint64 number (0 = not valid; the larger one is
+the newer), uint64 whether it goes on where the other one ends, then records as in a journal.
+"""
+
+import errno
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from zlib import crc32
+
+from banyan.base.errors import CapacityError
+
+JOURNAL_MAGIC = b"BANYANJ2"
+HEAD = struct.Struct("<II")
+"""Of a record: length and CRC-32."""
+RING_MAGIC = b"BANYANR1"
+HALF = struct.Struct("<QQ")
+
+
+class RecordingMemory:
+    """Memory without a name in any file system, which a child may have too. It has no size yet."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("banyan-flight-recorder", os.MFD_CLOEXEC)
+        self._is_closed = False
+
+    def give_size(self, size: int) -> None:
+        """How much of it there is. The system gives its pages as they are written.
+
+        Raises:
+            CapacityError: the machine has not so much.
+        """
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        try:
+            if size > pages * page_bytes:  # the system would try until it has none left
+                raise OSError(errno.ENOMEM, f"this machine has {pages * page_bytes} bytes")
+            os.ftruncate(self.descriptor, size)
+        except OSError as error:
+            raise CapacityError(
+                f"no memory of {size} bytes for the flight recorder: {error.strerror}",
+                hint="lower --flight-recorder-bytes; 0 = none",
+            ) from None
+
+    def read(self) -> bytes:
+        """What was recorded, as the content of a journal; b"" when that is nothing. An engine may
+        write meanwhile."""
+        if self._is_closed:
+            return b""
+        size = os.fstat(self.descriptor).st_size
+        starts = range(len(RING_MAGIC), size, max(1, half_bytes(size)))
+        while True:
+            content = os.pread(self.descriptor, size, 0)
+            before = [content[at : at + HALF.size] for at in starts]
+            if before == [os.pread(self.descriptor, HALF.size, at) for at in starts]:
+                return journal_of(content)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.descriptor)
+
+
+def mapped(descriptor: int) -> mmap.mmap:
+    """The memory; what nothing has been written to takes none of the machine's."""
+    return mmap.mmap(descriptor, 0, mmap.MAP_SHARED)
+
+
+def journal_of(content: bytes) -> bytes:
+    """A journal from a recorder's memory: the older half, when the newer one continues it, and the
+    newer one."""
+    if not content.startswith(RING_MAGIC):
+        return b""
+    half = half_bytes(len(content))
+    halves = [content[at : at + half] for at in (len(RING_MAGIC), len(RING_MAGIC) + half)]
+    numbered = sorted((HALF.unpack_from(part), part) for part in halves)
+    parts: list[bytes] = []
+    for (number, continues), part in numbered:
+        if not number:
+            continue
+        records = list(_sound(part))
+        parts = [*parts, *records[1:]] if parts and continues else records
+    return JOURNAL_MAGIC + b"".join(parts) if parts else b""
+
+
+def _sound(part: bytes) -> Iterator[bytes]:
+    """The records of a half with their heads, up to the first that is not whole."""
+    at = HALF.size
+    while at + HEAD.size <= len(part):
+        length, checksum = HEAD.unpack_from(part, at)
+        end = at + HEAD.size + length
+        if not length or end > len(part) or crc32(part[at + HEAD.size : end]) != checksum:
+            return
+        yield part[at:end]
+        at = end
+
+
+def half_bytes(size: int) -> int:
+    return (size - len(RING_MAGIC)) // 2

@@ -1,0 +1,94 @@
+"""GrammarQueue: where requests wait until their constraint is compiled, before the core hears of
+them. Others pass by; decisions and the journal never see the waiting.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.grammar.compiler import GrammarCompiler, bare_of
+from banyan.kv_cache.cache import TOKEN_BYTES
+from banyan.messages.events import Event, Failed, Finished
+from banyan.messages.requests import Abort, Control, Generate, Message
+
+
+class GrammarQueue:
+    """Stands between the front and the core.
+
+    Args:
+        compiler: compiles in the background.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._waiting: dict[RequestId, Generate] = {}
+        """In order of arrival."""
+        self._num_waiting: Counter[str] = Counter()
+        """Requests by the constraint that they wait for."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def keeps(self, message: Message, events: list[Event]) -> bool:
+        """Whether `message` ends here: a request that has to wait, or the end of one that does."""
+        match message:
+            case Generate():
+                return bool(message.grammar) and self._take(message, events)
+            case Abort():
+                return self._drop(message.request, events)
+            case Control(verb="abort_all"):
+                for request in list(self._waiting):
+                    self._drop(request, events)
+            case _:
+                pass
+        return False
+
+    def release(self, receive: Callable[[Generate], None]) -> None:
+        """Hand on the requests whose constraint has been compiled, or cannot be.
+
+        One at a time, so that a full cache cannot lose what the next one needs.
+        """
+        while self._compiler.collect():
+            for request, generate in list(self._waiting.items()):
+                if self._compiler.has(generate.grammar):
+                    del self._waiting[request]
+                    del self._num_waiting[bare_of(generate.grammar)]
+                    receive(generate)
+
+    def _take(self, generate: Generate, events: list[Event]) -> bool:
+        if generate.request in self._waiting:
+            text = f"Duplicate request ID detected: {generate.request}"
+            events.append(Failed(generate.request, 400, text, "invalid_request"))
+            return True
+        if self._compiler.has(generate.grammar):
+            return False
+        try:
+            self._compiler.prepare(generate.grammar, generate.caller)
+        except RequestError as error:
+            events.append(Failed(generate.request, error.status, str(error), error.code))
+        else:
+            self._waiting[generate.request] = generate
+            self._num_waiting[bare_of(generate.grammar)] += 1
+        return True
+
+    def _drop(self, request: RequestId, events: list[Event]) -> bool:
+        generate = self._waiting.pop(request, None)
+        if generate is None:
+            return False
+        bare = bare_of(generate.grammar)
+        self._num_waiting[bare] -= 1
+        if not self._num_waiting[bare]:
+            del self._num_waiting[bare]
+            self._compiler.cancel(bare)
+        prompt_tokens = len(generate.tokens) // TOKEN_BYTES
+        events.append(
+            Finished(
+                request=request,
+                reason="abort",
+                prompt_tokens=prompt_tokens,
+                output_tokens=0,
+                cached_tokens=0,
+            )
+        )
+        return True

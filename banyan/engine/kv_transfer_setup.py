@@ -1,0 +1,382 @@
+"""What carries pages beyond the device of one replica, as the flags wish: to a store that outlives
+the process, or from one server to another. Part of the composition root (engine/core_process.py).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.hicache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
+from banyan.config.schema import CacheConfig, Config
+from banyan.disaggregation.page_cutting import PageForm
+from banyan.formats.shards import files_of_weights
+from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.hierarchical_cache import can_be_stored
+from banyan.kv_transfer.host_tier import HostTier
+from banyan.kv_transfer.identity import digest_of_code, digest_of_files, identity
+from banyan.kv_transfer.page_mover import Mover, PageMover
+from banyan.kv_transfer.store import STORES, Store, StoreOptions
+from banyan.layers.build import Build
+from banyan.layers.cache_spec import PageGroup
+from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
+from banyan.model_config.draft_model import draft_of
+from banyan.model_config.kv_scales import read_kv_scales
+from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
+from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
+from banyan.ops.cpu.paged_attention import parts_of_head
+from banyan.parallel.gloo import own_address
+from banyan.platform.base import Platform, Traits
+from banyan.runner.control_ops import Carrier
+from banyan.runner.device_memory import DeviceMemory
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.page_layout import (
+    PartsOfHead,
+    Shelf,
+    forms_of,
+    layout_facts,
+    shelves_of,
+)
+from banyan.runner.rank_page_access import Door
+from banyan.runner.rank_pages import Ahead, RankPages
+from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.store_switch import StoreSwitch, prepare_beside
+
+if TYPE_CHECKING:
+    from banyan.disaggregation.carrier import Fabric
+
+log = logger(__name__)
+
+OpenMover = Callable[[KVStore], PageMover]
+_NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
+"""Folders whose code decides what bytes a page holds."""
+_BY_HEAD: dict[str, PartsOfHead | None] = {PLAIN_PAGES: None, BY_HEAD: parts_of_head}
+"""Layouts of pages that can be cut by tokens."""
+_SHOWN = 16
+"""Letters of a digest that people are shown."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one replica serves, as far as the bytes of its pages depend on it.
+
+    Attributes:
+        groups: of the cache as the model's layers declare them.
+        pools: the same groups as the engine counts them.
+        draft: a model that drafts, whose part of a page lies beside this one's; None = none does.
+    """
+
+    config: Config
+    model_config: ModelConfig
+    platform: Platform
+    build: Build
+    groups: tuple[PageGroup, ...]
+    pools: Sequence[CacheGroup]
+    draft: DraftModel | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return self.platform.traits
+
+    def model_facts(self) -> tuple[object, ...]:
+        """Of the weights, and of how they are read."""
+        ranks = self.build.groups.attention.size
+        return (
+            *(*self.weight_facts(), self.config.parallel.tp, self.config.parallel.pp),
+            [read_kv_scales(self.config, self.model_config, rank) for rank in range(ranks)],
+        )
+
+    def shared_facts(self) -> tuple[object, ...]:
+        """As `model_facts`, where pages are cut for other ranks: those that scale their numbers
+        alike count as one."""
+        scales = [
+            read_kv_scales(self.config, self.model_config, rank)
+            for rank in range(self.build.groups.attention.size)
+        ]
+        return (*self.weight_facts(), scales[:1] if all(s == scales[0] for s in scales) else scales)
+
+    def weight_facts(self) -> tuple[object, ...]:
+        model = self.config.model
+        files = [] if model.load_format == "dummy" else files_of_weights(self.model_config.path)
+        return (
+            *(replace(self.model_config, path=""), digest_of_files(files)),
+            *(model.revision, model.load_format, model.implementation),
+            *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
+            *(model.hooks, model.dump_input if model.injects else ""),
+            *(model.quantization, model.torchao),
+        )
+
+    def code_facts(self) -> tuple[object, ...]:
+        """Of what computes: other code, or other kernels, may compute other bytes."""
+        device = self.config.device
+        choices = cast(BoundOps, self.build.ops).choices
+        unused = ON_PAGES if self.model_config.latent is not None else ON_LATENTS
+        return (
+            *(digest_of_code(_NUMERIC_ROOMS), torch.__version__),
+            *(sorted(self.traits.features), device.isa, device.exact_head),
+            [(c.label, c.kernel) for c in choices if c.label not in unused],
+            self.config.model.cpu_activations,
+        )
+
+    def forms(
+        self, shelves: Sequence[Shelf], groups: Sequence[GroupLayout]
+    ) -> tuple[PageForm, ...]:
+        """How tokens lie in the pages of each group."""
+        builds = [self.build] if self.draft is None else [self.build, self.draft.build]
+        choices = [choice for build in builds for choice in cast(BoundOps, build.ops).choices]
+        layouts = {choice.pages for choice in choices if choice.label in ON_PAGES}
+        if len(layouts) > 1 or not layouts <= _BY_HEAD.keys():
+            return tuple(PageForm(0 if g.kind == STATE else g.page_size) for g in groups)
+        return forms_of(shelves, groups, _BY_HEAD[layouts.pop()])
+
+    def draft_facts(self) -> tuple[object, ...]:
+        """Of a draft model's part of a page."""
+        if self.draft is None:
+            return ()
+        model_config, model = self.draft.model.model_config, draft_of(self.config)
+        files = [] if model.load_format == "dummy" else files_of_weights(model_config.path)
+        choices = cast(BoundOps, self.draft.build.ops).choices
+        return (
+            *(replace(model_config, path=""), digest_of_files(files), model.load_format),
+            *(model.quantization, [(choice.label, choice.kernel) for choice in choices]),
+        )
+
+    def page_facts(self) -> dict[str, str]:
+        """Of what a page holds, by name."""
+        return {
+            "number type": self.config.model.activation_dtype,
+            "number type of the cache": self.config.cache.dtype,
+        }
+
+
+def mover_of(
+    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
+) -> OpenMover | None:
+    """What opens the mover of a replica; None where pages stay on the device.
+
+    Args:
+        wake: rung whenever something has ended.
+        secret: what servers that hand over to each other have in common.
+        doors: to the pages of the other ranks.
+    """
+    config = served.config
+    _check_the_device(config, served.traits)
+    if config.handoff.role:
+        return _rooms_of(served, wake, secret, doors)
+    if not can_have_store(config, served.model_config):
+        return None
+    return _store_of(served, wake, doors)
+
+
+def _check_the_device(config: Config, traits: Traits) -> None:
+    """Pages of another device than the host go to the host first."""
+    if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
+        raise ConfigError(
+            f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
+            "and to the memory of the host only",
+            hint="leave it out",
+        )
+    if config.handoff.role and not (traits.is_host or traits.moves_pages):
+        raise ConfigError(
+            f"--disaggregation-mode {config.handoff.mode} is not available on {traits.name}: pages "
+            "are not taken from its memory",
+            hint="leave it out",
+        )
+
+
+def _store_of(served: Served, wake: Callable[[], None], doors: Sequence[Door]) -> OpenMover:
+    cache, world = served.config.cache, served.config.parallel.world
+
+    def open_mover(pages: KVStore) -> PageMover:
+        mover = Mover(_pages_of_all(served, pages, doors), None, wake)
+        store = None
+        if cache.store not in ("", HOST):
+            store = open_store(served, mover, cache.store, store_wishes(cache).rest)
+            log.info(
+                "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
+                *(cache.store, store.capacity_bytes / 1e9),
+            )
+        if cache.host_tier:
+            _check_the_pages(served, "--enable-hierarchical-cache")
+            arrange(served.config, pages)
+            store = _host_tier(cache, pages, mover.page_bytes(), store)
+        if store is not None:
+            mover.attach(store)
+        return mover if world == 1 else Ahead(mover)
+
+    return open_mover
+
+
+def open_store(served: Served, mover: Mover, name: str, rest: dict[str, object]) -> Store:
+    """The store `name` of a replica's pages.
+
+    Args:
+        rest: what the store itself is told.
+
+    Raises:
+        ConfigError, ModelError: it cannot be used, or weights cannot be read for their digest.
+    """
+    _check_the_pages(served, f"--hicache-storage-backend {name}")
+    open_ = STORES.load(name)
+    facts = (
+        *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
+        *(served.draft_facts(), served.config.cache.page_size, served.config.cache.host_layout),
+    )
+    return open_(StoreOptions(identity(facts), mover.page_bytes(), rest))
+
+
+def _check_the_pages(served: Served, flag: str) -> None:
+    if not can_be_stored(served.pools):
+        raise ConfigError(
+            f"{flag}: some layers of this model do not keep every position, or keep them in pages "
+            "of another size",
+            hint="leave it out",
+        )
+
+
+def store_carriers(served: Served, mover: PageMover | None) -> dict[type[ControlOp], Carrier]:
+    """What attaches a store to one rank of a replica and detaches it; nothing where none can be.
+
+    Args:
+        mover: of rank 0.
+    """
+    config, rank = served.config, served.build.groups.world.rank
+    if not can_have_store(config, served.model_config):
+        return {}
+    if rank:
+        return {AttachStore: prepare_beside, DetachStore: prepare_beside}
+    inner = mover.inner if isinstance(mover, Ahead) else mover
+    assert isinstance(inner, Mover)
+    switch = StoreSwitch(inner, lambda name, rest: open_store(served, inner, name, rest))
+    return {AttachStore: switch.prepare_attach, DetachStore: switch.prepare_detach}
+
+
+def _pages_of_all(served: Served, store: KVStore, doors: Sequence[Door]) -> KVStore | RankPages:
+    """The pages of all ranks of a replica."""
+    parallel = served.config.parallel
+    if parallel.world == 1:
+        return store
+    layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
+    cache = served.config.cache
+    is_by_name = cache.host_tier and cache.host_layout in BY_NAME
+    given = (doors, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+    return RankPages(store, *given, is_by_name)
+
+
+def arrange(config: Config, pages: KVStore) -> None:
+    """Say how a rank's pages are carried to memory of the host, and back. Rank 0 of several puts
+    together what all of them have (`runner/rank_pages.py`)."""
+    cache = config.cache
+    if cache.host_tier:
+        is_by_name = cache.host_layout in BY_NAME and config.parallel.world == 1
+        pages.arrange(is_by_name, cache.host_copies == COPIED_APART)
+
+
+def _host_tier(
+    cache: CacheConfig, pages: KVStore, page_bytes: Sequence[int], behind: Store | None
+) -> HostTier:
+    """Memory of the host for the pages of a device, or of several.
+
+    Args:
+        page_bytes: of a page of each group, over all ranks.
+
+    Raises:
+        ConfigError: the host has less.
+    """
+    groups = zip(page_bytes, pages.groups, strict=True)
+    there = sum(size * group.num_pages for size, group in groups)
+    wanted = cache.host_gb * 10**9 or int(cache.host_ratio * there)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > free:
+        raise ConfigError(
+            f"pages in memory of the host would take {wanted / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
+            "GB are free",
+            hint="lower --hicache-size or --hicache-ratio",
+        )
+    log.info(
+        "host_tier_gb=%.3f copies=%s layout=%s: pages of the device lie in memory of the host too",
+        *(wanted / 1e9, cache.host_copies, cache.host_layout),
+    )
+    return HostTier(wanted, _pinned, behind)
+
+
+def _pinned(size_bytes: int) -> np.ndarray:
+    """Memory of the host that a device reads and writes by itself."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def _fabric_of(served: Served) -> "Fabric | None":
+    """What engines between devices are opened with; None where there are none."""
+    from banyan.disaggregation.carrier import Fabric
+
+    found, device = served.platform.interconnect(), served.build.device
+    if found is None:
+        return None
+    return Fabric(
+        *(found.library, device.index or 0, found.protocol, found.store),
+        lambda size_bytes: DeviceMemory(size_bytes, device),
+    )
+
+
+def _rooms_of(
+    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
+) -> OpenMover:
+    from banyan.disaggregation.transfer import TRANSFERS, RoomOptions  # nobody else needs sockets
+
+    handoff, host = served.config.handoff, served.config.server.host
+    parallel, is_giver = served.config.parallel, handoff.mode == "prefill"
+    if parallel.node_of(parallel.replica):
+        host = own_address(urlsplit(parallel.ranks_meet).hostname)
+    options = RoomOptions(
+        is_giver=is_giver,
+        host=host,
+        port=handoff.port + (parallel.replica if is_giver else 0),
+        replica=parallel.replica,
+        replicas=parallel.dp,
+        secret=secret,
+        facts={
+            "model": identity(served.shared_facts()).hex()[:_SHOWN],
+            "release or its kernels": identity(served.code_facts()).hex()[:_SHOWN],
+            "draft model": identity(served.draft_facts()).hex()[:_SHOWN],
+            **served.page_facts(),
+            "transfer backend": handoff.transfer,
+        },
+        vocab_size=served.model_config.vocab_size,
+        lease_s=handoff.lease_s,
+        patience_s=handoff.patience_s,
+        fabric=lambda: _fabric_of(served),
+    )
+    open_rooms = TRANSFERS.load(handoff.transfer)
+
+    def open_mover(store: KVStore) -> PageMover:
+        pages = _pages_of_all(served, store, doors)
+        shelves = pages.shelves if isinstance(pages, RankPages) else shelves_of(store)
+        forms = served.forms(shelves, store.groups)
+        layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
+        facts = {
+            **options.facts,
+            "layout of the cache": layout,
+            **_facts_of_sizes(store.groups, forms),
+        }
+        mover = open_rooms(pages, replace(options, facts=facts, forms=forms), wake)
+        return mover if parallel.world == 1 else Ahead(mover)
+
+    return open_mover
+
+
+def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) -> dict[str, str]:
+    """What is not cut, and so must be as long on both servers."""
+    facts: dict[str, str] = {}
+    for group, form in zip(groups, forms, strict=True):
+        if group.kind == STATE:
+            facts["number of tokens between states"] = str(group.page_size)
+        elif form.blocks is None:
+            facts["page size, which cannot be cut here,"] = str(group.page_size)
+    return facts

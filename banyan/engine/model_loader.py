@@ -1,0 +1,426 @@
+# pyright: basic
+"""The first part of the composition root for one replica: the device, ranks and weights, and how
+memory is divided before anything runs. `engine/core_process.py` puts engine and runner on it.
+"""
+
+import gc
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from banyan.base.clock import Clock
+from banyan.base.errors import ConfigError
+from banyan.base.heap import give_back
+from banyan.base.log import logger, printable
+from banyan.config.defaults import settings_of, settle
+from banyan.config.flags.device import ATTENTION
+from banyan.config.hicache import can_have_store
+from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
+from banyan.config.speculation import longest_branch, what_branches
+from banyan.engine.placement import device_number, is_placed, place_rank
+from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
+from banyan.layers.build import Build
+from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
+from banyan.layers.side_stream import Lane
+from banyan.lora.pool import open_lora_targets
+from banyan.lora.targets import Stacked
+from banyan.model_config.draft_model import draft_model_config, draft_of
+from banyan.model_config.kv_scales import read_kv_scales
+from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.models.base import Model
+from banyan.moe.dispatch_check import check_the_sending, exchanged_tokens, fused_mode
+from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
+from banyan.moe.initial_placement import open_expert_map
+from banyan.moe.routing_record import open_expert_watch
+from banyan.ops.api import Ops
+from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
+from banyan.parallel.groups import open_groups
+from banyan.platform import open_platform
+from banyan.platform.base import Memory, Platform, Traits
+from banyan.runner.choose_forward import RunnerSizes
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.offload import Offload, open_offload
+from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.weights import (
+    load_the_ahead,
+    load_the_blocks,
+    load_the_eagle,
+    load_weights,
+)
+from banyan.scheduler.budget import DRAFT_ROOM
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_CACHE_DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+_WHOLE_PROMPTS = 8192
+"""Tokens of the largest step to record where prompts are not cut into chunks."""
+log = logger(__name__)
+
+
+class Phases:
+    """Start-up phases and their seconds, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.now()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, name: str) -> None:
+        now = self._clock.now()
+        self.seconds[name] = now - self._began
+        self._began = now
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A device with the model's weights on it; the cache is not laid out yet.
+
+    Attributes:
+        config: what was asked for, with nothing left open.
+        settings: the fields that the device has decided, "part.field" -> its value.
+    """
+
+    config: Config
+    settings: dict[str, object]
+    platform: Platform
+    build: Build
+    model: Model
+    kernels: str
+    threads: int
+    draft: DraftModel | None = None
+    """What drafts for the model, where that is a model too."""
+    offload: Offload | None = None
+    """Which of the model's weights lie in memory of the host."""
+
+
+def open_model(
+    config: Config, model_config: ModelConfig, rank: int, mesh_address: str, phases: Phases
+) -> OpenModel:
+    """Open the device, meet the other ranks, load this rank's share of the weights."""
+    parallel = config.parallel
+    here, place = parallel.local_world, rank % parallel.local_world
+    place_rank(config.device, parallel, place)
+    platform = open_platform(config.device.name)
+    traits = platform.traits
+    _check_the_device(config, model_config, traits)
+    config, origins = settle(config, platform.defaults(model_config))
+    sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
+    threads = config.parallel.threads or max(1, traits.cores // sharers)
+    device = platform.open(_number_of(config, traits, place), threads)
+    phases.done("device")
+    dtype = _DTYPES[config.model.activation_dtype]
+    offload = open_offload(config.device, platform)
+    toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
+    ops = _bind(config, model_config, traits, device, toolkit)
+    phases.done("kernels")
+    exchanged = exchanged_tokens(config, traits)
+    groups = open_groups(
+        *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
+        config.parallel.meet_timeout_s,
+        recorder=ops.recorder,
+        is_crowded=threads * sharers > traits.cores,
+        are_experts_apart=parallel.ep > 1,
+        stages=parallel.pp,
+        replica=parallel.replica if parallel.uses_dp_attention else 0,
+        replicas=parallel.dp if parallel.uses_dp_attention else 1,
+        are_heads_apart=parallel.are_heads_apart,
+        is_dense_whole=parallel.dense_tp == 1,
+        shares=parallel.cp,
+        split=parallel.cp_split,
+        slot_bytes=slot_bytes(config, model_config),
+        has_exchange=bool(exchanged),
+    )
+    if parallel.world > 1 or parallel.uses_dp_attention:
+        phases.done("meeting")
+    units = read_kv_scales(config, model_config, groups.attention.rank)
+    is_rounded = config.model.cpu_activations != "fp32" and (
+        config.model.rounds or not model_config.stores_floats
+    )
+    keeps_parts = cast(BoundOps, ops).is_reference("adapt")
+    stacked = Stacked(dtype, device)
+    lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
+    watch = open_expert_watch(config, model_config, groups, traits, ops.recorder)
+    places = open_expert_map(config, model_config, groups, traits)
+    sends = sends_rows(config)
+    beside = (units, lora_targets, watch, places, sends, exchanged, bool(fused_mode(config)))
+    build = Build(ops, groups, dtype, device, *beside, _lane(config, model_config, platform))
+    if config.device.memory_saver and not traits.is_host:
+        raise ConfigError(
+            f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
+            hint="leave it out",
+        )
+    if model_config.format == "gguf" and not traits.is_host:
+        kept = ", ".join(cast(BoundOps, ops).kept_types)
+        rest = f"but those of {kept}" if kept else "all of them"
+        log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
+    model = load_weights(config.model, model_config, build, offload)
+    draft = None
+    if config.speculative.is_model:
+        if draft_of(config).quantization != config.model.quantization:
+            toolkit = _open_toolkit(config, draft_of(config), traits, threads)
+        draft = _open_draft(config, model_config, traits, model, build, toolkit)
+    gc.collect()
+    gc.freeze()  # the model's objects live long: never walk them again
+    give_back()
+    phases.done("weights")
+    settings = settings_of(config, origins)
+    kernels = kernel_table(cast(BoundOps, ops).choices)
+    return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
+
+
+def _lane(config: Config, model_config: ModelConfig, platform: Platform) -> Lane | None:
+    """Where shared experts run beside the others; None where they run before them."""
+    if not config.experts.has_lane:
+        return None
+    why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
+    if model_config.experts is None or not model_config.experts.shared_inner:
+        why = "this model has no experts that every token goes through"
+    if not why:
+        return platform.lane()
+    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
+    return None
+
+
+def _open_draft(
+    config: Config,
+    served: ModelConfig,
+    traits: Traits,
+    target: Model,
+    build: Build,
+    toolkit: Toolkit,
+) -> DraftModel:
+    """The model that drafts, on the ranks and the device of the one that is served."""
+    model = draft_of(config)
+    is_ahead = config.speculative.is_ahead
+    model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
+    ops = _bind(config, model_config, traits, build.device, toolkit)
+    # Drafts are guesses, and the same for all adapters.
+    mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
+    if build.groups.joint is not None:  # other replicas may have nothing to draft for
+        apart = build.groups.of_one_replica()
+        mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
+    if is_ahead:
+        log.info("draft layer=%d", model_config.num_layers)
+        ahead = load_the_ahead(model, model_config, target, mine, config.cache.page_size)
+        return DraftModel(ahead, mine, ahead)
+    if config.speculative.is_eagle:
+        log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
+        eagle = load_the_eagle(
+            model, model_config, target, mine, config.cache.page_size, config.model
+        )
+        return DraftModel(eagle, mine, eagle)
+    log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
+    if config.speculative.is_block:
+        blocks = load_the_blocks(model, model_config, target, mine)
+        return DraftModel(blocks, mine, blocks=blocks)
+    return DraftModel(load_weights(model, model_config, mine), mine)
+
+
+def _open_toolkit(
+    config: Config, model: LoadConfig, traits: Traits, threads: int, is_offloaded: bool = False
+) -> Toolkit:
+    """What the kernels of one model share, as the flags about them wish."""
+    wishes = {
+        "offload": "plain" if is_offloaded and traits.has_own_forms else "",
+        "quantization": model.quantization,
+        "cpu-compiler": config.device.compiler,
+        "cpu-isa": config.device.isa,
+        "fuseep-mode": str(fused_mode(config) or ""),
+    }
+    return open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v})
+
+
+def _bind(
+    config: Config,
+    model_config: ModelConfig,
+    traits: Traits,
+    device: torch.device,
+    toolkit: Toolkit,
+) -> Ops:
+    """The kernels of one model on this rank."""
+    return bind(
+        traits.name,
+        device,
+        _DTYPES[config.model.activation_dtype],
+        traits.features,
+        model_config.head_dim,
+        config.device.kernels,
+        exact=config.model.cpu_activations == "fp32",
+        cache_dtype=_CACHE_DTYPES[config.cache.dtype],
+        page_size=config.cache.page_size,
+        exact_head=config.device.exact_head,
+        toolkit=toolkit,
+    )
+
+
+def groups_of(model_config: ModelConfig, opened: OpenModel) -> tuple[PageGroup, ...]:
+    draft = () if opened.draft is None else opened.draft.model.caches
+    return align_groups(model_config, group_caches(numbered_through([opened.model.caches, draft])))
+
+
+def agree_on_memory(
+    model_config: ModelConfig, opened: OpenModel
+) -> tuple[Memory, list[GroupBytes]]:
+    """What the rank with least memory has, once all of them have loaded their weights, and the
+    most that a page of each group takes on any of them: a plan is carried out by every rank. All
+    ranks must call this."""
+    world, mine = opened.build.groups.everyone, opened.platform.memory()
+    page_size = opened.config.cache.page_size
+    groups = [
+        GroupBytes(group.kind, group.page_bytes(page_size), group.window)
+        for group in groups_of(model_config, opened)
+    ]
+    if world.size == 1:
+        return mine, groups
+    least = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
+    numbers = [n / MIB for n in (*least, *(-group.page_bytes for group in groups))]
+    told = torch.tensor([numbers], device=opened.build.device)
+    everyone = world.all_gather(told, told.numel() * world.size).view(world.size, -1)
+    total, free, ours, *pages = (round(n * MIB) for n in everyone.amin(0).tolist())  # sync: once
+    agreed = [replace(g, page_bytes=-n) for g, n in zip(groups, pages, strict=True)]
+    return Memory(total, free, -ours), agreed
+
+
+def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
+    config = opened.config
+    found, groups = agree_on_memory(model_config, opened)
+    is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
+    sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
+    # What states were after tokens that may not stand.
+    state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    rollback_checkpoints = draft_room_of(config, running) * state_bytes
+    return plan_memory(
+        config.cache,
+        config.schedule,
+        context_length=config.model.context_length or model_config.context_length,
+        groups=groups,
+        process_bytes=found.ours_bytes + rollback_checkpoints,
+        total_bytes=found.total_bytes // sharers,
+        free_bytes=max(0, found.free_bytes // sharers - rollback_checkpoints),
+    )
+
+
+def draft_room_of(config: Config, running: int) -> int:
+    """Drafts that one step of so many rows verifies at most."""
+    return min(DRAFT_ROOM, running * config.speculative.drafts)
+
+
+def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+    config = opened.config
+    chunk_tokens = config.schedule.chunk_tokens
+    chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
+    draft_room = draft_room_of(config, memory.max_running)
+    check_the_tokens(config, memory.max_running + draft_room)
+    return RunnerSizes(
+        max_slots=memory.max_running,
+        max_length=memory.max_request_tokens,
+        groups=tuple(
+            GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
+            for declared, group in zip(groups_of(model_config, opened), memory.groups, strict=True)
+        ),
+        max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
+        shapes=() if config.device.is_eager else config.device.shapes,
+        is_unpadded=config.device.is_unpadded,
+        attention="" if config.device.attention in ATTENTION else config.device.attention,
+        draft_room=draft_room,
+        verified=config.speculative.num_tokens if config.speculative.drafts else 0,
+        shares_pages=config.parallel.world > 1
+        and (bool(config.handoff.role) or can_have_store(config, model_config)),
+        multi_step=config.schedule.multi_step,
+        branching=longest_branch(config.speculative),
+        reads_all=config.model.is_watched or opened.build.watch is not None,
+    )
+
+
+def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits) -> None:
+    """Refuse what only some devices do, on others."""
+    parallel = config.parallel
+    if config.speculative.drafts and not traits.is_host:
+        check_drafts(config.speculative, traits, model_config)
+    if parallel.uses_dp_attention and not traits.shares_steps:
+        raise ConfigError(
+            "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
+            f"only, this is {traits.name}",
+            hint="leave the flag out; --data-parallel-size starts independent replicas",
+        )
+    if parallel.cp > 1 and not traits.shares_steps:
+        raise ConfigError(
+            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "
+            f"NPUs only, this is {traits.name}",
+            hint="leave it out; --tensor-parallel-size cuts the heads",
+        )
+    if sends_rows(config) and (not traits.is_host or is_fused(config)):
+        check_the_sending(config, model_config, traits)
+    check_the_rounding(config.model.quantization, model_config, traits)
+
+
+def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Traits) -> None:
+    """ConfigError where float weights of a model are to be rounded and some would not be."""
+    if quantization and model_config.experts is not None and not traits.is_host:
+        raise ConfigError(
+            f"--quantization {quantization}: experts are rounded on CPUs only, this is "
+            f"{traits.name}",
+            hint="leave it out",
+        )
+
+
+def check_drafts(
+    speculative: SpeculativeConfig, traits: Traits, model_config: ModelConfig | None = None
+) -> None:
+    """Refuse what a device that is not the host cannot draft or verify; card: of the model."""
+    if not traits.verified:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
+            "made on the host, and wait there for every step of the device",
+            hint="leave it out, or use --device cpu",
+        )
+    if branching := what_branches(speculative):
+        raise ConfigError(
+            f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
+            hint="leave it at 1, or use --device cpu",
+        )
+    if speculative.is_block:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: masks of a block "
+            "that read each other are read on the host alone",
+            hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
+        )
+    if model_config is not None and model_config.has_states:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
+            "model keep a state, which goes back behind drafts that do not stand on the host alone",
+            hint="leave it out, or use --device cpu",
+        )
+    if speculative.num_tokens > traits.verified:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {speculative.num_tokens} on {traits.name}: a row "
+            f"verifies at most {traits.verified} tokens there",
+            hint=f"give {traits.verified} or less",
+        )
+
+
+def _number_of(config: Config, traits: Traits, place: int) -> int:
+    """Of the device that a rank opens."""
+    device = config.device
+    if not traits.is_host:
+        return device_number(device, config.parallel, place)
+    if device.first_number or device.number_step != 1:
+        raise ConfigError(
+            f"--base-gpu-id {device.first_number} and --gpu-id-step {device.number_step} on "
+            f"{traits.name}: it has no devices by number",
+            hint="leave them out; --numa-node says where ranks run",
+        )
+    return place

@@ -1,0 +1,207 @@
+"""Fleet: several engines behind the face of one.
+
+A request goes to one engine and stays there, unless that dies before it has answered anything;
+administrative verbs go to all. An engine that dies ends the rest of its requests, the others go on;
+the fleet is lost with the last of them. Engines that are joined need one another at every step: the
+worst of them is the state of all.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from banyan.base.errors import DeviceError, RequestError
+from banyan.base.ids import RequestId
+from banyan.base.log import logger
+from banyan.engine_client.client import EngineClient, Health, Replica
+from banyan.engine_client.event_stream import EventStream
+from banyan.messages.disaggregation import replica_of
+from banyan.messages.events import Ready, Reply, Stats
+from banyan.messages.requests import Generate
+
+log = logger(__name__)
+
+Route = Callable[[Sequence[int], Sequence[int], int], int]
+"""(open requests of each living engine, their tokens, requests sent so far) -> index of the engine
+that takes the next; see scheduler/routing.py."""
+
+
+class Fleet:
+    """Engines that serve the same model, as one `link.client.Engines`.
+
+    Args:
+        engines: at least one.
+        route: where a request goes.
+        are_joined: they share what they compute with, and end together.
+        gives: a request goes to the one that has its room, which another server is told of, unless
+            it names one itself.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        route: Route,
+        are_joined: bool = False,
+        gives: bool = False,
+    ) -> None:
+        self._gives = gives
+        self._engines = tuple(engines)
+        self._are_joined = are_joined
+        self._route = route
+        self._sent = 0
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.start()
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+
+    async def ready(self) -> Ready:
+        """Wait until every engine can admit requests; BanyanError when one dies instead."""
+        found = await asyncio.gather(*(engine.ready() for engine in self._engines))
+        return msgspec.structs.replace(
+            found[0],
+            max_total_tokens=sum(ready.max_total_tokens for ready in found),
+            max_running=sum(ready.max_running for ready in found),
+        )
+
+    async def lost(self) -> str:
+        """Wait until the last engine is gone; returns why it went."""
+        waits = {asyncio.create_task(engine.lost()): engine for engine in self._engines}
+        reason = ""
+        try:
+            for wait in asyncio.as_completed(waits):
+                reason = await wait
+                left = len(self._alive())
+                if left:
+                    log.error("an engine died, %d go on: %s", left, reason)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return reason
+
+    def submit(self, generate: Generate) -> EventStream:
+        if any(generate.request in engine.streams for engine in self._engines):
+            raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        wanted = generate.replica
+        if wanted >= len(self._engines):
+            raise RequestError(
+                f"There are {len(self._engines)} replicas, and none number {wanted}.",
+                param="routed_dp_rank",
+            )
+        if wanted < 0 and self._gives and generate.room:
+            wanted = replica_of(generate.room, len(self._engines))
+        if wanted >= 0:
+            return self._engines[wanted].submit(generate)
+        alive = self._working() or self._alive() or self._engines
+        requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
+        stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
+        self._sent += 1
+        return stream
+
+    def refuse_if_full(self) -> None:
+        """RequestError 503 when every engine that works would refuse whatever it is sent now."""
+        refusal: RequestError | None = None
+        for engine in self._working():
+            try:
+                engine.refuse_if_full()
+            except RequestError as error:
+                refusal = error
+            else:
+                return
+        if refusal is not None:
+            raise refusal
+
+    def abort(self, request: RequestId) -> None:
+        for engine in self._engines:
+            engine.abort(request)
+
+    def stop_at(self, request: RequestId, length: int) -> None:
+        for engine in self._engines:
+            engine.stop_at(request, length)
+
+    async def control(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> Reply:
+        """Carry out a verb on every engine that is ready; the first refusal counts, else the first
+        yes, which then holds for those too that come back later."""
+        able = [engine for engine in self._engines if engine.health().ready] or self._engines
+        calls = (engine.control(verb, timeout_s, **args) for engine in able)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        replies = [result for result in results if isinstance(result, Reply)]
+        for engine, result in zip(able, results, strict=True):
+            if isinstance(result, BaseException) and (engine.health().ready or not replies):
+                raise result  # but for one that was lost meanwhile: it is told when it is back
+        refusal = next((reply for reply in replies if not reply.ok), None)
+        if refusal is None:
+            for engine in self._engines:
+                engine.standing.take(verb, args)
+        return refusal or replies[0]
+
+    async def ask(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> list[tuple[int, Reply]]:
+        """What each engine that is ready answers to a verb that changes nothing, with its number.
+        One that is lost meanwhile has nothing to say."""
+        able = [(i, engine) for i, engine in enumerate(self._engines) if engine.health().ready]
+        calls = (engine.control(verb, timeout_s, **args) for _, engine in able)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        found: list[tuple[int, Reply]] = []
+        for (number, engine), result in zip(able, results, strict=True):
+            if not isinstance(result, BaseException):
+                found.append((number, result))
+            elif engine.health().ready:
+                raise result
+        return found
+
+    def share_out(self, lost: EngineClient) -> None:
+        """Give the requests that wait for a lost engine to those that work, if any do, and may have
+        them."""
+        able = () if self._gives else self._working()
+        for stream in lost.streams.release() if able else ():
+            requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
+            able[self._route(requests, tokens, self._sent)].take_over(stream)
+            self._sent += 1
+
+    def engine_lost(self, reason: str, exit_code: int = DeviceError.exit_code) -> None:
+        for engine in self._engines:
+            engine.engine_lost(reason, exit_code)
+
+    def health(self) -> Health:
+        """The best there is: one engine that answers keeps the service up; of joined ones the
+        worst."""
+        choose = min if self._are_joined else max
+        found = [engine.health() for engine in self._engines]
+        return choose(found, key=lambda h: (h.progressing, h.ready, h.alive))
+
+    def replicas(self) -> list[Replica]:
+        """Every engine, the dead ones too, in order."""
+        parts = [part for engine in self._engines for part in engine.replicas()]
+        return [replace(part, rank=number) for number, part in enumerate(parts)]
+
+    @property
+    def num_open(self) -> int:
+        return sum(engine.num_open for engine in self._engines)
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over the engines; the ages are the oldest step's and rank's."""
+        parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
+        sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+        silent = max(parts, key=lambda part: part["silent_s"])
+        oldest = {"step_age_s": max(part["step_age_s"] for part in parts)}
+        return Stats(**sums | oldest | {k: silent[k] for k in ("silent_rank", "silent_s")})
+
+    @property
+    def stats_at_s(self) -> float:
+        return min(engine.stats_at_s for engine in self._engines)
+
+    def _working(self) -> list[EngineClient]:
+        return [engine for engine in self._engines if engine.health().progressing]
+
+    def _alive(self) -> list[EngineClient]:
+        return [engine for engine in self._engines if engine.health().alive]

@@ -1,0 +1,510 @@
+"""TextGenerator: runs one TextRequest on an engine and yields its TextChunks.
+
+How the engine groups tokens into events leaves no trace in what comes out: text and stops are
+decided token by token, scores by position.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.config.serving import ObserveConfig
+from banyan.engine_client.client import Engines
+from banyan.engine_client.event_stream import EventStream, StreamEvent
+from banyan.engine_client.metrics_observer import Meter, Metered
+from banyan.engine_client.request_log import RequestLog
+from banyan.engine_client.request_records import meters_of
+from banyan.messages.events import Finished, Tokens
+from banyan.messages.plan import RowScores
+from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
+from banyan.requests.bootstrap import check_room, with_room
+from banyan.requests.budget import check_budget
+from banyan.requests.chunks import Chunks
+from banyan.requests.generation import (
+    ALL_HIDDEN,
+    LAST_HIDDEN,
+    Finish,
+    Generator,
+    TextChunk,
+    TextRequest,
+    TokenScore,
+    Usage,
+)
+from banyan.requests.sampling_params import Limits
+from banyan.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
+from banyan.tokenizer.stop_strings import StopChecker
+from banyan.tokenizer.tokenizer import Tokenizer
+
+log = logger(__name__)
+
+FLOAT_BYTES = 4
+
+WeightOf = Callable[[bytes], float]
+
+
+def _equal(caller: bytes) -> float:
+    return 1.0
+
+
+class TextGenerator:
+    """Implements Generator on one engine.
+
+    Args:
+        tokenizer: None = ids only; requests with stop texts are then refused.
+        weight_of: each caller's weight against others who wait too.
+    """
+
+    def __init__(
+        self,
+        client: Engines,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        weight_of: WeightOf = _equal,
+    ) -> None:
+        self._weight_of = weight_of
+        self._client = client
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+        """Begin it; chunks until one has `finish`. Closing early aborts.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        self._check(request)
+        words = None
+        if self._tokenizer is not None and not request.pool:
+            words = Words(request, self._tokenizer)
+        reader = OutputReader(request, words, told_width(request, self._limits))
+        message = _message(with_room(request, self._limits), self._weight_of(request.caller))
+        return _Output(self._client, self._client.submit(message), reader)
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        check_budget(requests, self._limits)
+
+    def _check(self, request: TextRequest) -> None:
+        """Every request of every route comes by here, and by no other door to the engine."""
+        prompt, vocab_size = request.prompt, self._limits.vocab_size
+        check_priority(request.priority)
+        if not prompt:
+            raise RequestError("The prompt is empty.", param="text")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise RequestError(
+                f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
+            )
+        if self._tokenizer is None and (request.text.stop or request.text.stop_regex):
+            raise RequestError(
+                "stop needs a tokenizer and this server runs without one",
+                param="stop",
+                hint="Use stop_token_ids.",
+            )
+        if request.pool and not self._limits.is_embedding:
+            raise RequestError(
+                "This model is served for text, not for embeddings or scores of classes",
+                code="not_an_embedding_model",
+                hint="Start the server with --is-embedding.",
+            )
+        if self._limits.is_embedding and not request.pool:
+            raise RequestError(
+                "This model is served for embeddings, not for text",
+                code="not_a_generation_model",
+                hint="Use /v1/embeddings or /encode.",
+            )
+        self._check_scores(request)
+        check_room(request, self._limits)
+        if request.hidden and not self._limits.hidden_states:
+            raise RequestError(
+                "The server is not configured to return the hidden states",
+                param="return_hidden_states",
+                code="not_available",
+                hint="Start the server with --enable-return-hidden-states.",
+            )
+        if request.experts_from != NO_HIDDEN:
+            _check_experts(request, self._limits)
+        if request.embeds:
+            _check_embedded(request)
+
+    def _check_scores(self, request: TextRequest) -> None:
+        scores, vocab_size = request.scores, self._limits.vocab_size
+        if scores.start == NO_SCORES:
+            return
+        for id in scores.ids:
+            if not 0 <= id < vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
+                    param="token_ids_logprob",
+                )
+
+
+class _Output(Chunks[TextChunk]):
+    """What one request has come to, as chunks of all that is new."""
+
+    def __init__(self, client: Engines, stream: EventStream, reader: "OutputReader") -> None:
+        self._client = client
+        self._stream = stream
+        self._reader = reader
+        self._has_stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._stream.is_over
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._stream.is_quiet
+
+    def take(self) -> TextChunk | None:
+        stream, reader = self._stream, self._reader
+        event = stream.take()
+        if event is None:
+            return None
+        while event is not None:
+            reader.take(event)
+            event = stream.take()
+        if reader.stopped_by is not None and not self._has_stopped:
+            self._has_stopped = True
+            self._client.stop_at(stream.request, reader.num_tokens)
+        return reader.chunk()
+
+    def tell(self, more: Callable[[], None] | None) -> None:
+        self._stream.tell(more)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def open_generator(
+    client: Engines,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    observe: ObserveConfig,
+    meters: Sequence[Meter] = (),
+    weight_of: WeightOf = _equal,
+    watch: Callable[[Generator], Generator] | None = None,
+) -> Generator:
+    """The generator that serves every route, metering, watching and logging if asked to."""
+    generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
+    if all_meters := (*meters, *meters_of(observe)):
+        generator = Metered(generator, all_meters)
+    if watch is not None:
+        generator = watch(generator)
+    return with_log(generator, tokenizer, observe)
+
+
+def with_log(
+    generator: Generator, tokenizer: Tokenizer | None, observe: ObserveConfig
+) -> Generator:
+    """`generator`, whose every end is logged if that is asked for."""
+    if not observe.log_requests:
+        return generator
+    return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
+
+
+class Words:
+    """Token ids to text that is cut at stops, one token at a time."""
+
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+        options = request.text
+        tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
+        self._detokenizer = Detokenizer(tokenizer, tail, options)
+        self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
+        self.has_stops = bool(options.stop or options.stop_regex)
+        self.push = self._push if self.has_stops else self._detokenizer.push
+        """Text that tokens make certain; several at once where no stop can end in between."""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string or regex that was found."""
+        return self._checker.match and self._checker.match.matched
+
+    def _push(self, tokens: Sequence[int]) -> str:
+        return self._checker.push(self._detokenizer.push(tokens))
+
+    def finish(self) -> str:
+        """What was held back, once it is known that nothing follows."""
+        return self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+
+
+class OutputReader:
+    """Collects the events of one request; `chunk` gives what is new."""
+
+    def __init__(self, request: TextRequest, words: Words | None, width: int = 0) -> None:
+        self.stopped_by: str | None = None
+        """Stop text that ended the request; later tokens are not taken in."""
+        self.num_tokens = 0
+        self._request = request
+        self._words = words
+        self._watches = words is not None and words.has_stops
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._tokens: list[int] = []
+        """Output so far; `chunk` has given the first `_given` of them."""
+        self._given = 0
+        self._text: list[str] = []
+        self._held: int | None = None
+        """A token that ends the request: its text shows only under no_stop_trim."""
+        self._is_scored = request.scores.start != NO_SCORES
+        self._scored_to = max(0, request.scores.start)
+        """Positions below are scored already or not wanted."""
+        self._prompt_scores: list[TokenScore] = []
+        self._output_scores: list[TokenScore] = []
+        self._vector = b""
+        self._hidden = ToldPositions(request, width)
+        self._latest: Tokens | Finished | None = None
+        """What tells how much of the prompt was cached."""
+        self._finish: Finish | None = None
+        if request.scores.start == 0:
+            self._prompt_scores.append(TokenScore(None, request.prompt[0]))
+            self._scored_to = 1
+
+    def take(self, event: StreamEvent) -> None:
+        if isinstance(event, Tokens):
+            self._latest = event
+            self._take_tokens(event)
+            return
+        if isinstance(event, Finished):
+            self._latest = event
+            self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
+        else:
+            self._end(Finish("abort", None, event.status, event.text, event.code))
+
+    def chunk(self) -> TextChunk | None:
+        """Everything since the last call; None when that is nothing."""
+        new = self._tokens[self._given :]
+        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
+        if not (new or text or self._prompt_scores or self._output_scores or self._finish):
+            return None
+        scores = self._prompt_scores, self._output_scores
+        if self._finish is None:
+            chunk = TextChunk(text, new, self._usage(), *scores)
+        else:
+            hidden = self._hidden.whole(self.num_tokens)
+            last = self._finish, self._vector
+            chunk = TextChunk(text, new, self._usage(), *scores, *last, **hidden)
+        self._given = len(self._tokens)
+        self._text, self._prompt_scores, self._output_scores = [], [], []
+        return chunk
+
+    def _take_tokens(self, event: Tokens) -> None:
+        tokens = array("i", event.tokens)
+        if self.stopped_by is None:
+            assert event.first == self.num_tokens, (
+                f"{self._request.id}: token {event.first} came where {self.num_tokens} was due"
+            )
+            if not self._watches and self._held is None and self._stop_ids.isdisjoint(tokens):
+                self._tokens.extend(tokens)
+                self.num_tokens += len(tokens)
+                if self._words is not None:
+                    self._text.append(self._words.push(tokens))
+            else:
+                self._append_all(tokens)
+        if self._is_scored:
+            for scores in event.scores:
+                self._take_scores(scores)
+        self._vector = event.vector or self._vector
+        if event.hidden:
+            self._hidden.take(event, self.num_tokens)
+
+    def _append_all(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._append(token)
+            if self.stopped_by is not None:
+                return
+
+    def _append(self, token: int) -> None:
+        self._release_held()
+        if self.stopped_by is not None:
+            return
+        self._tokens.append(token)
+        self.num_tokens += 1
+        if token in self._stop_ids and self.num_tokens > self._request.sampling.min_new_tokens:
+            self._held = token
+        else:
+            self._say(token)
+
+    def _say(self, token: int) -> None:
+        if self._words is not None:
+            self._text.append(self._words.push((token,)))
+            self.stopped_by = self._words.stopped_by
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._say(held)
+
+    def _take_scores(self, scores: RowScores) -> None:
+        request, prompt_len = self._request, len(self._request.prompt)
+        logprobs = array("f", scores.logprobs)
+        num = len(logprobs)
+        top_ids, top_logprobs = array("i", scores.top_ids), array("f", scores.top_logprobs)
+        picked = array("f", scores.picked)
+        num_top, num_picked = len(top_ids) // max(num, 1), len(picked) // max(num, 1)
+        # Positions that a retracted request computes again are known; those past a stop are void.
+        for i in range(max(0, self._scored_to - scores.first), num):
+            position = scores.first + i
+            index = position - prompt_len
+            if index >= self.num_tokens:
+                return
+            assert position == self._scored_to, (
+                f"{request.id}: score {position} came where {self._scored_to} was due"
+            )
+            top = slice(i * num_top, (i + 1) * num_top)
+            own = slice(i * num_picked, (i + 1) * num_picked)
+            score = TokenScore(
+                logprobs[i],
+                request.prompt[position] if index < 0 else self._tokens[index],
+                top_logprobs[top] if num_top else (),
+                top_ids[top] if num_top else (),
+                picked[own] if num_picked else (),
+                request.scores.ids,
+            )
+            (self._prompt_scores if index < 0 else self._output_scores).append(score)
+            self._scored_to = position + 1
+
+    def _end(self, finish: Finish) -> None:
+        is_trimmed = finish.reason == "stop" and finish.matched is not None
+        if not is_trimmed or self._request.text.no_stop_trim:
+            self._release_held()
+        if self.stopped_by is None and self._words is not None:
+            self._text.append(self._words.finish())
+            self.stopped_by = self._words.stopped_by
+        if self.stopped_by is not None:
+            finish = Finish("stop", self.stopped_by)
+        self._finish = finish
+
+    def _usage(self) -> Usage:
+        num_prompt, latest = len(self._request.prompt), self._latest
+        if latest is None:
+            return Usage(num_prompt, self.num_tokens)
+        cached, stored, miss = latest.cached_tokens, latest.stored_tokens, latest.cache_miss
+        if isinstance(latest, Tokens):
+            return Usage(num_prompt, self.num_tokens, cached, 0, stored, miss)
+        told = (cached, latest.retractions, stored, miss, latest.queue_s, latest.drafts)
+        return Usage(num_prompt, self.num_tokens, *told)
+
+
+class ToldPositions:
+    """Hidden states of one request, or the experts that it chose, as they arrive, position by
+    position.
+
+    Args:
+        width: numbers of 4 bytes for each.
+    """
+
+    def __init__(self, request: TextRequest, width: int) -> None:
+        self._prompt_len = len(request.prompt)
+        self._is_last_only = request.hidden == LAST_HIDDEN
+        self._is_experts = not request.hidden
+        self._state_bytes = width * FLOAT_BYTES
+        self._parts: list[bytes] = []
+        self._first = self._next = first_hidden(request)
+        """Position that is due; the first of all."""
+
+    def take(self, event: Tokens, num_tokens: int) -> None:
+        """Keep what belongs to the output of `num_tokens` so far, whose last token no position
+        has read; what the engine computed past a stop is dropped."""
+        end = self._prompt_len + max(num_tokens, 1) - 1
+        first, size = event.hidden_first, self._state_bytes
+        assert first <= self._next, f"state {first} came where {self._next} was due"
+        kept = event.hidden[(self._next - first) * size : (end - first) * size]
+        if not kept:
+            return
+        if self._is_last_only:
+            self._parts = [kept[-size:]]
+        else:
+            self._parts.append(kept)
+        self._next += len(kept) // size
+
+    def whole(self, num_tokens: int) -> dict[str, bytes]:
+        """Fields of the last chunk, when the output has so many tokens."""
+        found = b"".join(self._parts)
+        if not self._is_experts:
+            return {"hidden": found}
+        positions = max(0, self._prompt_len + num_tokens - 1 - self._first)  # none of the last
+        return {"experts": found[: positions * self._state_bytes]}
+
+
+def check_priority(priority: int) -> None:
+    if not -(2**31) <= priority < 2**31:
+        raise RequestError(
+            f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
+        )
+
+
+def _check_experts(request: TextRequest, limits: Limits) -> None:
+    if not limits.expert_choices:
+        raise RequestError(
+            "The server is not configured to return the experts that tokens chose",
+            param="return_routed_experts",
+            code="not_available",
+            hint="Start the server with --enable-return-routed-experts.",
+        )
+    if request.hidden:
+        raise RequestError(
+            "return_routed_experts and return_hidden_states do not go together",
+            param="return_routed_experts",
+            hint="Ask for one of them.",
+        )
+    if request.experts_from > len(request.prompt):
+        raise RequestError(
+            f"routed_experts_start_len must be in [0, {len(request.prompt)}], the length of the "
+            f"prompt, got {request.experts_from}.",
+            param="routed_experts_start_len",
+        )
+
+
+def _check_embedded(request: TextRequest) -> None:
+    """Refuse what would read the tokens of a prompt that has none."""
+    asked = {
+        "logprob_start_len": NO_SCORES != request.scores.start < len(request.prompt),
+        "repetition_penalty": request.sampling.repetition_penalty != 1.0,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                f"{name} reads the tokens of the prompt, and input_embeds have none", param=name
+            )
+
+
+def told_width(request: TextRequest, limits: Limits) -> int:
+    """Numbers that are told of a position."""
+    return limits.hidden_size if request.hidden else limits.expert_choices
+
+
+def first_hidden(request: TextRequest) -> int:
+    """First position whose hidden state, or whose experts, are wanted."""
+    if not request.hidden:
+        return request.experts_from
+    return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
+
+
+def _message(request: TextRequest, weight: float) -> Generate:
+    scores = request.scores
+    return Generate(
+        request=request.id,
+        tokens=array("i", request.prompt).tobytes(),
+        sampling=request.sampling,
+        namespace=request.namespace,
+        adapter=request.adapter,
+        priority=request.priority,
+        score_from=scores.start,
+        score_top=scores.top if scores.start != NO_SCORES else 0,
+        score_ids=scores.ids if scores.start != NO_SCORES else (),
+        grammar=request.grammar,
+        caller=request.caller,
+        weight=weight,
+        pool=request.pool,
+        hidden_from=first_hidden(request),
+        tells_experts=request.experts_from != NO_HIDDEN,
+        embeds=request.embeds,
+        room=request.room,
+        peer=request.peer,
+        replica=request.replica,
+        giver=request.giver,
+        stride=request.stride,
+        pin_s=request.pin_s,
+        pin_priority=request.pin_priority,
+    )

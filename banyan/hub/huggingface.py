@@ -1,0 +1,281 @@
+"""The Hugging Face hub as one start sees it: its cache on this machine, and the network unless
+offline.
+
+What lies whole in the cache is used when the network is gone, with a line. What the hub refuses is
+told with what to do about it.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType]
+)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+from banyan.base.errors import BanyanError, ModelError
+from banyan.base.log import logger, printable
+from banyan.config.env import Environment
+from banyan.config.schema import LoadConfig
+from banyan.formats.shards import weight_files
+from banyan.hub.catalogue import meant
+from banyan.hub.downloads import Place, fetch_large
+from banyan.model_config.checkpoint import MODEL_FILES, PICKLED, pickled
+
+T = TypeVar("T")
+
+log = logger(__name__)
+
+_WEIGHTS = (".safetensors", ".gguf")
+_ANSWER_TIMEOUT_S = 4.0
+"""The hub must answer the first question within this, so that a start without network ends soon."""
+
+
+class Hub:
+    """
+    Args:
+        model: which revision, in which cache, and whether the network may be asked.
+    """
+
+    def __init__(self, model: LoadConfig, environment: Environment) -> None:
+        self._source = model.source
+        self._revision = model.revision or None
+        self._is_offline = model.offline or environment.hf_offline
+        self._needs_weights = model.load_format != "dummy"
+        self._cache = cache_folder(model, environment)
+        self._token = environment.hf_token
+        self._endpoint = environment.hf_endpoint
+
+    def folder(self, repo: str) -> str:
+        """The folder of a repository's safetensors and what belongs to them."""
+
+        def fetch() -> str:
+            facts = self._facts(repo)
+            _check_contents(repo, facts)
+            wanted = [f for f in facts.siblings or () if _belongs(f.rfilename)]
+            self._fetch_large(repo, facts, wanted)
+            return self._snapshot(repo, is_local=False)
+
+        return self._brought(fetch, lambda: self._whole_snapshot(repo))
+
+    def file(self, repo: str, name: str) -> str:
+        """One GGUF file of a repository."""
+
+        def fetch() -> str:
+            facts = self._facts(repo)
+            files = [f for f in facts.siblings or () if f.rfilename == name]
+            if not files:
+                raise _no_such_file(repo, name, facts)
+            self._fetch_large(repo, facts, files)
+            return self._one(repo, name, is_local=False)
+
+        return self._brought(fetch, lambda: self._one(repo, name, is_local=True))
+
+    def _brought(self, fetch: Callable[[], str], cached: Callable[[], str]) -> str:
+        """What `fetch` brings, or the cache where the network may not be asked, or is gone."""
+        if self._is_offline:
+            return self._guarded(cached)
+        try:
+            return fetch()
+        except BanyanError:
+            raise
+        except Exception as error:
+            told = self._told(error)
+            found = self._held(cached) if is_away(error) else None
+            if found is None:
+                raise told from error
+            log.warning(
+                "%s: taken as it lies in the cache (%s), because the hub is away: %s",
+                printable(self._source),
+                os.path.basename(os.path.dirname(found) if os.path.isfile(found) else found)[:12],
+                reason(error),
+            )
+            return found
+
+    def _held(self, cached: Callable[[], str]) -> str | None:
+        try:
+            return cached()
+        except (OSError, ValueError, BanyanError):
+            return None
+
+    def _facts(self, repo: str) -> ModelInfo:
+        api = HfApi(endpoint=self._endpoint or None, token=self._token or None)
+        return api.model_info(
+            repo, revision=self._revision, timeout=_ANSWER_TIMEOUT_S, files_metadata=True
+        )
+
+    def _fetch_large(self, repo: str, facts: ModelInfo, files: Sequence[RepoSibling]) -> None:
+        large = [f.rfilename for f in files if f.lfs or f.rfilename.endswith(_WEIGHTS)]
+        if facts.sha is None:
+            return
+        place = Place(repo, facts.sha, self._repo_folder(repo), self._endpoint, self._token)
+        fetch_large(place, large)
+
+    def _repo_folder(self, repo: str) -> Path:
+        return self._cache / f"models--{repo.replace('/', '--')}"
+
+    def _snapshot(self, repo: str, is_local: bool) -> str:
+        return snapshot_download(
+            repo,
+            revision=self._revision,
+            cache_dir=self._cache,
+            allow_patterns=list(MODEL_FILES),
+            local_files_only=is_local,
+            token=self._token or None,
+            endpoint=self._endpoint or None,
+        )
+
+    def _whole_snapshot(self, repo: str) -> str:
+        """The cached folder, once every file of its weights is seen to be there."""
+        folder = self._snapshot(repo, is_local=True)
+        if not os.path.isfile(os.path.join(folder, "config.json")):
+            raise LocalEntryNotFoundError(f"{folder} has no config.json")
+        is_gguf = any(name.endswith(_WEIGHTS[1]) for name in os.listdir(folder))
+        if self._needs_weights and not is_gguf:
+            try:
+                weight_files(folder)
+            except ModelError as error:
+                raise LocalEntryNotFoundError(error.text) from None
+        return folder
+
+    def _one(self, repo: str, name: str, is_local: bool) -> str:
+        return hf_hub_download(
+            repo,
+            name,
+            revision=self._revision,
+            cache_dir=self._cache,
+            local_files_only=is_local,
+            token=self._token or None,
+            endpoint=self._endpoint or None,
+        )
+
+    def _guarded(self, ask: Callable[[], T]) -> T:
+        """`ask()`, whose many kinds of failure (hub, HTTP, network, disk) all mean: not there."""
+        try:
+            return ask()
+        except BanyanError:
+            raise
+        except Exception as error:
+            raise self._told(error) from error
+
+    def _told(self, error: Exception) -> ModelError:
+        name = printable(self._source)
+        page = f"{self._endpoint or constants.ENDPOINT}/{repo_of(self._source)}"
+        if self._is_offline and any(self._repo_folder(repo_of(self._source)).glob("blobs/*")):
+            return ModelError(
+                f"{name!r} lies in the cache on this machine in part only",
+                hint="fetch the rest with network: banyan pull",
+            )
+        if self._is_offline:
+            return ModelError(
+                f"{name!r} is not in the cache on this machine, and --offline forbids fetching it",
+                hint="fetch it once with network, or name a folder",
+            )
+        if isinstance(error, GatedRepoError) or _status(error) == 403:
+            who = "the account of this HF_TOKEN" if self._token else "a stranger"
+            return ModelError(
+                f"{name!r} is gated: its makers want their terms accepted, and {who} is refused",
+                hint=f"accept them at {page}, then set HF_TOKEN or run: hf auth login",
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return ModelError(f"{name!r} has no such revision", hint="leave --revision out")
+        if isinstance(error, EntryNotFoundError):
+            return ModelError(f"{name!r}: {reason(error)}", hint=f"its files: {page}/tree/main")
+        if isinstance(error, RepositoryNotFoundError) or _status(error) == 401:
+            near = meant(self._source) or "check the name"
+            return ModelError(
+                f"the hub has no {repo_of(self._source)!r}, or keeps it private",
+                hint=f"{near}; for a private one set HF_TOKEN or run: hf auth login",
+            )
+        if _status(error) == 429:
+            return ModelError(
+                f"the hub answers {name!r} with 429: too many requests{_patience(error)}",
+                hint="try again then; an account's HF_TOKEN is allowed more",
+            )
+        return ModelError(
+            f"cannot fetch {name!r}: {reason(error)}",
+            hint="check the name, the network and HF_TOKEN; --offline uses what was fetched before",
+        )
+
+
+def cache_folder(model: LoadConfig, environment: Environment) -> Path:
+    """Where the hub's files lie on this machine."""
+    return Path(model.download_dir or environment.hf_cache or constants.HF_HUB_CACHE).expanduser()
+
+
+def repo_of(source: str) -> str:
+    """owner/name of owner/name/file."""
+    return printable("/".join(source.removeprefix("hf:").split("/")[:2]))
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the hub was not to be had, as opposed to having refused."""
+    status = _status(error)
+    if status is not None:
+        return status == 429 or status >= 500
+    return isinstance(error, HTTPError | OfflineModeIsEnabled | LocalEntryNotFoundError | OSError)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error's text, without the dot at its end."""
+    lines = str(error).strip().splitlines() or [""]
+    said = lines[0].strip()
+    if len(lines) > 1 and said.endswith("Error."):  # "404 Client Error." stands above the reason
+        said = next((line.strip() for line in lines[1:] if line.strip()), said)
+    return printable(said.rstrip(". ")) or type(error).__name__
+
+
+def _status(error: Exception) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def _patience(error: Exception) -> str:
+    if not isinstance(error, HfHubHTTPError):
+        return ""
+    said = str(error.response.headers.get("retry-after", ""))
+    return f", wait {said} s" if said.isdecimal() else ""
+
+
+def _belongs(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
+
+
+def _check_contents(repo: str, facts: ModelInfo) -> None:
+    """Ask what is there before anything large is fetched."""
+    names = [file.rfilename for file in facts.siblings or ()]
+    if any(name.endswith(_WEIGHTS[0]) for name in names):
+        return
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        raise ModelError(
+            f"{repo} holds GGUF files only: {printable(', '.join(gguf[:8]))}",
+            hint=f"name one of them: {repo}/{gguf[0]}",
+        )
+    if any(name.endswith(PICKLED) for name in names):
+        raise pickled(repo)
+    raise ModelError(f"{repo} holds no *.safetensors and no *.gguf")
+
+
+def _no_such_file(repo: str, name: str, facts: ModelInfo) -> ModelError:
+    gguf = [f.rfilename for f in facts.siblings or () if f.rfilename.endswith(".gguf")]
+    there = printable(", ".join(gguf[:8])) or "no GGUF file at all"
+    return ModelError(
+        f"{repo} has no file {printable(name)!r}; it has {there}",
+        hint=f"name one of them: {repo}/{gguf[0]}" if gguf else "name another repository",
+    )

@@ -1,0 +1,50 @@
+"""CacheGroup: layers that share one page geometry and one rule for what is kept.
+
+Knows no tensors; `runner/kvstore.py` gives the pages bytes.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+
+from banyan.model_config.model_config import FULL, STATE, WINDOW
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Geometry of one group on one rank.
+
+    Attributes:
+        kind: FULL | WINDOW | STATE.
+        page_tokens: tokens per page; for STATE the distance between checkpoints.
+        num_pages: pages in the pool, the padding page 0 included.
+        window: positions that a WINDOW layer reads, its own included.
+    """
+
+    kind: str
+    page_tokens: int
+    num_pages: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.kind in (FULL, WINDOW, STATE), self.kind
+        assert self.page_tokens > 0 and self.num_pages > 1
+        assert (self.window > 0) == (self.kind == WINDOW)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` positions of one request, nothing shared, nothing dropped."""
+        return 1 if self.kind == STATE else -(-tokens // self.page_tokens)
+
+    def first_read(self, start: int) -> int:
+        """Lowest position that a row starting at `start` reads in a WINDOW group."""
+        return max(0, start - self.window + 1)
+
+    def peak_pages(self, tokens: int, chunk: int) -> int:
+        """Most pages a request of `tokens` positions needs at once, in rows of at most `chunk`."""
+        if self.kind != WINDOW:
+            return self.pages_for(tokens)
+        return min(self.pages_for(tokens), self.pages_for(self.window + chunk) + 1)
+
+
+def unit_tokens(groups: tuple[CacheGroup, ...]) -> int:
+    """Tokens per radix node: a multiple of every group's page, so that a node is whole pages."""
+    return lcm(*(g.page_tokens for g in groups))

@@ -1,0 +1,296 @@
+"""FileStore: pages in files of a folder that several servers may share.
+
+    FOLDER/IDENTITY/ab/ab12….page     a page, in a segment that it shares with others (segments.py)
+    FOLDER/IDENTITY/new/PID-….tmp     the segment that is being filled
+
+A page's name is made when its bytes are written, so it is there as a whole or not at all. It is not
+flushed to the disk (`fsync` does): after a power failure files may be torn, which lengths and
+checksums tell. What is damaged is removed when it is read.
+
+The bound counts the files of all models in the folder. It is looked after by whoever writes: after
+every 1/16 of the bound that a server has written it counts anew, and removes those read or written
+longest ago until 15/16 are left. So N servers stay below the bound by themselves, and go beyond it
+by no more than N/16 of it together.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.kv_transfer.segments import PageIO, Segment, SystemIO, can_link, find_page, record_bytes
+from banyan.kv_transfer.store import Damaged, Missing, StoreOptions
+
+log = logger(__name__)
+
+_SHARES = 16
+"""The bound is looked after in such parts of it."""
+_SEGMENT_SHARES = 256
+"""A segment that holds more than such a part of the bound takes no further page."""
+_DEFAULT_BYTES = 16 << 30
+_TOUCH_S = 60.0
+"""A page read again within this time is not marked again as used."""
+_STALE_S = 600.0
+"""Files under way for longer were left by processes that died."""
+_SPILL = 5
+"""On a full disk, the part of the files that goes to make room: 1 / this."""
+
+
+class FileStore:
+    """
+    Args:
+        folder: made when it is not there.
+        identity: see `StoreOptions`.
+        capacity_bytes: bound of all files in the folder.
+        fsync: flush each page to the disk before it counts.
+        io: moves the bytes; None = calls of the system.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: bytes,
+        capacity_bytes: int,
+        fsync: bool = False,
+        io: PageIO | None = None,
+    ) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._home = folder / identity.hex()[:32]
+        self._new = self._home / "new"
+        self._place = f"{self._home}{os.sep}"
+        self._drafts = f"{self._new}{os.sep}{os.getpid()}-{secrets.token_hex(8)}"
+        self._capacity = capacity_bytes
+        self._fsync = fsync
+        self._io: PageIO = io or SystemIO()
+        self._number = 0
+        self._unseen = capacity_bytes
+        """Bytes that were perhaps written since the files were counted."""
+        self._segment: Segment | None = None
+        for made in (folder, self._home, self._new):  # `parents` are made for all to read
+            made.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._remove_stale()
+        self._is_shared = not fsync and can_link(self._draft())
+        if not (fsync or self._is_shared):
+            log.info(
+                "%s has no hard links: each page of the cache is a file",
+                printable(str(folder), 120),
+            )
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity
+
+    def has(self, name: bytes) -> bool:
+        return os.path.exists(self._path(name))
+
+    def read(self, name: bytes) -> memoryview:
+        path = self._path(name)
+        try:
+            content = self._content(path, name)
+        except FileNotFoundError:
+            raise Missing from None
+        if content is None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            raise Damaged(f"{path} is not the page that its name says; it was removed")
+        return memoryview(content)
+
+    def write(self, name: bytes, payload: bytes | memoryview) -> None:
+        path = self._path(name)
+        if os.path.exists(path):
+            return
+        size = record_bytes(name, len(payload))
+        self._keep_below(size)
+        try:
+            self._add(name, payload, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not self._shrink(self._used() * (_SPILL - 1) // _SPILL):
+                raise
+            self._add(name, payload, path)
+        self._unseen += size
+
+    def delete(self, name: bytes) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def close(self) -> None:
+        self._close_segment()
+        self._io.close()
+
+    # -- one page -----------------------------------------------------------------------------
+
+    def _path(self, name: bytes) -> str:
+        digest = name.hex()
+        return f"{self._place}{digest[:2]}{os.sep}{digest}.page"
+
+    def _content(self, path: str, name: bytes) -> bytes | None:
+        """A page; None for what is none, and no plain file."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            content = find_page(self._io, descriptor, found.st_size, self._identity, name)
+            if content is not None and time.time() - found.st_mtime > _TOUCH_S:
+                with suppress(OSError):  # of a folder that may only be read
+                    os.utime(descriptor)
+            return content
+        finally:
+            os.close(descriptor)
+
+    def _draft(self) -> str:
+        self._number += 1
+        return f"{self._drafts}-{self._number}.tmp"
+
+    def _add(self, name: bytes, payload: bytes | memoryview, path: str) -> None:
+        if self._segment is not None and not self._segment.takes(name):
+            self._close_segment()
+        if self._segment is None:
+            most = self._capacity // _SEGMENT_SHARES
+            self._segment = Segment(
+                self._draft(), self._identity, self._io, most, self._is_shared, self._fsync
+            )
+        try:
+            self._segment.add(name, payload, path)
+        except OSError:  # what follows must not lie behind half a page
+            self._close_segment()
+            raise
+        if self._fsync:
+            _sync_folder(os.path.dirname(path))
+
+    def _close_segment(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()
+
+    # -- the bound ----------------------------------------------------------------------------
+
+    def _keep_below(self, size: int) -> None:
+        if self._unseen + size <= self._capacity // _SHARES:
+            return
+        self._unseen = 0
+        self._shrink(self._capacity * (_SHARES - 1) // _SHARES - size)
+
+    def _used(self) -> int:
+        return sum(size for _, size, _ in self._files())
+
+    def _shrink(self, target: int) -> bool:
+        """Remove segments, those used longest ago first, until `target` bytes are left; whether any
+        was there to go."""
+        self._close_segment()  # else it would keep what it has
+        files = sorted(self._files())
+        used = sum(size for _, size, _ in files)
+        has_removed = False
+        for _, size, paths in files:
+            if used <= target:
+                break
+            for path in paths:
+                with suppress(OSError):  # another server may have removed it
+                    os.unlink(path)
+                    has_removed = True
+            used -= size
+        return has_removed
+
+    def _files(self) -> list[tuple[float, int, list[str]]]:
+        """(time of last use, bytes, paths of its pages) of every segment of every model in the
+        folder."""
+        found: dict[tuple[int, int], tuple[float, int, list[str]]] = {}
+        for model in _entries(self._folder):
+            for part in _entries(model.path):
+                for page in _entries(part.path):
+                    with suppress(OSError):  # it may go while the folder is read
+                        if page.name.endswith(".page"):
+                            at = page.stat(follow_symlinks=False)
+                            segment = (at.st_mtime, at.st_size, list[str]())
+                            found.setdefault((at.st_dev, at.st_ino), segment)[2].append(page.path)
+        return list(found.values())
+
+    def _remove_stale(self) -> None:
+        for draft in _entries(self._new):
+            with suppress(OSError):
+                if time.time() - draft.stat(follow_symlinks=False).st_mtime > _STALE_S:
+                    os.unlink(draft.path)
+
+
+def open_files(options: StoreOptions, io: PageIO | None = None) -> FileStore:
+    """The store of --hicache-storage-backend file.
+
+    Args:
+        io: see `FileStore`.
+
+    Extra keys: "path" (default ~/.cache/banyan/pages), "max_bytes" (default 16 GiB, or half of
+    what is free), "fsync".
+    """
+    extra = dict(options.extra)
+    path = extra.pop("path", "") or str(Path.home() / ".cache" / "banyan" / "pages")
+    limit, fsync = extra.pop("max_bytes", 0), extra.pop("fsync", False)
+    if extra:
+        raise ConfigError(
+            f"--hicache-storage-backend-extra-config has no {printable(next(iter(extra)), 60)!r}",
+            hint="path, max_bytes and fsync are what the file store takes",
+        )
+    if not isinstance(path, str) or isinstance(limit, bool) or not isinstance(limit, int):
+        raise ConfigError(
+            "--hicache-storage-backend-extra-config: path must be a text and max_bytes a number"
+        )
+    if not isinstance(fsync, bool):
+        raise ConfigError("--hicache-storage-backend-extra-config: fsync must be true or false")
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(folder)
+        capacity = limit or min(_DEFAULT_BYTES, shutil.disk_usage(folder).free // 2)
+        least = _SHARES * max(options.page_bytes, default=0)
+        if capacity < least:
+            raise ConfigError(
+                f"the cache store in {printable(path, 120)!r} may hold {capacity:,} bytes; "
+                f"{least:,} are {_SHARES} pages, the least that is of use",
+                hint="give max_bytes more, or name another path",
+            )
+        return FileStore(folder, options.identity, capacity, fsync, io)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache store cannot use {printable(path, 120)!r}: {error.strerror}",
+            hint="name a folder that can be written, as path in "
+            "--hicache-storage-backend-extra-config",
+        ) from None
+
+
+def _check_owner(folder: Path) -> None:
+    """What lies in the folder becomes part of answers: nobody else may write there."""
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"the cache store in {printable(str(folder), 120)!r} can be written by others",
+            hint="name a folder of your own that only you can write (chmod 700)",
+        )
+
+
+def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:  # no folder, or gone by now
+        return []
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

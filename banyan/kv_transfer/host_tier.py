@@ -1,0 +1,89 @@
+"""HostTier: pages of a device in memory of the host, those used longest ago go first; behind it
+perhaps a store that outlives the process, which gets every page as well.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from banyan.kv_transfer.store import Missing, Store
+
+Allocate = Callable[[int], np.ndarray]
+"""Memory of so many bytes, [n] uint8, that a device reads and writes quickest."""
+
+
+class HostTier:
+    """Satisfies Store.
+
+    Args:
+        capacity_bytes: of all pages; one that is larger is not kept.
+        behind: what else keeps them; None = nothing.
+    """
+
+    def __init__(self, capacity_bytes: int, allocate: Allocate, behind: Store | None) -> None:
+        self._capacity = capacity_bytes
+        self._allocate = allocate
+        self._behind = behind
+        self._pages: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        """Those used last are at the end."""
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity
+
+    def has(self, name: bytes) -> bool:
+        with self._lock:
+            if name in self._pages:
+                return True
+        return self._behind is not None and self._behind.has(name)
+
+    def read(self, name: bytes) -> bytes | memoryview:
+        with self._lock:
+            page = self._pages.get(name)
+            if page is not None:
+                self._pages.move_to_end(name)
+                return page.data
+        if self._behind is None:
+            raise Missing
+        payload = self._behind.read(name)
+        self._keep(name, payload)
+        return payload
+
+    def write(self, name: bytes, payload: bytes | memoryview) -> None:
+        self._keep(name, payload)
+        if self._behind is not None:
+            self._behind.write(name, payload)
+
+    def delete(self, name: bytes) -> None:
+        with self._lock:
+            page = self._pages.pop(name, None)
+            self._used -= 0 if page is None else len(page)
+        if self._behind is not None:
+            self._behind.delete(name)
+
+    def close(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._used = 0
+        if self._behind is not None:
+            self._behind.close()
+
+    def _keep(self, name: bytes, payload: bytes | memoryview) -> None:
+        size = len(payload)
+        if size > self._capacity:
+            return
+        with self._lock:
+            if name in self._pages:
+                self._pages.move_to_end(name)
+                return
+            while self._used + size > self._capacity:
+                _, gone = self._pages.popitem(last=False)
+                self._used -= len(gone)
+            page = self._allocate(size)
+            page[:] = np.frombuffer(payload, np.uint8)
+            self._pages[name] = page
+            self._used += size

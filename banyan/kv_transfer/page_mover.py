@@ -1,0 +1,280 @@
+"""Mover: carries pages between the device and a store, on threads of its own.
+
+Each end is told once, through `ended`. A page that cannot be read or written is a failed copy; the
+log hears of the first of its kind, so that a store that is gone does not fill it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+
+from banyan.base.ids import PageId
+from banyan.base.log import logger
+from banyan.kv_transfer.store import Damaged, Missing, Store
+from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
+from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
+
+log = logger(__name__)
+
+_TOLD_AT_ONCE = 16
+"""Pages whose coming is told together: each word wakes the engine."""
+_GRACE_S = 0.3
+"""For the page that a thread is at, when the engine ends."""
+LOOKED_UP, READ, WRITTEN = "looked up", "read", "written"
+_INSTEAD = {
+    LOOKED_UP: "prompts are computed instead",
+    READ: "their tokens are computed instead",
+    WRITTEN: "they are not kept",
+}
+
+
+class Pages(Protocol):
+    """The pages on the device (runner/kvstore.py)."""
+
+    @property
+    def groups(self) -> Sequence[object]: ...
+    def page_bytes(self, group: int) -> int: ...
+    def take(self, group: int, page: PageId) -> np.ndarray: ...
+    def put(self, group: int, page: PageId, payload: np.ndarray) -> None: ...
+
+
+class PageMover(Protocol):
+    """Carries pages beyond the device. Everything that begins ends, and is told once."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is anywhere to carry pages to."""
+        ...
+
+    def start(self, copies: list[PageCopy]) -> None:
+        """Begin the copies that do not stay on the device, in order. Returns once the bytes of
+        pages that go away are taken."""
+        ...
+
+    def look(self, lookups: list[Lookup]) -> None: ...
+    def obey(self, orders: list[KVTransferOp]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]: ...
+    def close(self) -> None: ...
+
+
+class Lane(Protocol):
+    """Does one thing after another, elsewhere."""
+
+    def do(self, work: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+    def join(self, timeout_s: float) -> bool:
+        """Wait for what it is at; whether that has ended."""
+        ...
+
+
+class Mover:
+    """
+    Args:
+        pages: in the host's memory.
+        store: None = none is attached yet; copies to and from it fail.
+        wake: called from the threads whenever something has ended.
+        open_lane: opens the lanes for lookups, reads and writes.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        store: Store | None,
+        wake: Callable[[], None],
+        open_lane: Callable[[str], Lane] | None = None,
+    ) -> None:
+        self._pages = pages
+        self._wake = wake
+        self._open_lane: Callable[[str], Lane] = open_lane or _Thread
+        self._ended: SimpleQueue[CopyResult | Held | KVTransferEvent] = SimpleQueue()
+        self._carrier: _Carrier | None = None
+        if store is not None:
+            self.attach(store)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a store."""
+        return self._carrier is not None
+
+    def page_bytes(self) -> list[int]:
+        """Of one page of each group, as a store has it."""
+        return [self._pages.page_bytes(group) for group in range(len(self._pages.groups))]
+
+    def attach(self, store: Store) -> None:
+        """Carry pages to and from `store`, from here on its only user. Nothing is under way."""
+        assert self._carrier is None
+        self._carrier = _Carrier(self._pages, store, self._end, self._open_lane)
+
+    def detach(self) -> None:
+        """Let go of the store; what waits is not begun, and is not told."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
+
+    def start(self, copies: list[PageCopy]) -> None:
+        """Begin the copies to and from the store, in order. Returns once the bytes of pages that
+        go to the store are taken."""
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.start(copies)
+        elif failed := [copy.id for copy in copies if not copy.is_on_device]:
+            self._end(CopyResult(ids=[], failed=failed))
+
+    def look(self, lookups: list[Lookup]) -> None:
+        """Answer lookups, in order."""
+        carrier = self._carrier
+        for lookup in lookups:
+            if carrier is None:
+                self._end(Held(lookup.id, 0))
+            else:
+                carrier.look(lookup)
+
+    def obey(self, orders: list[KVTransferOp]) -> None:
+        """A store has no rooms."""
+        assert not orders
+
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
+        """What has ended since the last call."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """End the threads; what waits is not begun, and what hangs is left behind."""
+        self.detach()
+
+    def _end(self, result: CopyResult | Held) -> None:
+        self._ended.put(result)
+        self._wake()
+
+
+class _Carrier:
+    """What carries pages to and from one store. `end` is called from its threads."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        store: Store,
+        end: Callable[[CopyResult | Held], None],
+        open_lane: Callable[[str], Lane],
+    ) -> None:
+        self._pages = pages
+        self._store = store
+        self._end = end
+        self._groups = len(pages.groups)
+        self._told: dict[str, None] = {}
+        self._lanes = [open_lane(name) for name in ("store-look", "store-read", "store-write")]
+
+    def start(self, copies: list[PageCopy]) -> None:
+        _, read, write = self._lanes
+        taken: list[tuple[PageCopy, np.ndarray]] = []
+        wanted: list[PageCopy] = []
+        refused: list[int] = []
+        for copy in copies:
+            if copy.is_on_device:
+                continue
+            if copy.src.tier == DEVICE and copy.when == "before":
+                taken.append((copy, self._pages.take(copy.group, copy.src.page)))
+            elif copy.dst.tier == DEVICE and copy.when == "before":
+                wanted.append(copy)
+            else:
+                refused.append(copy.id)
+        if refused:
+            self._end(CopyResult(ids=[], failed=refused))
+        if taken:
+            write.do(lambda: self._write(taken))
+        for first in range(0, len(wanted), _TOLD_AT_ONCE):
+            read.do(lambda some=wanted[first : first + _TOLD_AT_ONCE]: self._read(some))
+
+    def look(self, lookup: Lookup) -> None:
+        self._lanes[0].do(lambda: self._look(lookup))
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        if all([lane.join(_GRACE_S) for lane in self._lanes]):
+            self._store.close()  # else something still runs in it
+
+    def _look(self, lookup: Lookup) -> None:
+        count = 0
+        try:
+            for key in lookup.keys:
+                if not all(self._store.has(_name(g, key)) for g in range(self._groups)):
+                    break
+                count += 1
+        except Exception as error:
+            self._tell(LOOKED_UP, error)
+        self._end(Held(lookup.id, count))
+
+    def _read(self, copies: list[PageCopy]) -> None:
+        began = time.perf_counter()
+        ids, failed = list[int](), list[int]()
+        for copy in copies:
+            (ids if self._has_read(copy) else failed).append(copy.id)
+        self._end(CopyResult(ids, failed, time.perf_counter() - began if ids else 0.0))
+
+    def _has_read(self, copy: PageCopy) -> bool:
+        try:
+            payload = np.frombuffer(self._store.read(_name(copy.group, copy.src.key)), np.uint8)
+            wanted = self._pages.page_bytes(copy.group)
+            if len(payload) != wanted:
+                raise Damaged(f"a page of {len(payload)} bytes, not {wanted}")
+            self._pages.put(copy.group, copy.dst.page, payload)
+        except Missing:
+            return False
+        except Exception as error:
+            self._tell(READ, error)
+            return False
+        return True
+
+    def _write(self, pages: list[tuple[PageCopy, np.ndarray]]) -> None:
+        ids, failed = list[int](), list[int]()
+        for copy, payload in pages:
+            try:
+                self._store.write(_name(copy.group, copy.dst.key), payload.data)
+                ids.append(copy.id)
+            except Exception as error:
+                self._tell(WRITTEN, error)
+                failed.append(copy.id)
+        self._end(CopyResult(ids, failed))
+
+    def _tell(self, what: str, error: Exception) -> None:
+        kind = f"{what} {type(error).__name__}"
+        if kind not in self._told:
+            self._told[kind] = None
+            log.warning(
+                "pages of the cache store cannot be %s (%s: %s); %s, and this is not told again",
+                *(what, type(error).__name__, error, _INSTEAD[what]),
+            )
+
+
+class _Thread:
+    """A lane that is a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if not self._is_closed:
+                work()
+
+
+def _name(group: int, key: bytes) -> bytes:
+    return bytes((group,)) + key

@@ -1,0 +1,235 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
+
+The cache keeps one latent vector and one rotated key of each token for all heads. The matrices that
+would expand it to keys and values per head are moved to the other side of the products: queries are
+brought into the latent space, and values leave it after the weighted sum.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from banyan.layers.build import Build
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache
+from banyan.layers.indexer import Indexer, index_cache
+from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.norm import RMSNorm
+from banyan.layers.rotary import Angles
+from banyan.layers.step_inputs import LatentSpec, StepInputs
+from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot
+from banyan.model_config.model_config import LatentFacts
+from banyan.ops.packed import PackedHeadLinear
+from banyan.ops.pages import stored_width
+from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.parallel.groups import Group
+
+_WHOLE = {"": ShardRule()}
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of a latent attention block over all ranks."""
+
+    layer: int
+    dim: int
+    heads: int
+    facts: LatentFacts
+    scale: float
+    norm_eps: float
+    has_bias: bool = False
+
+
+Tell = Callable[[str, StoredWeight], None]
+"""Hears of a part of the prologue, as `LatentPrologue.take`."""
+
+
+class ToldLinear(ColumnLinear):
+    """A projection of one part, of whose weight somebody else is told too."""
+
+    part = ""
+    tell: Tell | None = None
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        super().fill(slot, parts)
+        if slot == "weight" and self.tell is not None:
+            self.tell(self.part, self.rules[""].cut(parts[0], self.group))
+
+
+class HeadExpansion(Layer):
+    """The matrix that expands latents to keys and values, kept as two matrices per head.
+
+    Filled with the checkpoint's [heads · (plain_dim + value_dim), rank].
+    """
+
+    tell: Tell | None = None
+
+    def __init__(self, shape: LatentShape, build: Build) -> None:
+        super().__init__()
+        self.group = build.groups.attention
+        self.facts = shape.facts
+        head = shape.facts.plain_dim + shape.facts.value_dim
+        self.shape = (shape.heads * head, shape.facts.rank)
+        self.rule = ShardRule(0, head)
+        self.ops = build.ops
+        self.into: PackedHeadLinear | None = None
+        """[heads, rank, plain_dim] once filled: queries into the latent space."""
+        self.back: PackedHeadLinear | None = None
+        """[heads, value_dim, rank] once filled."""
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": WeightSlot({"": self.shape}, {"": self.rule}, self.group)}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        facts, mine = self.facts, self.rule.cut(parts[0], self.group)
+        heads = mine.dense.view(-1, facts.plain_dim + facts.value_dim, facts.rank)
+        keys, values = heads.split([facts.plain_dim, facts.value_dim], dim=1)
+        is_in_blocks = not STORAGE_TYPES[parts[0].type].is_float
+        self.into, self.back = (
+            self.ops.pack_head_linear(StoredWeight.from_tensor(part), is_in_blocks)
+            for part in (keys.transpose(1, 2), values)
+        )
+        if self.tell is not None:
+            self.tell(KEYS, StoredWeight.from_tensor(keys))
+
+    def narrow(self, q: Tensor) -> Tensor:
+        """[tokens, heads, plain_dim] -> [tokens, heads, rank]"""
+        assert self.into is not None
+        return self.into(q)
+
+    def widen(self, attended: Tensor) -> Tensor:
+        """[tokens, heads, rank] -> [tokens, heads, value_dim]"""
+        assert self.back is not None
+        return self.back(attended)
+
+
+class LatentAttention(Caching):
+    def __init__(self, shape: LatentShape, build: Build) -> None:
+        super().__init__()
+        facts, group, bias = shape.facts, build.groups.attention, shape.has_bias
+        self.facts = facts
+        self.ops = build.ops
+        norm_eps = facts.norm_eps or shape.norm_eps
+        head = facts.plain_dim + facts.rope_dim
+        first, last = ShardRule(0, head).span(shape.heads * head, group)
+        self.heads = (last - first) // head
+        self.spec = LatentSpec(shape.layer, shape.scale, facts.index_top)
+        self.indexer = Indexer(shape.dim, facts, build) if facts.index_heads else None
+        self.cache = _cache(shape, build)
+        self.squeeze: ToldLinear | None = None
+        if facts.query_rank:
+            outputs = {"": facts.query_rank}
+            self.squeeze = ToldLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
+            self.query_norm = RMSNorm(facts.query_rank, norm_eps, build)
+        self.query = ToldLinear(
+            facts.query_rank or shape.dim,
+            {"": shape.heads * head},
+            {"": ShardRule(0, head)},
+            False,
+            group,
+            build,
+            turning={"": Turning(head, facts.plain_dim, facts.rope_dim)},
+            pieces={"": (facts.plain_dim, facts.rope_dim)},
+        )
+        kept = facts.rank + facts.rope_dim
+        self.latent = ToldLinear(
+            shape.dim,
+            {"": kept},
+            _WHOLE,
+            bias,
+            Group(),
+            build,
+            turning={"": Turning(kept, facts.rank, facts.rope_dim)},
+        )
+        self.latent_norm = RMSNorm(facts.rank, norm_eps, build)
+        self.expansion = HeadExpansion(shape, build)
+        rule = ShardRule(1, facts.value_dim)
+        self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
+        self.prologue = build.ops.open_prologue(_prologue_shape(shape, self.heads, build))
+        self.is_fused = False
+        """The prologue does it all, and alone has the weights for it."""
+        if self.prologue is not None:
+            assert self.squeeze is not None
+            told = ((SQUEEZE, self.squeeze), (QUERY, self.query), (LATENT, self.latent))
+            for part, layer in told:
+                layer.part, layer.tell = part, self._take
+            self.expansion.tell = self._take
+
+    def _take(self, part: str, weight: StoredWeight) -> None:
+        assert self.prologue is not None and self.squeeze is not None
+        self.prologue.take(part, weight)
+        self.is_fused = self.prologue.is_ready()
+        if self.is_fused:  # nobody else multiplies with these
+            self.squeeze.weight = self.query.weight = self.latent.weight = None
+            self.expansion.into = None
+
+    def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
+        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None where
+        nothing rotates; returns [tokens, dim]."""
+        kept: tuple[Tensor, Tensor] | None = None
+        if self.is_fused:
+            q, turned, squeezed = self._together(x, angles, step)
+        else:
+            q, turned, squeezed, kept = self._one_by_one(x, angles)
+        indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)
+        attended = step.attention.latent(self.spec, q, turned, kept, indexed)
+        values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
+        return self.out(values.flatten(1))
+
+    def _together(
+        self, x: Tensor, angles: Angles | None, step: StepInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.prologue is not None
+        pages, locations = step.attention.latent_pages(self.spec.layer)
+        gammas = (self.query_norm.weight, self.latent_norm.weight)
+        return self.prologue(x, gammas, angles, pages, locations)
+
+    def _one_by_one(
+        self, x: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Queries in the latent space, turned ones, squeezed ones; latent and key to keep."""
+        facts, ops = self.facts, self.ops
+        squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
+        widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]
+        plain, turned = self.query(squeezed).split(widths, dim=-1)
+        plain = plain.unflatten(-1, (self.heads, facts.plain_dim))  # [tokens, heads, plain_dim]
+        turned = turned.unflatten(-1, (self.heads, facts.rope_dim))
+        latent, key = self.latent(x).split([facts.rank, facts.rope_dim], dim=-1)
+        key = key.unsqueeze(1)
+        if angles is not None:
+            turned, key = ops.rotary(turned, key, *angles)
+        q = self.expansion.narrow(plain)  # [tokens, heads, rank]
+        return q, turned, squeezed, (self.latent_norm(latent), key.squeeze(1))
+
+
+def _prologue_shape(shape: LatentShape, heads: int, build: Build) -> PrologueShape:
+    facts = shape.facts
+    eps = facts.norm_eps or shape.norm_eps
+    obstacles = {
+        "projections have biases": shape.has_bias,
+        "adapters may lie beside projections": build.adapters is not None,
+        "ranks compute shares of a step": build.groups.divided is not None,
+    }
+    return PrologueShape(
+        dim=shape.dim,
+        query_rank=facts.query_rank,
+        heads=heads,
+        rank=facts.rank,
+        plain_dim=facts.plain_dim,
+        rope_dim=facts.rope_dim,
+        query_eps=eps,
+        latent_eps=eps,
+        reads_squeezed=facts.index_heads > 0,
+        obstacle=next((why for why, is_so in obstacles.items() if is_so), ""),
+    )
+
+
+def _cache(shape: LatentShape, build: Build) -> LayerCache:
+    """One vector and one rotated key for all heads; every rank keeps all of it."""
+    dtype = build.ops.cache_dtype
+    widths = {"latent": shape.facts.rank, "key": shape.facts.rope_dim}
+    kept = {name: CacheTensor((stored_width(w, dtype),), dtype) for name, w in widths.items()}
+    if shape.facts.index_heads:
+        kept |= index_cache(shape.facts, build)
+    return LayerCache(shape.layer, kept)

@@ -1,0 +1,130 @@
+"""Adapters that operators name: where each is, and its configuration, whatever form it is stored
+in."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.json_types import is_object, unique_json
+from banyan.base.log import printable
+from banyan.lora.adapter_config import CONFIG, WEIGHTS, AdapterConfig
+from banyan.lora.adapter_gguf import read_gguf
+from banyan.lora.adapter_peft import read_peft
+from banyan.lora.adapter_tokens import highest_token
+
+
+def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:
+    """The configuration of the adapter in a folder as PEFT saves it, or in a GGUF file.
+
+    Args:
+        max_rank: highest that may be served; 0 = any.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be served; says which and why.
+    """
+    folder = printable(path, 200)
+    is_file = os.path.isfile(path)
+    if is_file and not path.endswith(".gguf") or not is_file and not os.path.isdir(path):
+        what = "a file of another kind" if is_file else "it is not a folder"
+        raise ConfigError(
+            f"no adapter at {folder!r}: {what}",
+            hint=f"name a folder that holds {CONFIG} and {WEIGHTS}, or a GGUF file; nothing is "
+            "downloaded",
+        )
+    try:
+        adapter_config = read_gguf(path) if is_file else read_peft(path)
+    except ModelError as error:
+        raise ConfigError(error.text, hint=error.hint) from None
+    if max_rank and adapter_config.rank > max_rank:
+        raise ConfigError(
+            f"adapter {folder!r} has rank {adapter_config.rank}, --max-lora-rank is {max_rank}",
+            hint="raise it, or leave it out to serve what --lora-paths names",
+        )
+    return adapter_config
+
+
+def names_token(folder: str, token: int) -> bool:
+    """Whether the tokenizer in a model's folder has tokens up to that id; no where the model is a
+    file."""
+    return os.path.isdir(folder) and token <= highest_token(folder)
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """An adapter that an operator has named.
+
+    Attributes:
+        is_pinned: it stays in memory.
+    """
+
+    name: str
+    path: str
+    is_pinned: bool = False
+
+
+_NAME = re.compile(r"[\w./+@-]{1,128}")
+
+
+def checked_name(name: str) -> str:
+    """A name that requests can use; ConfigError for any other."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"{printable(repr(name), 100)} cannot name an adapter",
+            hint="use 1 to 128 letters, digits and _ . / + @ -",
+        )
+    return name
+
+
+def named_adapters(words: tuple[str, ...]) -> tuple[AdapterPlace, ...]:
+    """What --lora-paths names: NAME=PATH, PATH, or JSON with lora_name, lora_path and pinned.
+
+    Raises:
+        ConfigError: a word is none of them, or two have one name.
+    """
+    found: dict[str, AdapterPlace] = {}
+    for word in words:
+        place = _from_json(word) if word.startswith("{") else _from_word(word)
+        if place.name in found:
+            raise ConfigError(
+                f"--lora-paths names two adapters {place.name!r}", hint="name them apart"
+            )
+        found[place.name] = place
+    return tuple(found.values())
+
+
+def _from_word(word: str) -> AdapterPlace:
+    name, mark, path = word.partition("=")
+    path = path if mark else word
+    if not path:
+        raise ConfigError(
+            f"--lora-paths {printable(word, 80)!r} names no folder", hint="write NAME=FOLDER"
+        )
+    return AdapterPlace(checked_name(name if mark else _stem(word)), os.path.abspath(path))
+
+
+def _stem(path: str) -> str:
+    return path.rstrip("/") if _NAME.fullmatch(path) and ".." not in path else _last(path)
+
+
+def _last(path: str) -> str:
+    return os.path.basename(os.path.abspath(path))
+
+
+def _from_json(word: str) -> AdapterPlace:
+    try:
+        raw: object = unique_json(word)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--lora-paths {printable(word, 80)!r} is not JSON: {printable(str(error))}"
+        ) from None
+    known = {"lora_name": str, "lora_path": str, "pinned": bool}
+    if not is_object(raw) or not {"lora_name", "lora_path"} <= set(raw) <= set(known):
+        raise ConfigError(
+            f"--lora-paths {printable(word, 80)!r} must have lora_name, lora_path and, if you "
+            "like, pinned"
+        )
+    if wrong := [key for key, value in raw.items() if type(value) is not known[key]]:
+        raise ConfigError(f"--lora-paths: {wrong[0]} must be a {known[wrong[0]].__name__}")
+    path = os.path.abspath(str(raw["lora_path"]))
+    return AdapterPlace(checked_name(str(raw["lora_name"])), path, bool(raw.get("pinned")))

@@ -1,0 +1,309 @@
+"""Adapters in PEFT's form: a folder with a configuration and safetensors. Reads headers, no
+tensors, and says of what is not served why.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.json_types import is_list, is_object
+from banyan.base.log import printable
+from banyan.formats.safetensors import SafetensorsFile
+from banyan.lora.adapter_config import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    MAX_RANK,
+    WEIGHTS,
+    AdapterConfig,
+    LowRank,
+    Whole,
+    check_types,
+)
+from banyan.lora.adapter_stacks import is_stack, named_stacks, stacked
+from banyan.lora.adapter_tokens import highest_token, module_of_tokens, token_rows
+from banyan.model_config.facts import Facts, read_json
+
+_MAX_PATTERNS = 4096
+_PICKLED = ("adapter_model.bin", "adapter_model.pt")
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_WHOLE = re.compile(r"(.+?)(\.base_layer)?\.weight")
+_BIAS = re.compile(r"(.+?)(?:\.base_layer)?\.bias")
+_CONVERSION = (
+    "it is never opened, as a pickle may run anything: where you trust it, run python -c "
+    '"import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, '
+    "v in torch.load('adapter_model.bin').items()}, 'adapter_model.safetensors')\" in that folder"
+)
+_ABSENT_FEATURES = {
+    "use_qalora": "QA-LoRA pools the inputs of its matrices",
+    "lora_bias": "its matrices have biases",
+    "fan_in_fan_out": "its matrices are transposed",
+    "layer_replication": "it adds layers to the base",
+    "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
+    "megatron_config": "it belongs to Megatron's layers",
+    "arrow_config": "its parts are chosen for each token",
+    "use_bdlora": "its matrices are made of blocks",
+    "monteclora_config": "its matrices are drawn at random",
+}
+"""Keys that ask for what is not computed here, and what they ask for."""
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that change the base's weights too."""
+
+
+def read_peft(path: str) -> AdapterConfig:
+    """The configuration of the adapter in a folder.
+
+    Raises:
+        ConfigError, ModelError: one that cannot be served; says which and why.
+    """
+    folder = printable(path, 200)
+    _check_files(path, folder)
+    raw = read_json(os.path.join(path, CONFIG), is_needed=True)
+    facts = Facts(raw, os.path.join(path, CONFIG))
+    _check_kind(facts, raw, folder)
+    with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
+        modules, saved, tokens = _modules(file, _Scales(facts), folder, facts)
+        tokens = token_rows(file, tokens, raw, folder)
+        size = file.size_bytes
+    base = facts.text("base_model_name_or_path", "")
+    brought = (_claimed(raw), saved, _stacked(raw), tokens, highest_token(path))
+    adapter_config = AdapterConfig(path, base, modules, size, "safetensors", *brought)
+    if raw.get("ensure_weight_tying") and adapter_config.kinds & {EMBEDDING, HEAD}:
+        raise ConfigError(
+            f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
+            f"one of {EMBEDDING} and {HEAD} counts for the other too",
+            hint="merge it into the weights",
+        )
+    return adapter_config
+
+
+def _check_files(path: str, folder: str) -> None:
+    there = set(os.listdir(path))
+    if WEIGHTS in there and CONFIG in there:
+        return
+    if pickled := next((name for name in _PICKLED if name in there), None):
+        raise ConfigError(f"adapter {folder!r} has a pickle, {pickled}: {_CONVERSION}")
+    missing = CONFIG if CONFIG not in there else WEIGHTS
+    if missing == CONFIG and "config.json" in there:
+        raise ConfigError(
+            f"{folder!r} holds a whole model, no adapter: {CONFIG} is missing",
+            hint="name it by --model-path",
+        )
+    raise ConfigError(
+        f"adapter {folder!r} lacks {missing}",
+        hint="name a folder in the form of PEFT's save_pretrained",
+    )
+
+
+def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
+    kind = facts.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise ConfigError(
+            f"adapter {folder!r} is of type {printable(kind, 40)}; only LORA is served",
+            hint="merge it into the weights",
+        )
+    for key, what in _ABSENT_FEATURES.items():
+        if raw.get(key):
+            raise ConfigError(
+                f"adapter {folder!r}: {key} is not available here: {what}",
+                hint="merge it into the weights",
+            )
+    bias = facts.text("bias", "none")
+    if bias != "none":
+        raise ConfigError(
+            f"adapter {folder!r}: bias {printable(bias, 20)!r} is not available here: it changes "
+            "the base's biases",
+            hint="merge it into the weights",
+        )
+    start = str(raw.get("init_lora_weights"))
+    if start.startswith(_OTHER_BASES):
+        raise ConfigError(
+            f"adapter {folder!r}: init_lora_weights {printable(start, 40)!r} changes the base's "
+            "weights too, which others share",
+            hint="save it with path_initial_model_for_weight_conversion, which makes a plain one",
+        )
+
+
+class _Scales:
+    """Rank and scale of each projection, as the configuration has them."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._rank = facts.integer("r", 1, MAX_RANK, 8)
+        self._alpha = facts.number("lora_alpha", -1e9, 1e9, 8)
+        self._is_stabilised = facts.flag("use_rslora", default=False)
+        self._ranks = _patterns(facts, "rank_pattern")
+        self._alphas = _patterns(facts, "alpha_pattern")
+
+    def of(self, module: str) -> tuple[int, float, float]:
+        """Rank, alpha and the factor that they come to."""
+        rank = int(_matching(self._ranks, module, self._rank))
+        alpha = _matching(self._alphas, module, self._alpha)
+        return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
+
+
+def _patterns(facts: Facts, key: str) -> dict[str, float]:
+    part = facts.part(key)
+    raw = facts.any(key)
+    if part is None or not is_object(raw):
+        return {}
+    if len(raw) > _MAX_PATTERNS:
+        raise ConfigError(f"{key} has {len(raw):,} entries, limit {_MAX_PATTERNS:,}")
+    low = 1 if key == "rank_pattern" else -1e9
+    return {name: part.number(name, low, 1e9) for name in raw}
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that is the end of the name; "^" in front: all of it.
+
+    Only plain names are patterns here, behind ".*\\." too, which PEFT writes for stacked experts: a
+    stranger's regular expression is not run.
+    """
+    for pattern, value in patterns.items():
+        plain = pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$")
+        plain = plain.replace("\\.", ".")
+        if not re.fullmatch(r"[\w.-]+", plain):
+            raise ConfigError(
+                f"rank_pattern and alpha_pattern: {printable(pattern, 80)!r} is a regular "
+                "expression; only names of modules are read",
+                hint="write the modules out",
+            )
+        is_whole = pattern[:1] == "^" and not pattern.startswith("^.*")
+        ends = module == plain or (not is_whole and module.endswith("." + plain))
+        if ends:
+            return value
+    return default
+
+
+def _modules(
+    file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
+) -> tuple[dict[str, LowRank], dict[str, Whole], dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    tokens: dict[str, str] = {}
+    whole: dict[str, Whole] = {}
+    biases: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in file.tensors:
+        short = name.removeprefix(_PREFIX)
+        if short == name:
+            unknown.append(name)
+        elif match := _MATRIX.fullmatch(short):
+            found.setdefault(match.group(1), {})[match.group(2)] = name
+        elif match := _MAGNITUDE.fullmatch(short):
+            found.setdefault(match.group(1), {})["magnitude"] = name
+        elif module := module_of_tokens(short):
+            tokens[module] = name
+        elif match := _WHOLE.fullmatch(short):
+            is_copy = match.group(2) is not None
+            whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
+            check_types((file.tensors[name],), folder)
+        elif match := _BIAS.fullmatch(short):
+            biases[match.group(1)] = name
+        else:
+            unknown.append(name)
+    unknown += [name for module, name in biases.items() if module not in whole]
+    if unknown:
+        raise ConfigError(
+            f"adapter {folder!r}: {len(unknown)} tensors are no matrices of LoRA, magnitudes or "
+            f"weights: {_first(unknown)}",
+            hint="merge it into the weights",
+        )
+    if not found and not whole and not tokens:
+        raise ConfigError(f"adapter {folder!r} has no tensors", hint="save it again")
+    has_gains = facts.flag("use_dora", default=False)
+    odd = [name for name, both in found.items() if ("magnitude" in both) != has_gains]
+    if odd:
+        raise ConfigError(
+            f"adapter {folder!r}: use_dora is {str(has_gains).lower()}, and {len(odd)} projections "
+            f"have {'no ' if has_gains else 'a '}magnitude: {_first(odd)}",
+            hint="the configuration and the weights do not belong together",
+        )
+    for module, name in biases.items():
+        whole[module] = _with_bias(file, whole[module], name, folder)
+    found = named_stacks(file, found, _parameters(facts), folder)
+    modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
+    return modules, whole, tokens
+
+
+def _with_bias(file: SafetensorsFile, whole: Whole, name: str, folder: str) -> Whole:
+    bias = file.tensors[name]
+    check_types((bias,), folder)
+    if bias.shape != whole.shape[:1]:
+        raise ConfigError(
+            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and the "
+            f"weight beside it {list(whole.shape)}",
+            hint="save or download it again",
+        )
+    return replace(whole, bias=name)
+
+
+def _low_rank(
+    file: SafetensorsFile, module: str, both: Mapping[str, str], scales: _Scales, folder: str
+) -> LowRank:
+    shown = printable(module, 100)
+    if lacking := next((part for part in "AB" if part not in both), ""):
+        raise ConfigError(
+            f"adapter {folder!r} lacks lora_{lacking} of {shown}", hint="save or download it again"
+        )
+    down, up = file.tensors[both["A"]], file.tensors[both["B"]]
+    check_types((down, up), folder)
+    rank, alpha, scale = scales.of(module)
+    if is_stack(module) or len(down.shape) == 3:
+        return stacked(module, (down, up), (rank, alpha, scale), folder)
+    shapes = (down.shape, up.shape)
+    fits = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] == rank
+    if not fits or not down.shape[1] or not up.shape[0]:
+        raise ConfigError(
+            f"adapter {folder!r}: {shown} has matrices of {list(shapes[0])} and {list(shapes[1])}, "
+            f"its configuration says rank {rank}",
+            hint="the configuration and the weights do not belong together",
+        )
+    names = (both["A"], both["B"])
+    magnitude = both.get("magnitude", "")
+    if magnitude:
+        check_types((file.tensors[magnitude],), folder)
+        if file.tensors[magnitude].shape != up.shape[:1]:
+            raise ConfigError(
+                f"adapter {folder!r}: {shown} has {up.shape[0]} outputs and magnitudes of "
+                f"{list(file.tensors[magnitude].shape)}",
+                hint="save or download it again",
+            )
+    return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type, magnitude)
+
+
+def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """Names that the configuration says it adapts in every layer."""
+    narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if any(raw.get(key) not in (None, []) for key in narrowed):
+        return ()
+    claimed = raw.get("target_modules")
+    if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+        return ()
+    return tuple(name for name in claimed if isinstance(name, str) and name.isidentifier())
+
+
+def _parameters(facts: Facts) -> tuple[str, ...]:
+    """Names of parameters that it adapts, or ends of them."""
+    claimed = facts.any("target_parameters")
+    if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+        return ()
+    return tuple(name for name in claimed if isinstance(name, str))
+
+
+def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """The same, of those that it adapts in every layer: a name with a number is of one."""
+    narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    claimed = raw.get("target_parameters")
+    is_narrow = any(raw.get(key) not in (None, []) for key in narrowed)
+    if is_narrow or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+        return ()
+    names = [name.split(".") for name in claimed if isinstance(name, str)]
+    return tuple({name[-1] for name in names if not any(part.isdecimal() for part in name)})
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(printable(name, 120) for name in names[:3]) + more

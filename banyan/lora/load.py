@@ -1,0 +1,303 @@
+"""From an adapter's tensors to this rank's share of them, by projection of the model.
+
+Knows names, files and cuts; what is done with the matrices is the op's. An adapter fits wholly or
+not at all: every tensor has its projection, and every projection that it claims has its tensors.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.families import FAMILIES
+from banyan.formats.gguf import GGUFFile
+from banyan.formats.mapped import MappedFile
+from banyan.formats.safetensors import SafetensorsFile
+from banyan.layers.build import Build
+from banyan.layers.weight_slot import WeightSlot
+from banyan.lora.adapter_config import (
+    KINDS,
+    AdapterConfig,
+)
+from banyan.lora.adapter_files import read_adapter
+from banyan.lora.fit import Base, Fit, in_full
+from banyan.lora.layers import Projection, bias_of, projections, wrap, wrap_ends, wrap_head
+from banyan.lora.load_experts import (
+    Found,
+    expert_slots,
+    open_experts,
+    seat_experts_on_paper,
+    take_experts,
+)
+from banyan.lora.load_heads import ENDING, head_parts, open_heads, seat_on_paper
+from banyan.lora.load_rows import (
+    DENSE,
+    OUT,
+    Gains,
+    base_weights,
+    bias_part,
+    end_part,
+    own_rows,
+    shares_of,
+    token_part,
+    whole_part,
+)
+from banyan.lora.targets import HEAD, LoRATargets
+from banyan.model_config.model_config import ModelConfig
+from banyan.models.base import Model
+from banyan.models.bert import ClassHead, EncoderLM
+from banyan.models.decoder import DecoderLM
+from banyan.models.weights.names import Place
+from banyan.models.weights.reader import as_tensor
+from banyan.ops.api import Ops
+from banyan.ops.lora import MAX_PARTS, Part
+from banyan.ops.lora_rows import RowPart
+from banyan.ops.stored import StoredWeight
+
+_DIGEST_BYTES = 16
+_BLOCK = 1 << 20
+_LATENT = ("squeeze", "query", "latent", "out")
+"""Projections of latent attention that are products by themselves."""
+_SHORT = 64
+"""Tokens of a model that is never run."""
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """
+    Attributes:
+        parts: projection of the model -> what the adapter adds there on this rank.
+        experts: the same of projections of experts, by expert.
+        rows: what it does to whole rows; projection, "embedding" or "head" -> what.
+        digest: of the files; the same on every rank.
+    """
+
+    parts: Mapping[str, list[Part]]
+    experts: Found
+    rows: Mapping[str, RowPart]
+    digest: str
+    rank: int
+
+
+def open_projections(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
+    """Wrap the projections that adapters may change."""
+    assert isinstance(model, DecoderLM | EncoderLM)
+    for name, projection in _open(model, lora_targets):
+        wrap(lora_targets, name, projection, ops)
+    open_heads(model, lora_targets, ops)
+    open_experts(model, lora_targets)
+    wrap_ends(lora_targets, model.embedding, model.head, ops)
+    if HEAD in lora_targets.kinds and isinstance(model.head, ClassHead):
+        wrap_head(lora_targets, DENSE, model.head.dense, ops, has_bias=True)
+        wrap_head(lora_targets, OUT, model.head.out, ops, has_bias=True)
+
+
+def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
+    """What adapters of a model must fit, without its weights."""
+    model: DecoderLM | EncoderLM
+    if model_config.is_encoder:
+        model = EncoderLM(model_config, Build(ops))
+    else:
+        model = DecoderLM(
+            model_config, FAMILIES.load(model_config.architecture), Build(ops), _SHORT
+        )
+    lora_targets = LoRATargets(max_rank=1, capacity=0, kinds=KINDS)
+    for name, _ in _open(model, lora_targets):
+        lora_targets.seat(name)
+    seat_on_paper(model, lora_targets)
+    seat_experts_on_paper(model, lora_targets)
+    return base_of(model, lora_targets)
+
+
+def _open(
+    model: DecoderLM | EncoderLM, lora_targets: LoRATargets
+) -> Iterator[tuple[str, Projection]]:
+    """The projections that adapters may change; of those that are closed, the sizes are kept."""
+    named = _named(model.model_config)
+    for name, projection in projections(model):
+        if stems := named.get(_template(name), ()):
+            lora_targets.slots[name] = projection.slots()["weight"]
+            if not lora_targets.targets or any(stem in lora_targets.targets for stem in stems):
+                yield name, projection
+
+
+def base_of(model: Model, lora_targets: LoRATargets) -> Base:
+    """What adapters of `model` must fit, once its projections are open."""
+    assert isinstance(model, DecoderLM | EncoderLM)
+    return Base(
+        model.model_config, model.stage, lora_targets, shares_of(model), expert_slots(model)
+    )
+
+
+def load_adapter(path: str, base: Base) -> LoadedAdapter:
+    """This rank's share of the adapter in a folder.
+
+    Raises:
+        ConfigError: it cannot be served, or does not fit the model.
+    """
+    adapter_config = in_full(read_adapter(path, base.lora_targets.max_rank), base)
+    fit = Fit(base, adapter_config)
+    found: dict[str, list[Part]] = {}
+    rows: dict[str, RowPart] = {}
+    scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
+    experts: Found = {}
+    with _opened(adapter_config) as file:
+        for name, low_rank in adapter_config.modules.items():
+            if (at := fit.expert_place(name, low_rank)) is not None:
+                if at.layer in base.stage:
+                    both = tuple(_stored(file, tensor, adapter_config) for tensor in low_rank.names)
+                    dense = both[0].dense, both[1].dense
+                    slot = base.experts[at.module]
+                    take_experts(experts, at, slot, low_rank, dense, fit.is_interleaved)
+                continue
+            place = fit.place_of(name, low_rank)
+            if place is None:
+                continue  # of a layer that another rank has
+            down, up = (_stored(file, tensor, adapter_config) for tensor in low_rank.names)
+            if place.module in base.shares:
+                share = base.shares[place.module]
+                both = (down.dense, up.dense)
+                rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
+                continue
+            slot = base.lora_targets.slots[place.module]
+            if place.module.endswith(ENDING):
+                assert base.model_config.latent is not None
+                facts = (base.model_config.latent, down, up, low_rank.scale)
+                found.update(head_parts(place.module, slot, *facts))
+                continue
+            mine = _parts(slot, place, down, up, low_rank.scale)
+            found.setdefault(place.module, []).extend(mine)
+            if low_rank.magnitude:
+                change = low_rank.scale * (up.dense.float() @ down.dense.float())
+                length = _stored(file, low_rank.magnitude, adapter_config).dense.float()
+                scaled[f"{name}.weight"] = (place, change, length)
+        for name, whole in adapter_config.saved.items():
+            place = fit.place_of_whole(name, whole)
+            if not whole.is_copy:
+                weight = _stored(file, whole.name, adapter_config).dense
+                rows[place.module] = whole_part(place.module, base.shares[place.module], weight)
+                if whole.bias:
+                    bias = _stored(file, whole.bias, adapter_config).dense
+                    rows[bias_of(place.module)] = bias_part(bias)
+        for name, tokens in adapter_config.tokens.items():
+            weight = _stored(file, tokens.name, adapter_config).dense
+            for end in fit.ends_of(name, tokens):
+                part = token_part(end, base.shares[end], weight, tokens.ids)
+                rows |= {} if part is None else {end: part}
+    fit.check_claims()
+    rows |= _gains(adapter_config, base, scaled)
+    return LoadedAdapter(found, experts, rows, _digest(adapter_config), adapter_config.rank)
+
+
+def _gains(
+    adapter_config: AdapterConfig, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
+) -> dict[str, RowPart]:
+    """Rows of weight and matrices together are brought to the lengths that the adapter says.
+
+    Args:
+        scaled: name of a weight -> its place, what the adapter adds to it, the lengths.
+    """
+    if not scaled:
+        return {}
+    gains = Gains(base.lora_targets.slots, base.lora_targets.biases)
+    for name, weight in base_weights(
+        base.model_config, set(scaled), printable(adapter_config.path, 200)
+    ):
+        place, change, length = scaled[name]
+        gains.add(place, length / (weight + change).norm(dim=1))
+    return gains.parts()
+
+
+def check_numbers(adapter_config: AdapterConfig) -> None:
+    """ConfigError when a number of the adapter is none."""
+    with _opened(adapter_config) as file:
+        for low_rank in adapter_config.modules.values():
+            for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
+                _stored(file, tensor, adapter_config)
+        for other in (*adapter_config.saved.values(), *adapter_config.tokens.values()):
+            _stored(file, other.name, adapter_config)
+        for whole in adapter_config.saved.values():
+            if whole.bias:
+                _stored(file, whole.bias, adapter_config)
+
+
+def _opened(adapter_config: AdapterConfig) -> MappedFile:
+    if adapter_config.format == "gguf":
+        return GGUFFile.open(adapter_config.weights, has_words=False)
+    return SafetensorsFile.open(adapter_config.weights)
+
+
+def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> StoredWeight:
+    """In memory of its own, as the file may be written anew while it is used."""
+    tensor = file.tensors[name]
+    raw = as_tensor(file.bytes_of(name)).clone()
+    stored = StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
+    if wrong := int((~stored.dense.isfinite()).sum()):
+        raise ConfigError(
+            f"adapter {printable(adapter_config.path, 200)!r}: {wrong:,} numbers of "
+            f"{printable(name, 120)} are not finite (NaN or infinite)",
+            hint="its training has failed, or the file is damaged",
+        )
+    return stored
+
+
+def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
+    """ConfigError when an adapter does not belong to a model; says why."""
+    adapter_config = in_full(adapter_config, base)
+    fit = Fit(base, adapter_config)
+    for name, low_rank in adapter_config.modules.items():
+        if fit.expert_place(name, low_rank) is None:
+            fit.place_of(name, low_rank)
+    for name, whole in adapter_config.saved.items():
+        fit.place_of_whole(name, whole)
+    for name, tokens in adapter_config.tokens.items():
+        fit.ends_of(name, tokens)
+    fit.check_claims()
+
+
+def _named(model_config: ModelConfig) -> dict[str, list[str]]:
+    """Projections of blocks that take adapters, with {} for the layer -> the last parts of the
+    names under which checkpoints have them."""
+    names = FAMILIES.load(model_config.architecture).names["safetensors"]
+    found: dict[str, list[str]] = {}
+    for template, target in names.modules.items():
+        module = target.partition(":")[0]
+        is_latent = model_config.latent is not None and ".attention." in module
+        if is_latent and module.rpartition(".")[2] not in _LATENT:
+            continue
+        if module.startswith("layers.{}.") and module.count("{}") == 1:
+            found.setdefault(module, []).append(template.rpartition(".")[2])
+    return found
+
+
+def _template(module: str) -> str:
+    """ "layers.3.mlp.down" -> "layers.{}.mlp.down"."""
+    first, _, rest = module.split(".", 2)
+    return f"{first}.{{}}.{rest}"
+
+
+def _parts(
+    slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
+) -> list[Part]:
+    """What lies beside this rank's share of a projection, by part."""
+    found: list[Part] = []
+    for part, first, rows in own_rows(slot, place, up):
+        rule = slot.rules[part]
+        matrix = rule.cut(down, slot.group) if rule.dim == 1 else down
+        found.append(Part(first, matrix.dense.contiguous(), rows.dense.contiguous(), scale))
+    assert len(found) <= MAX_PARTS
+    return found
+
+
+def _digest(adapter_config: AdapterConfig) -> str:
+    """Of the configuration and the weights: equal ones mean equal answers."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in adapter_config.files:
+        with Path(name).open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,240 @@
+"""What an adapter brings for experts and routers: where it goes, whether it fits, and this rank's
+share of it.
+
+Checkpoints have experts one by one (`experts.3.gate_proj`), or all of a layer in one tensor: PEFT's
+form of stacked parameters, or three dimensions with the experts first (GGUF, and adapters that
+share their outer matrices between experts).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.families.names import NameMap
+from banyan.layers.weight_slot import ShardRule
+from banyan.lora.adapter_config import EXPERTS, ROUTER, AdapterConfig, LowRank
+from banyan.lora.expert_layers import (
+    expert_blocks,
+    seat_experts,
+    wrap_experts,
+)
+from banyan.lora.targets import AdaptedRouter, LoRATargets
+from banyan.models.weights.names import Place, place_of
+from banyan.moe.layer import ExpertWeights
+from banyan.ops.lora_experts import ExpertPart
+from banyan.parallel.groups import Group
+
+ROUTER_ENDING = ".mlp.router"
+_STACK = re.compile(
+    r"(?:.+\.)?layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)"
+)
+_PART = re.compile(r"(gate|up|)(\d+|\*)")
+_PARTS_OF = {
+    "gate_up_proj": ("gate", "up"),
+    **dict.fromkeys(("gate_proj", "w1"), ("gate",)),
+    **dict.fromkeys(("up_proj", "w3"), ("up",)),
+    **dict.fromkeys(("down_proj", "w2"), ("",)),
+}
+"""Last part of a name -> parts of the projection."""
+Found = dict[str, dict[int, list[ExpertPart]]]
+"""Projection of experts -> expert, counted from the first one here -> its parts."""
+
+
+@dataclass(frozen=True)
+class ExpertSlot:
+    """One projection of the experts of a layer, as adapters must fit it.
+
+    Attributes:
+        count: of the model; mine: those of this rank.
+        shape: outputs and inputs of each part of one expert.
+    """
+
+    count: int
+    mine: tuple[int, ...]
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+    rule: ShardRule
+    group: Group
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> "ExpertSlot":
+        parts = weights.parts
+        mine = tuple(weights.mine)
+        return cls(weights.count, mine, weights.shape, parts, weights.rule, weights.group)
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Where matrices of experts go.
+
+    Attributes:
+        module: dotted name of the projection of experts.
+        parts: which of its parts, over one another.
+        expert: whose they are; None = of all.
+    """
+
+    module: str
+    parts: tuple[str, ...]
+    expert: int | None
+
+    @property
+    def layer(self) -> int:
+        return int(self.module.split(".")[1])
+
+
+def open_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
+    """Let adapters lie beside experts and routers, where they were asked for."""
+    for name, block in expert_blocks(model):
+        router = f"{name}.router"
+        lora_targets.slots[router] = block.router.slots()["weight"]
+        if ROUTER in lora_targets.kinds:
+            lora_targets.seat(router, is_exact=True)
+            gathers = block.group.gathers and not block.sends_rows
+            block.router.adapted = AdaptedRouter(lora_targets.tables[router], lora_targets, gathers)
+        if EXPERTS in lora_targets.kinds:
+            wrap_experts(f"{name}.experts", block.experts, lora_targets)
+
+
+def seat_experts_on_paper(model: nn.Module, lora_targets: LoRATargets) -> None:
+    """The same for a model without weights."""
+    for name, block in expert_blocks(model):
+        lora_targets.slots[f"{name}.router"] = block.router.slots()["weight"]
+        lora_targets.seat(f"{name}.router")
+        seat_experts(f"{name}.experts", block.experts, lora_targets)
+
+
+def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
+    found: dict[str, ExpertSlot] = {}
+    for name, block in expert_blocks(model):
+        for side in ("gate_up", "down"):
+            weights = block.experts.gate_up if side == "gate_up" else block.experts.down
+            found[f"{name}.experts.{side}"] = ExpertSlot.of(weights)
+    return found
+
+
+def module_place(name: str, names: NameMap) -> Place | None:
+    """The place of an adapter's module; those of newer models are named `mlp` where checkpoints
+    have another name for a block of experts."""
+    place = place_of(f"{name}.weight", names)
+    if place is None and ".mlp." in name:
+        place = place_of(f"{name.replace('.mlp.', '.block_sparse_moe.')}.weight", names)
+    return place
+
+
+def expert_place(name: str, names: NameMap) -> ExpertPlace | None:
+    """None for what is no projection of experts."""
+    if match := _STACK.fullmatch(name):
+        layer, last = match.groups()
+        side = "down" if _PARTS_OF[last] == ("",) else "gate_up"
+        return ExpertPlace(f"layers.{layer}.mlp.experts.{side}", _PARTS_OF[last], None)
+    place = module_place(name, names)
+    if place is None or not place.module.endswith((".experts.gate_up", ".experts.down")):
+        return None
+    matches = [_PART.fullmatch(part) for part in place.parts]
+    assert all(matches), f"{name}: {place.parts}"
+    parts = tuple(match[1] for match in matches if match)
+    number = next(match[2] for match in matches if match)
+    return ExpertPlace(place.module, parts, None if number == "*" else int(number))
+
+
+def check_experts(place: ExpertPlace, slot: ExpertSlot, low_rank: LowRank) -> str:
+    """Why matrices do not fit there; "" where they do."""
+    if any(part not in slot.parts for part in place.parts):
+        return "its experts have no gates"
+    if low_rank.experts and low_rank.experts not in (1, slot.count):
+        return f"it is of {low_rank.experts} experts, and the model has {slot.count}"
+    if place.expert is None and not low_rank.experts:
+        return "it is one projection, and the model has one for each expert"
+    if place.expert is not None and (low_rank.experts or place.expert >= slot.count):
+        return f"the model has {slot.count} experts, each with a projection of its own"
+    outputs, inputs = slot.shape[0] * len(place.parts), slot.shape[1]
+    if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
+        return (
+            f"it has {low_rank.inputs} inputs and {low_rank.outputs} outputs there, {inputs} and "
+            f"{outputs} here"
+        )
+    return ""
+
+
+def take_experts(
+    found: Found,
+    place: ExpertPlace,
+    slot: ExpertSlot,
+    low_rank: LowRank,
+    both: tuple[Tensor, Tensor],
+    is_interleaved: bool,
+) -> None:
+    """Add this rank's share to what was found.
+
+    Args:
+        both: down and up, as the file has them.
+        is_interleaved: the outputs of gate and up take turns in one matrix.
+    """
+    inner = found.setdefault(place.module, {})
+    for at, expert in enumerate(slot.mine):
+        if place.expert not in (None, expert):
+            continue
+        down, up = _of_expert(low_rank, *both, expert)
+        if slot.rule.dim == 1:
+            down = down[:, slice(*slot.rule.span(slot.shape[1], slot.group))]
+        for number, part in enumerate(place.parts):
+            size, many = slot.shape[0], len(place.parts)
+            rows = up[number * size : (number + 1) * size]
+            if many > 1 and is_interleaved:
+                rows = up[number::many]
+            if slot.rule.dim == 0:
+                rows = rows[slice(*slot.rule.span(size, slot.group))]
+            which = 1 if part == "up" else 0
+            own = ExpertPart(which, down.contiguous(), rows.contiguous(), low_rank.scale)
+            inner.setdefault(at, []).append(own)
+
+
+def _of_expert(low_rank: LowRank, down: Tensor, up: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """[rank, in] and [out, rank] of one expert."""
+    if not low_rank.experts:
+        return down, up
+    if down.dim() == 3:
+        mine = [whole[expert if len(whole) > 1 else 0] for whole in (down, up)]
+        return mine[0], mine[1]
+    rank = low_rank.rank
+    return (
+        down[expert * rank : (expert + 1) * rank],
+        up.view(len(up), rank, -1)[:, :, expert],
+    )
+
+
+def lacking_experts(
+    adapter_config: AdapterConfig, names: NameMap, slots: Mapping[str, ExpertSlot]
+) -> Iterator[str]:
+    """What the configuration says an adapter brings, and it does not: stacks of whole layers, and
+    experts of a layer where it has others."""
+    stacks, single = set[tuple[str, str]](), dict[tuple[str, str], set[int]]()
+    for name in adapter_config.modules:
+        place = expert_place(name, names)
+        last = name.rpartition(".")[2]
+        if place is None:
+            continue
+        if place.expert is None:
+            stacks.add((place.module, last))
+        elif last in adapter_config.targets:
+            single.setdefault((place.module, last), set()).add(place.expert)
+    for last in adapter_config.stacked:
+        if last in _PARTS_OF:
+            side = "down" if _PARTS_OF[last] == ("",) else "gate_up"
+            for module in slots:
+                if module.endswith(side) and (module, last) not in stacks:
+                    yield f"{module} ({last})"
+    for (module, last), there in single.items():
+        count = slots[module].count if module in slots else 0
+        yield from (f"{module} ({last} of expert {e})" for e in range(count) if e not in there)
+
+
+def of_experts(name: str, why: str, folder: str, made_for: str) -> ConfigError:
+    return ConfigError(
+        f"adapter {folder!r} is of another base: {printable(name, 100)}: {why}{made_for}",
+        hint="serve the model that it was made for",
+    )

@@ -1,0 +1,244 @@
+"""What an adapter does to whole rows on this rank: of the embedding and the logits, and the gains
+of DoRA, for which the base's weights are read once more.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.layers.embedding import Logits
+from banyan.layers.linear import ColumnLinear
+from banyan.layers.weight_slot import WeightSlot
+from banyan.lora.targets import HEADS, own_outputs
+from banyan.model_config.model_config import ModelConfig
+from banyan.models.bert import ClassHead, EncoderLM
+from banyan.models.decoder import DecoderLM
+from banyan.models.weights.loader import tensors_of
+from banyan.models.weights.names import Place
+from banyan.ops.lora_rows import (
+    GAIN,
+    LOOKED_UP,
+    PRODUCT,
+    SOME_LOOKED_UP,
+    SOME_OUTPUTS,
+    RowPart,
+)
+from banyan.ops.stored import RawTensor, StoredWeight
+
+_, DENSE, OUT = HEADS
+BODY = "model."
+"""What names have in front that a model without a head leaves out."""
+MERGE = "merge the adapter into the weights"
+RESIZE = "resize the base, save it with the adapter's tokenizer, and serve that"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ids of the vocabulary that this rank has: first … last − 1.
+
+    Attributes:
+        scale: factor on rows of the embedding.
+    """
+
+    first: int
+    last: int
+    scale: float = 1.0
+
+
+def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
+    """By "embedding" and "head", whose ids are classes where it scores these; an encoder's head is
+    in two."""
+    embedding = model.embedding
+    found = {
+        "embedding": Share(embedding.share.first, embedding.share.last, embedding.scale),
+    }
+    if isinstance(model.head, Logits):
+        found["head"] = Share(model.head.share.first, model.head.share.last)
+    if isinstance(model.head, ColumnLinear):
+        found["head"] = Share(0, len(model.model_config.labels))
+    if isinstance(model.head, ClassHead):
+        found[DENSE] = Share(0, model.model_config.hidden_size)
+        found[OUT] = Share(0, len(model.model_config.labels))
+    return found
+
+
+def check_tokens(model_config: ModelConfig, count: int) -> None:
+    """ConfigError, without the adapter's name, for ids up to `count` that the base has not."""
+    if count > model_config.vocab_size:
+        raise ConfigError(
+            f"it adds {count - model_config.vocab_size} tokens to the {model_config.vocab_size} "
+            "of the base: texts "
+            "and logits have the base's, the same for all requests",
+            hint=RESIZE,
+        )
+
+
+def check_end(
+    model_config: ModelConfig, module: str, is_whole: bool, rows: int, width: int
+) -> None:
+    """Whether an adapter may change the embedding or the head so.
+
+    Args:
+        rows, width: of the weight that it was made for.
+
+    Raises:
+        ConfigError: without the adapter's name, which the caller knows.
+    """
+    if module == DENSE:
+        if (rows, width) != (model_config.hidden_size, model_config.hidden_size):
+            raise ConfigError(
+                f"it is of another base: {width} values to {rows} there, "
+                f"{model_config.hidden_size} to as "
+                "many here",
+                hint="serve the model that it was made for",
+            )
+        return
+    if module in ("head", OUT) and model_config.labels:
+        _check_classes(model_config, rows, width)
+        return
+    if module == "head" and model_config.has_normed_head:
+        raise ConfigError("the model norms the columns of its head", hint=MERGE)
+    if module == "head" and is_whole and model_config.head_bias:
+        raise ConfigError("the head has a bias, which it does not bring", hint=MERGE)
+    if width == model_config.hidden_size:
+        check_tokens(model_config, rows)
+        if is_whole and rows < model_config.vocab_size:
+            raise ConfigError(
+                f"it has {rows} tokens and the base {model_config.vocab_size}, as the base was "
+                "cut to the "
+                "words of its tokenizer before (resize_token_embeddings): texts and logits have "
+                "the base's, the same for all requests",
+                hint=RESIZE,
+            )
+    if (rows, width) != (model_config.vocab_size, model_config.hidden_size):
+        raise ConfigError(
+            f"it is of another base: {rows} tokens of width {width} there, "
+            f"{model_config.vocab_size} of "
+            f"{model_config.hidden_size} here",
+            hint="serve the model that it was made for",
+        )
+
+
+def _check_classes(model_config: ModelConfig, classes: int, width: int) -> None:
+    if (classes, width) == (len(model_config.labels), model_config.hidden_size):
+        return
+    raise ConfigError(
+        f"it scores {classes} classes from {width} values, the base {len(model_config.labels)} "
+        "from "
+        f"{model_config.hidden_size}",
+        hint="serve the model that it was made for, saved with as many classes (num_labels)",
+    )
+
+
+def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) -> RowPart:
+    """down: [rank, in], up: [out, rank], of the embedding with the ids as its inputs."""
+    mine = slice(share.first, share.last)
+    if module == "embedding":
+        ids = down.float().t()[mine].contiguous()
+        wide = (up.float().t() * (scale * share.scale)).contiguous()
+        return RowPart(LOOKED_UP, ids, wide, first=share.first)
+    return RowPart(PRODUCT, down.float().contiguous(), (up.float()[mine].t() * scale).contiguous())
+
+
+def whole_part(module: str, share: Share, weight: Tensor) -> RowPart:
+    """weight: [ids, width], in the place of the base's."""
+    mine = (weight[share.first : share.last].float() * share.scale).contiguous()
+    kind = LOOKED_UP if module == "embedding" else PRODUCT
+    return RowPart(kind, mine, first=share.first, replaces=True)
+
+
+def bias_part(bias: Tensor) -> RowPart:
+    """bias: [outputs], of a weight that was replaced without any."""
+    shifts = bias.float().contiguous()
+    return RowPart(GAIN, torch.ones_like(shifts), shifts=shifts)
+
+
+def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) -> RowPart | None:
+    """weight: [tokens, width], in the place of the base's rows of these ids; None where this rank
+    has none of them."""
+    mine = sorted((token, at) for at, token in enumerate(ids) if share.first <= token < share.last)
+    if not mine:
+        return None
+    rows = (weight[[at for _, at in mine]].float() * share.scale).contiguous()
+    if module == "embedding":
+        return RowPart(SOME_LOOKED_UP, rows, ids=torch.tensor([token for token, _ in mine]))
+    outputs = torch.tensor([token - share.first for token, _ in mine])
+    return RowPart(SOME_OUTPUTS, rows, ids=outputs)
+
+
+def own_rows(
+    slot: WeightSlot, place: Place, whole: StoredWeight
+) -> Iterator[tuple[str, int, StoredWeight]]:
+    """Of a matrix over a projection's outputs: each part, the first of this rank's outputs that it
+    has, and its rows in their order."""
+    firsts, first = {}, 0
+    for part, shape in slot.shapes.items():
+        rule = slot.rules[part]
+        begin, end = rule.span(shape[0], slot.group) if rule.dim == 0 else (0, shape[0])
+        firsts[part], first = first, first + end - begin
+    start = 0
+    for part in place.parts:
+        rule, size = slot.rules[part], slot.shapes[part][0]
+        rows = whole.cut(0, start, start + size)
+        start += size
+        if part in place.paired:
+            turned = slot.turning[part]
+            rows = rows.pair_halves(turned.head_dim, turned.first, turned.count)
+        rows = rule.cut(rows, slot.group) if rule.dim == 0 else rows
+        rows = rows.by_piece(slot.pieces[part]) if part in slot.pieces else rows
+        yield part, firsts[part], rows
+
+
+class Gains:
+    """The gains of one adapter by projection, put together from its modules."""
+
+    def __init__(self, slots: Mapping[str, WeightSlot], biases: Mapping[str, Tensor | None]):
+        self._slots = slots
+        self._biases = biases
+        self._found: dict[str, Tensor] = {}
+
+    def add(self, place: Place, gain: Tensor) -> None:
+        """gain: [outputs], of a module's outputs in the checkpoint's order."""
+        slot = self._slots[place.module]
+        if place.module not in self._found:
+            self._found[place.module] = torch.ones(sum(own_outputs(slot)))
+        stored = StoredWeight.from_tensor(gain.float().unsqueeze(1))
+        for _, first, rows in own_rows(slot, place, stored):
+            mine = rows.dense.flatten()
+            self._found[place.module][first : first + len(mine)] = mine
+
+    def parts(self) -> dict[str, RowPart]:
+        return {name: self._part(name, gain) for name, gain in self._found.items()}
+
+    def _part(self, name: str, gain: Tensor) -> RowPart:
+        """The bias is added by the projection, and is none of what is scaled."""
+        bias = self._biases.get(name)
+        shifts = torch.zeros_like(gain) if bias is None else (1 - gain) * bias.float()
+        return RowPart(GAIN, gain, shifts=shifts)
+
+
+def base_weights(
+    model_config: ModelConfig, names: set[str], folder: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of the base's checkpoint by their names, one after another, [out, in] fp32.
+
+    Raises:
+        ConfigError: it has not all of them.
+    """
+    lacking = set(names)
+    for short, tensor in tensors_of(model_config):
+        is_bare = model_config.pooling is not None and short not in lacking
+        name = f"{BODY}{short}" if is_bare else short
+        if name in lacking and not isinstance(tensor, RawTensor):
+            lacking.remove(name)
+            yield name, tensor.dense.float()
+    if lacking:
+        first = printable(min(lacking), 120)
+        raise ConfigError(
+            f"adapter {folder!r}: DoRA needs the base's own weights, and its files have no {first}",
+            hint=f"serve the checkpoint that it was made for, or {MERGE}",
+        )

@@ -1,0 +1,109 @@
+"""Reads a ModelConfig from a checkpoint: a GGUF file or a folder of safetensors.
+
+Knows where each form keeps its facts; `card_hub.py` and `card_gguf.py` know what they are called.
+"""
+
+import os
+from collections.abc import Mapping
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import printable
+from banyan.model_config.from_gguf import read_gguf
+from banyan.model_config.from_hf import read_hub_folder
+from banyan.model_config.model_config import ModelConfig
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+"""What is fetched of a repository: weights that are safe to open, and what belongs to them."""
+
+
+def read_model_config(
+    path: str,
+    load_format: str = "auto",
+    overrides: Mapping[str, object] | None = None,
+    is_foreign: bool = False,
+) -> ModelConfig:
+    """Facts of the checkpoint at `path`.
+
+    Args:
+        path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
+        load_format: auto | gguf | safetensors | dummy; dummy needs no
+            weights, only facts.
+        overrides: facts that take the place of the checkpoint's, under its own keys.
+        is_foreign: the transformers library runs the model: a folder of any architecture.
+
+    Raises:
+        ModelError: missing, damaged, hostile, of an unknown family, or weights in pickled files.
+    """
+    if is_foreign:
+        return _read_foreign(path, overrides)
+    if os.path.isfile(path):
+        return _read_file(path, load_format, overrides)
+    if not os.path.isdir(path):
+        raise ModelError(f"there is no model at {printable(path)!r}", hint="check the path")
+    names = sorted(os.listdir(path))
+    gguf = [name for name in names if name.endswith(".gguf")]
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    if load_format == "gguf" or (load_format == "auto" and gguf and not has_safetensors):
+        return read_gguf(_the_one_gguf(path, gguf), overrides)
+    if not has_safetensors and load_format != "dummy":
+        raise _without_weights(path, names)
+    return read_hub_folder(path, overrides)
+
+
+def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelConfig:
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"--model-impl transformers needs a folder with config.json, not {printable(path)!r}",
+            hint="leave --model-impl at auto",
+        )
+    if overrides:
+        raise ConfigError(
+            "--json-model-override-args and --model-impl transformers do not go together",
+            hint="change config.json, or leave --model-impl at auto",
+        )
+    return read_hub_folder(path, is_foreign=True)
+
+
+def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelConfig:
+    if path.endswith(PICKLED):
+        raise pickled(path)
+    if path.endswith(".safetensors"):
+        raise ModelError(
+            f"{printable(path)!r} is one weights file",
+            hint="name the folder that holds it and config.json",
+        )
+    if load_format == "safetensors":
+        raise ConfigError(f"--load-format safetensors, but {printable(path)!r} is a GGUF file")
+    return read_gguf(path, overrides)
+
+
+def _the_one_gguf(path: str, names: list[str]) -> str:
+    if len(names) != 1:
+        found = ", ".join(names[:5]) if names else "none"
+        raise ModelError(
+            f"{printable(path)!r} must hold exactly one .gguf file; found {found}",
+            hint="name the file itself",
+        )
+    return os.path.join(path, names[0])
+
+
+def _without_weights(path: str, names: list[str]) -> ModelError:
+    if any(name.endswith(PICKLED) for name in names):
+        return pickled(path)
+    return ModelError(
+        f"{printable(path)!r} holds no *.safetensors and no *.gguf",
+        hint="check the path, or use --load-format dummy for random weights",
+    )
+
+
+def pickled(source: str) -> ModelError:
+    """The refusal of weights in pickled files, which can run code when they are opened."""
+    name = printable(source)
+    return ModelError(
+        f"{name!r} keeps its weights in pickled files (.bin, .pt), which can run code when opened",
+        hint="on a machine you trust with it, convert them once: python -c 'import sys; from "
+        "transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1], "
+        f'dtype="auto").save_pretrained(sys.argv[2])\' {name} NEW_FOLDER, and copy the tokenizer '
+        "files along",
+    )

@@ -1,0 +1,342 @@
+"""ModelConfig of a folder in Hugging Face's form: config.json, generation_config.json.
+
+Source: the configuration classes' documented keys; `rope_parameters` is the later spelling of
+`rope_scaling` plus `rope_theta`.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.json_types import is_object
+from banyan.base.log import printable
+from banyan.families import FAMILIES, known_classes
+from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
+from banyan.model_config.encoders import (
+    is_bare,
+    is_classifier,
+    labels_of,
+    read_pooling,
+    separator_of,
+)
+from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
+from banyan.model_config.quantization import form_of
+
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_VOCAB = 1 << 22
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_MAX_PAIRS = 4096
+_MODELSLIM = "quant_model_description.json"
+_MODELOPT = "hf_quant_config.json"
+_MAX_DESCRIPTION = 64 << 20
+
+
+def read_hub_folder(
+    path: str, overrides: Mapping[str, object] | None = None, is_foreign: bool = False
+) -> ModelConfig:
+    """Card of the folder at `path`.
+
+    Args:
+        overrides: keys that take the place of config.json's.
+        is_foreign: the transformers library runs the model, so only the sizes that requests and
+            cache need are read, of any architecture.
+
+    Raises:
+        ModelError: names the key that is wrong.
+        ConfigError: an override that nothing reads.
+    """
+    overrides, asked = overrides or {}, set[str]()
+    raw = read_json(os.path.join(path, "config.json"), is_needed=True)
+    facts = Facts({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
+    if is_foreign:
+        return _foreign_model_config(facts, path)
+    architecture = _architecture(facts, path)
+    family = FAMILIES.load(architecture).hub
+    text = raw.get("text_config")
+    if family.is_nested and is_object(text):
+        values = {**raw, **text, **overrides}
+        facts = Facts(values, os.path.join(path, "config.json"), asked=asked)
+    facts = facts.with_values(family.respelled(facts))
+    model_config = family.more(facts, _model_config(facts, path, architecture, family))
+    model_config = replace(model_config, quant=_quant(facts, path))
+    if is_classifier(architecture):
+        model_config = replace(model_config, labels=labels_of(facts))
+        if model_config.num_segments > 1:
+            model_config = replace(model_config, separator_id=separator_of(path))
+    if model_config.is_encoder or model_config.labels or is_bare(architecture):
+        model_config = replace(model_config, pooling=read_pooling(model_config))
+    refuse_unread(overrides, asked)
+    return model_config
+
+
+def _foreign_model_config(facts: Facts, path: str) -> ModelConfig:
+    """Sizes of a model that is not ours, under the keys most configurations share."""
+    architecture = next(iter(facts.listed("architectures")), None)
+    if not isinstance(architecture, str):
+        raise facts.error("architectures", architecture, "a list that names the model's class")
+    if facts.has("auto_map"):
+        raise _own_code(path, architecture)
+    num_heads, num_kv_heads, head_dim = _heads(facts, HubForm())
+    num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
+    vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
+    kinds, window = window_everywhere(facts, num_layers)
+    return ModelConfig(
+        path=path,
+        format="safetensors",
+        architecture=architecture,
+        model_type=facts.text("model_type"),
+        vocab_size=vocab_size,
+        hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
+        intermediate_size=facts.integer("intermediate_size", 0, MAX_WIDTH, default=0),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=facts.integer("max_position_embeddings", 1, MAX_LENGTH),
+        layer_kinds=kinds,
+        window=window,
+        tie_embeddings=facts.flag("tie_word_embeddings", default=False),
+        dtype=_dtype(facts),
+        bos_id=next(iter(facts.token_ids("bos_token_id", vocab_size)), None),
+        eos_ids=_eos_ids(facts, path, vocab_size),
+        pad_id=_pad_id(facts, vocab_size),
+    )
+
+
+def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
+    """ConfigError when an override has a key that was not asked for."""
+    unread = [key for key in overrides if key not in asked]
+    if unread:
+        near = get_close_matches(unread[0], sorted(asked), n=3)
+        raise ConfigError(
+            f"--json-model-override-args: nothing reads {printable(unread[0], 80)!r} of this model",
+            hint=f"meant: {', '.join(near)}?" if near else "take it out",
+        )
+
+
+def _architecture(facts: Facts, path: str) -> str:
+    listed = [name for name in facts.listed("architectures") if isinstance(name, str)]
+    known = [name for name in listed if name in known_classes()]
+    if known:
+        return known[0]
+    if facts.has("auto_map"):
+        raise _own_code(path, str(listed[:1]))
+    raise unknown_architecture(", ".join(listed) or "none named", path, known_classes())
+
+
+def _own_code(path: str, name: str) -> ModelError:
+    return ModelError(
+        f"{printable(path)!r} brings its own code ({printable(name)}), and code of a model "
+        "repository is never run",
+        hint=f"known here: {', '.join(known_classes())}",
+    )
+
+
+def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
+    return ModelError(
+        f"{printable(path)!r} has the unknown architecture {printable(name, 80)}",
+        hint=f"known: {', '.join(known)}; others may run with --model-impl transformers",
+    )
+
+
+def _model_config(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelConfig:
+    """What every family has."""
+    vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
+    context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=family.context)
+    default = family.num_layers(facts)
+    num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS, default=default)
+    num_heads, num_kv_heads, head_dim = _heads(facts, family)
+    biases = family.biases(facts)
+    kinds, window = family.kinds(facts, num_layers)
+    rope, window_rope = _ropes(facts, family, context_length)
+    rotary_dim = _rotary_dim(facts, family, head_dim, "full_attention")
+    window_dim = _rotary_dim(facts, family, head_dim, "sliding_attention")
+    if window_rope is not None and window_dim != rotary_dim:
+        window_rope = replace(window_rope, dim=window_dim or head_dim)
+    return ModelConfig(
+        path=path,
+        format="safetensors",
+        architecture=architecture,
+        model_type=facts.text("model_type", default="llama"),
+        vocab_size=vocab_size,
+        hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
+        intermediate_size=_inner(facts, family),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=context_length,
+        norm_eps=facts.number(family.eps_key, 0.0, 1.0, default=family.eps),
+        hidden_act=_activation(facts, family),
+        rope=rope,
+        window_rope=window_rope if kinds else None,
+        rotary_dim=rotary_dim,
+        tie_embeddings=facts.flag("tie_word_embeddings", default=family.tied),
+        attention_bias=biases.qkv,
+        output_bias=biases.output,
+        mlp_bias=biases.mlp,
+        layer_kinds=kinds,
+        window=window,
+        dtype=_dtype(facts),
+        bos_id=next(iter(facts.token_ids("bos_token_id", vocab_size)), None),
+        eos_ids=_eos_ids(facts, path, vocab_size),
+        pad_id=_pad_id(facts, vocab_size),
+    )
+
+
+def _inner(facts: Facts, family: HubForm) -> int:
+    keys = family.inner_keys
+    if not keys:
+        return 0
+    return facts.integer(next((k for k in keys if facts.has(k)), keys[-1]), 1, MAX_WIDTH)
+
+
+def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
+    """Heads, kv heads and head size."""
+    hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = facts.integer(family.heads_key, 1, MAX_HEADS, default=family.heads or None)
+    num_kv_heads = facts.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise facts.error("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")
+    if not facts.has("head_dim") and not family.head_dim and hidden_size % num_heads:
+        raise facts.error("hidden_size", hidden_size, f"a multiple of {num_heads} heads")
+    default = family.head_dim or hidden_size // num_heads
+    head_dim = facts.integer("head_dim", 1, MAX_WIDTH, default=default)
+    if head_dim % 2:
+        raise facts.error("head_dim", head_dim, "even, so that rotary embedding can pair it")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _rotary_dim(facts: Facts, family: HubForm, head_dim: int, kind: str) -> int:
+    """Leading dimensions that rotate in layers of a kind; 0 = all."""
+    own = facts.part("rope_parameters")
+    own = own.part(kind) if own is not None and own.has(kind) else own
+    where = own if own is not None and own.has("partial_rotary_factor") else facts
+    share = where.number("partial_rotary_factor", 0.0, 1.0, default=family.rotary)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not rotary_dim:
+        raise where.error("partial_rotary_factor", share, f"an even part of {head_dim} dimensions")
+    return rotary_dim if rotary_dim != head_dim else 0
+
+
+def _activation(facts: Facts, family: HubForm) -> str:
+    name = facts.text(family.activation_key, default=family.activation)
+    if name != family.activation:
+        rule = f"{family.activation}, the one this family is built with"
+        raise facts.error(family.activation_key, name, rule)
+    return name
+
+
+def _dtype(facts: Facts) -> str:
+    name = facts.text("dtype" if facts.has("dtype") else "torch_dtype", default="float32")
+    if name not in ("float32", "float16", "bfloat16"):
+        raise facts.error("dtype", name, "float32, float16 or bfloat16")
+    return name
+
+
+def _ropes(
+    facts: Facts, family: HubForm, context_length: int
+) -> tuple[RopeFacts, RopeFacts | None]:
+    """RoPE of full layers, and of window layers where theirs is another."""
+    own = facts.part("rope_parameters")
+    nested = own is not None and (own.has("full_attention") or own.has("sliding_attention"))
+    if own is not None and nested:
+        full, window = own.part("full_attention"), own.part("sliding_attention")
+        local = family.window_theta or family.rope_theta
+        return (
+            _rope(facts, full, family, family.rope_theta, context_length),
+            _rope(facts, window, family, local, context_length),
+        )
+    theta = facts.number("rope_theta", 1.0, 1e12, default=family.rope_theta)
+    rope = _rope(facts, own or facts.part("rope_scaling"), family, theta, context_length)
+    if not family.window_theta:
+        return rope, None
+    local = facts.number("rope_local_base_freq", 1.0, 1e12, default=family.window_theta)
+    return rope, RopeFacts(theta=local)
+
+
+def _rope(
+    facts: Facts, own: Facts | None, family: HubForm, theta: float, context_length: int
+) -> RopeFacts:
+    """`own`: the part of `facts` that describes this rope, None when nothing does."""
+    if own is None:
+        return RopeFacts(theta=theta)
+    kind = own.text("rope_type" if own.has("rope_type") else "type", default="default")
+    kind = family.rope_kinds.get(kind, kind)
+    if kind not in ROPE_KINDS:
+        raise own.error("rope_type", kind, f"one of: {', '.join(ROPE_KINDS)}")
+    theta = own.number("rope_theta", 1.0, 1e12, default=theta)
+    if kind == "default":
+        return RopeFacts(theta=theta)
+    attention = own.number("attention_factor", 0.0, 1e3) if own.has("attention_factor") else None
+    length_key = "original_max_position_embeddings"
+    needs_length = kind in ("llama3", "longrope")
+    return RopeFacts(
+        theta=theta,
+        kind=kind,
+        factor=own.number("factor", 1.0, 1e4, default=1.0 if kind == "longrope" else None),
+        original_length=(own if own.has(length_key) else facts).integer(
+            length_key, 1, MAX_LENGTH, default=None if needs_length else context_length
+        ),
+        low_freq_factor=own.number("low_freq_factor", 1e-3, 1e3, default=1.0),
+        high_freq_factor=own.number("high_freq_factor", 1e-3, 1e3, default=4.0),
+        beta_fast=own.number("beta_fast", 1e-3, 1e4, default=32.0),
+        beta_slow=own.number("beta_slow", 1e-3, 1e4, default=1.0),
+        attention_factor=attention,
+        mscale=own.number("mscale", 0.0, 1e3, default=0.0),
+        mscale_all_dim=own.number("mscale_all_dim", 0.0, 1e3, default=0.0),
+        truncate=own.flag("truncate", default=True),
+        short_factor=_factors(own, "short_factor", kind),
+        long_factor=_factors(own, "long_factor", kind),
+        short_mscale=own.number("short_mscale", 0.0, 1e3, default=0.0),
+        long_mscale=own.number("long_mscale", 0.0, 1e3, default=0.0),
+    )
+
+
+def _factors(own: Facts, key: str, kind: str) -> tuple[float, ...]:
+    """The divisors of LongRoPE."""
+    listed = own.listed(key) if kind == "longrope" else []
+    numbers = [v for v in listed if isinstance(v, int | float) and not isinstance(v, bool)]
+    good = all(1e-3 <= v <= 1e6 for v in numbers)
+    if len(numbers) != len(listed) or len(listed) > _MAX_PAIRS or not good:
+        raise own.error(key, listed, "numbers from 0.001 to 1,000,000")
+    if kind == "longrope" and not listed:
+        raise own.error(key, None, "a list of numbers")
+    return tuple(float(v) for v in numbers)
+
+
+def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
+    """Every id that ends a text: config.json's and generation_config.json's."""
+    file = os.path.join(path, "generation_config.json")
+    generation = Facts(read_json(file, is_needed=False), file)
+    ids = facts.token_ids("eos_token_id", vocab_size)
+    return tuple(dict.fromkeys(ids + generation.token_ids("eos_token_id", vocab_size)))
+
+
+def _quant(facts: Facts, path: str) -> QuantFacts | None:
+    """From config.json, or from the file that a quantiser left beside the weights."""
+    own = facts.part("quantization_config")
+    if own is not None:
+        settings = json.dumps(facts.any("quantization_config"), sort_keys=True)
+        return QuantFacts(form_of(own.text("quant_method")), settings)
+    described = read_json(os.path.join(path, _MODELSLIM), is_needed=False, limit=_MAX_DESCRIPTION)
+    if described:
+        schemes = {name: text for name, text in described.items() if name.endswith(".weight")}
+        return QuantFacts("modelslim", json.dumps({"schemes": schemes}, sort_keys=True))
+    exported = read_json(os.path.join(path, _MODELOPT), is_needed=False)
+    if exported:
+        return QuantFacts("modelopt", json.dumps(exported, sort_keys=True))
+    return None
+
+
+def _pad_id(facts: Facts, vocab_size: int) -> int | None:
+    """Some checkpoints write -1 for "none"."""
+    if not facts.has("pad_token_id") or facts.integer("pad_token_id", -1, MAX_VOCAB) == -1:
+        return None
+    return next(iter(facts.token_ids("pad_token_id", vocab_size)), None)

@@ -1,0 +1,63 @@
+"""Scales of cached keys and values, a file of the form that --quantization-param-path takes:
+
+    {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn",
+     "scaling_factor": {"0": {"0": 0.023, "1": 0.018, …}}}}
+
+By number of the rank, by layer: what keys and values are divided by before they become 8 bits.
+"""
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.model_config import ModelConfig
+
+FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""What --kv-cache-dtype calls them, and what the file does."""
+_FLAG = "--quantization-param-path"
+_LEAST, _MOST = 1e-9, 1e9
+
+
+def read_kv_scales(config: Config, model_config: ModelConfig, rank: int) -> tuple[float, ...]:
+    """By layer, for one of the ranks that share the heads; () where no file is named.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not for this model, type or rank.
+    """
+    path, dtype = config.cache.scales, config.cache.dtype
+    if not path or dtype not in FLOAT8:
+        return ()
+    try:
+        facts = Facts(read_json(path, is_needed=True), path)
+        kept = facts.part("kv_cache")
+        if kept is None:
+            raise facts.error("kv_cache", None, "a mapping")
+        if facts.text("model_type", default=model_config.model_type) != model_config.model_type:
+            raise facts.error("model_type", facts.any("model_type"), model_config.model_type)
+        if kept.text("dtype") != FLOAT8[dtype]:
+            raise kept.error("dtype", kept.any("dtype"), f"{FLOAT8[dtype]}, as --kv-cache-dtype is")
+        by_rank = kept.part("scaling_factor")
+        of_rank = None if by_rank is None else by_rank.part(str(rank))
+        if of_rank is None:
+            raise kept.error("scaling_factor", None, f"a mapping that has rank {rank}")
+        return tuple(of_rank.number(str(i), _LEAST, _MOST) for i in range(model_config.num_layers))
+    except ModelError as error:
+        raise ConfigError(
+            f"{_FLAG}: {error.text}", hint="name a file that was made for this model and --tp"
+        ) from None
+
+
+def check_kv_scales(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    """Before weights are loaded: a file that cannot serve is refused by name."""
+    if not config.cache.scales or config.cache.dtype not in FLOAT8:
+        return config
+    is_foreign = config.model.implementation == "transformers"
+    if model_config.latent is not None or is_foreign:
+        why = "--model-impl transformers" if is_foreign else "latent attention"
+        raise ConfigError(
+            f"{_FLAG}: {why} keeps no keys and values in units of a scale",
+            hint="leave it out; 1 is taken",
+        )
+    for rank in range(config.parallel.attention_ranks):
+        read_kv_scales(config, model_config, rank)
+    return config

@@ -1,0 +1,262 @@
+"""ExpertRecord: which experts tokens choose, from one order to another, as sums or one by one.
+
+Rank 0 of a replica alone keeps it: every rank routes alike, and stages tell each other. What is
+recorded lies in memory until it is dumped; a dump is plain arrays (`formats/arrays.py`).
+"""
+
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from banyan.base.errors import ConfigError, RequestError
+from banyan.base.log import logger
+from banyan.config.schema import Config, ExpertsConfig
+from banyan.formats.arrays import write_arrays
+from banyan.layers.build import Build
+from banyan.messages.control_ops import ControlOp, RecordExperts
+from banyan.model_config.model_config import ExpertFacts, ModelConfig
+from banyan.models.decoder import layers_of
+from banyan.moe.expert_watch import ExpertWatch
+from banyan.moe.rules import balances_by_itself
+from banyan.ops.api import Recorder
+from banyan.parallel.groups import Groups
+from banyan.platform.base import Traits
+from banyan.runner.control_ops import Finish, Said
+
+log = logger(__name__)
+
+USUAL_PASSES = 1000
+
+
+def open_expert_watch(
+    config: Config,
+    model_config: ModelConfig,
+    groups: Groups,
+    traits: Traits,
+    recorder: Recorder | None,
+) -> ExpertWatch | None:
+    """What is told of choices in the model that is loaded next; None where nobody asks.
+
+    Raises:
+        ConfigError: the device keeps them to itself.
+    """
+    experts, facts, stages = config.experts, model_config.experts, groups.stages
+    if facts is None or not (experts.recorder or experts.balances or experts.are_told):
+        return None
+    if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
+        return None
+    if not traits.is_host:
+        raise ConfigError(
+            "--expert-distribution-recorder-mode, --enable-return-routed-experts and --enable-eplb "
+            f"on {traits.name}: choices of experts are read on CPUs only",
+            hint="leave them out, or use --device cpu",
+        )
+    sparse = ExpertLayers.of(facts, model_config.num_layers).sparse
+    parts = [layers_of(model_config.num_layers, stage, stages.size) for stage in range(stages.size)]
+    return ExpertWatch(
+        recorder,
+        None if groups.joint is None else groups.joint.tokens,
+        stages,
+        [sum(layer in part for layer in sparse) for part in parts],
+        facts.per_token,
+        is_recorded=bool(experts.recorder),
+    )
+
+
+def refuse_to_record(order: ControlOp) -> Finish:
+    raise RequestError(
+        "Choices of experts are not recorded: start with --expert-distribution-recorder-mode."
+    )
+
+
+def prepare_nothing(order: ControlOp) -> Finish:
+    """What ranks do that keep no record."""
+    return lambda: Said("")
+
+
+def open_expert_record(
+    experts: ExpertsConfig, model_config: ModelConfig, build: Build, name: str, report_every: int
+) -> "ExpertRecord | None":
+    """None on ranks that keep none. Of replicas that work on one batch the first counts the choices
+    of all; each keeps those of its own tokens where they are wanted one by one.
+
+    Args:
+        name: of this engine, for the names of files.
+        report_every: passes from one line in the log to the next.
+    """
+    watch, groups, keeps_tokens = build.watch, build.groups, experts.recorder == "per_token"
+    if not experts.recorder or watch is None or model_config.experts is None:
+        return None
+    if (groups.world if keeps_tokens else groups.everyone).rank:
+        return None
+    facts, layers = model_config.experts, model_config.num_layers
+    places = ExpertLayers.of(facts, layers)
+    if groups.everyone.rank:  # the first one reports on all
+        experts = replace(experts, reports=False)
+    record = ExpertRecord(experts, places, groups.experts.size, name, report_every, watch.own)
+    watch.heard_whole.append(record.ran)
+    return record
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """
+    Attributes:
+        count, per_token: experts of a layer, and how many a token chooses.
+        layers: of the model.
+        sparse: those of them that have experts.
+    """
+
+    count: int
+    per_token: int
+    layers: int
+    sparse: tuple[int, ...]
+
+    @classmethod
+    def of(cls, facts: ExpertFacts, layers: int) -> "ExpertLayers":
+        sparse = tuple(at for at in range(layers) if at not in facts.dense_layers)
+        return cls(facts.count, facts.per_token, layers, sparse)
+
+
+class ExpertRecord:
+    """
+    Args:
+        shares: ranks that each hold as many experts, in their order.
+        own: the choices of this replica's tokens among those of a pass; None = all are.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertsConfig,
+        places: ExpertLayers,
+        shares: int = 1,
+        name: str = "engine0",
+        report_every: int = 40,
+        own: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        self._mode, self._own = experts.recorder, own
+        self._places, self._shares, self._name = places, shares, name
+        self._folder = experts.folder or tempfile.gettempdir()
+        room = experts.buffer or USUAL_PASSES
+        self._room = None if room < 0 else room
+        self._is_recording = False
+        self._report_every = report_every if experts.reports else 0
+        self._evenness: list[float] = []
+        self._empty()
+
+    def _empty(self) -> None:
+        self.passes = 0
+        self._sum = np.zeros((len(self._places.sparse), self._places.count), np.int64)
+        self._counts: deque[np.ndarray] = deque(maxlen=self._room)
+        self._choices: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=self._room)
+
+    def ran(self, chosen: np.ndarray, positions: np.ndarray) -> None:
+        """Take in a pass. chosen: [layers with experts, tokens, per_token]."""
+        if not self._is_recording and not self._report_every:
+            return
+        counts = counts_of(chosen, self._places.count)
+        if self._report_every:
+            self._evenness.append(evenness(counts, self._shares))
+            if len(self._evenness) >= self._report_every:
+                self._report()
+        if not self._is_recording:
+            return
+        self.passes += 1
+        if self._mode == "per_token":
+            mine = chosen if self._own is None else self._own(chosen)
+            self._choices.append((mine.transpose(1, 0, 2), positions))
+            return
+        if self._room is None and self._mode != "per_pass":
+            self._sum += counts
+        else:
+            self._counts.append(counts)
+
+    def prepare(self, order: ControlOp) -> Finish:
+        """
+        Raises:
+            RequestError: nothing has been recorded, or the file cannot be written.
+        """
+        assert isinstance(order, RecordExperts)
+        if order.what == "start":
+            return self._start
+        if order.what == "stop":
+            if not self._is_recording:
+                raise RequestError("Nothing is recorded; POST /start_expert_distribution_record.")
+            return self._stop
+        if not self.passes:
+            raise RequestError("No pass has been recorded since the start of the record.")
+        if not (os.path.isdir(self._folder) and os.access(self._folder, os.W_OK | os.X_OK)):
+            raise RequestError(f"{self._folder[:200]!r} is not a folder that can be written.")
+        name = f"expert_distribution_recorder_{self._name}_{order.stamp}.safetensors"
+        path, facts = os.path.join(self._folder, name), {"mode": self._mode}
+        try:
+            write_arrays(path, self._arrays(), facts | {"passes": str(self.passes)})
+        except OSError as error:
+            raise RequestError(f"The record could not be written: {error}") from None
+        return lambda: self._dumped(path)
+
+    def _start(self) -> Said:
+        self._empty()
+        self._is_recording = True
+        return Said("Start recording expert distribution.")
+
+    def _stop(self) -> Said:
+        self._is_recording = False
+        return Said(f"Stop recording expert distribution after {self.passes} passes.")
+
+    def _dumped(self, path: str) -> Said:
+        passes = self.passes
+        self._empty()
+        log.info("expert record of %d passes: %s", passes, path)
+        return Said(f"Dump expert distribution record of {passes} passes: {path}")
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """What a dump holds; layers without experts have counted nothing."""
+        if self._mode == "per_token":
+            chosen = [ids for ids, _ in self._choices]
+            return {
+                "layers": np.array(self._places.sparse, np.int64),
+                "tokens_of_pass": np.array([len(ids) for ids in chosen], np.int64),
+                "positions": np.concatenate([at for _, at in self._choices]),
+                "topk_ids": np.ascontiguousarray(np.concatenate(chosen)),
+            }
+        if self._mode == "per_pass":
+            return {"logical_count_of_pass": self._of_all_layers(np.stack(self._counts))}
+        whole = sum(self._counts, self._sum)
+        found = {"logical_count": self._of_all_layers(whole)}
+        if self._counts:
+            rate = float(np.mean([evenness(counts, self._shares) for counts in self._counts]))
+            found["average_utilization_rate_over_window"] = np.array([rate])
+        return found
+
+    def _of_all_layers(self, counts: np.ndarray) -> np.ndarray:
+        shape = (*counts.shape[:-2], self._places.layers, counts.shape[-1])
+        found = np.zeros(shape, np.int64)
+        found[..., list(self._places.sparse), :] = counts
+        return found
+
+    def _report(self) -> None:
+        passes, self._evenness = self._evenness, []
+        log.info(
+            "expert balancedness=%.3f passes=%d lowest=%.3f",
+            *(float(np.mean(passes)), len(passes), min(passes)),
+        )
+
+
+def counts_of(chosen: np.ndarray, count: int) -> np.ndarray:
+    """How often each expert is chosen: [layers, count] int64 from [layers, tokens, per_token]."""
+    layers = len(chosen)
+    shifted = chosen.reshape(layers, -1) + np.arange(layers)[:, None] * count
+    return np.bincount(shifted.ravel(), minlength=layers * count).reshape(layers, count)
+
+
+def evenness(counts: np.ndarray, shares: int) -> float:
+    """Mean load over the largest, averaged over layers: of the ranks, or of the experts where one
+    rank has all. 1 = all the same. counts: [layers, experts]."""
+    loads = counts.reshape(len(counts), shares, -1).sum(-1) if shares > 1 else counts
+    most = loads.max(-1)
+    return float(np.mean(loads.mean(-1)[most > 0] / most[most > 0])) if most.any() else 1.0

@@ -1,0 +1,353 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) as ops see them: the matrices of a projection by the
+adapter's number, and which tokens of a step have which adapter.
+
+Both lie in memory that stays where it is, so that recorded work finds other adapters there later.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops.arena import HUGE_PAGE, Arena
+from banyan.ops.lora_stack import AdapterStack, Matrices
+
+MAX_PARTS = 4
+"""Parts of one projection; csrc/adapters.h has the same number."""
+_WORDS = 5 + 4 * MAX_PARTS
+_PIECE = 32
+"""Most tokens that share one reading of an adapter's matrices."""
+_TILE, _RANKS = 16, 8
+"""How matrices lie in memory: as csrc/adapters.h says."""
+_PROGRESS = 16
+_MOST_TWOS = 60
+"""Powers that float32 holds, two of them together too."""
+_MOST_LEVEL = 127
+_MOST_CHANGE = 0.015
+"""Of a matrix that is kept in 8 bits: root of the sum of squares, as a part of the matrix's own.
+Numbers that are spread like a bell's curve change by half of that."""
+_LANES, _BLOCK, _MOST_PADDING = 16, 32, 1.34
+"""Ranks and inputs of a tile of csrc/linear.h, and how much of it may be for nothing."""
+_TILED = 4
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""Numbers of csrc/adapters.h."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an adapter adds to some neighbouring outputs: scale · up · (down · x).
+
+    Attributes:
+        first: the first of these outputs.
+        down: [rank, in]; up: [outputs, rank]; both of one float type.
+    """
+
+    first: int
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+class AdapterTable:
+    """What adapters add to one projection, by their number; 0 is none.
+
+    Args:
+        inputs: of the projection on this rank.
+        width: most ranks that the parts of one adapter have together.
+        capacity: the highest number.
+        is_rounded: what they stand beside is rounded, and so are matrices: to 8 bits where that
+            changes none of them much, and else those of float32 to half precision.
+        keeps_parts: the plain op reads them, as they are given.
+        stack: where they lie in memory of a device that is not the host; None = here.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        width: int,
+        capacity: int,
+        is_rounded: bool = False,
+        keeps_parts: bool = True,
+        stack: AdapterStack | None = None,
+    ) -> None:
+        self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
+        self.stack = stack
+        self.inputs = inputs
+        self.width = width
+        self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
+        self.entries = torch.zeros((capacity + 1, _WORDS), dtype=torch.int64)
+        """AdapterPair of csrc/adapters.h."""
+        self.progress = torch.zeros(_PROGRESS, dtype=torch.int64)
+        """AdapterState: how far the threads of a run are."""
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+
+    def place(self, parts: Sequence[Part], arena: Arena) -> "PlacedParts":
+        """An adapter's parts as they are entered.
+
+        arena: where its matrices lie; one for all that an adapter has keeps them together.
+        """
+        assert 0 < len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
+        if self.stack is not None:
+            given = [Matrices(p.first, p.down.float(), p.up.float() * p.scale) for p in parts]
+            return PlacedParts(self.stack.place(given), [], [], sum(len(p.down) for p in parts))
+        placed = tiled_parts(parts, arena) if self.is_rounded else None
+        placed = placed or placed_parts(parts, arena, self.is_rounded)
+        assert placed.rank <= self.width
+        return replace(placed, parts=tuple(parts) if self.keeps_parts else ())
+
+    def enter(self, number: int, parts: "Sequence[Part] | PlacedParts") -> None:
+        """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
+        may run meanwhile."""
+        self._kept.pop(number, None)
+        self.parts[number] = ()
+        self.entries[number] = 0
+        if not parts:
+            if self.stack is not None:
+                self.stack.enter(number, ())
+            return
+        placed = parts if isinstance(parts, PlacedParts) else self.place(parts, Arena(HUGE_PAGE))
+        if self.stack is not None:
+            self.stack.enter(number, placed.tensors)
+            return
+        self.parts[number] = placed.parts
+        self._kept[number] = tuple(placed.tensors)
+        self.entries[number] = torch.tensor(part_words(placed.head, placed.ranges))
+
+
+@dataclass(frozen=True)
+class PlacedParts:
+    """Matrices in the order in which kernels read them.
+
+    Attributes:
+        tensors: what must stay where it is, or is to go to a stack.
+        head: the first words of AdapterPair (csrc/adapters.h); [] for a stack.
+        ranges: of each part, its words there.
+        rank: of all parts together.
+        parts: as they were given, where they are kept.
+    """
+
+    tensors: list[Tensor]
+    head: list[int]
+    ranges: list[tuple[int, int, int, int]]
+    rank: int
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of what lies in no arena."""
+        if not self.head:
+            return bytes_of(self.tensors)
+        return bytes_of(matrix for part in self.parts for matrix in (part.down, part.up))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> PlacedParts:
+    """The parts of one projection as kernels read them.
+
+    is_rounded: as for AdapterTable.
+    """
+    types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
+    dtype = types.pop() if len(types) == 1 else torch.float32
+    scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
+    if is_rounded:
+        if (levels := _levels(parts)) is not None:
+            dtype, (parts, scales) = torch.int8, levels
+        elif dtype == torch.float32:
+            dtype, (parts, scales) = torch.float16, _evened(parts)
+    whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
+    down = _placed(_down_tiles(whole), arena)
+    up = _placed(torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts]), arena)
+    head = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
+    return PlacedParts([down, up, scales], head, _ranges(parts), len(whole))
+
+
+def _ranges(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+    ranges, at = list[tuple[int, int, int, int]](), 0
+    for part in parts:
+        first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
+        ranges.append((first, last - first, at, len(part.down)))
+        at += len(part.down)
+    return ranges
+
+
+def tiled_parts(parts: Sequence[Part], arena: Arena) -> PlacedParts | None:
+    """The same in 8 bits with `down` in tiles of weights (W8 of csrc/linear.h), multiplied
+    as the base is; None where that would change a matrix too much, or there are few ranks."""
+    rank = sum(len(part.down) for part in parts)
+    padded = -(-rank // _LANES) * _LANES
+    if padded > _MOST_PADDING * rank or (found := _levels(parts)) is None:
+        return None
+    down = torch.cat([part.down.float() for part in parts])
+    if (tiles := _weight_tiles(functional.pad(down, (0, 0, 0, padded - rank)))) is None:
+        return None
+    levels = found[0]
+    worths = [
+        part.scale * part.up.float().abs().amax(0).clamp_min(1e-30) / _MOST_LEVEL for part in parts
+    ]
+    scales = functional.pad(torch.cat(worths).float(), (0, padded - rank)).contiguous()
+    up = _placed(torch.cat([_up_tiles(part.up, part.first) for part in levels]), arena)
+    tiles = _placed(tiles, arena)
+    head = [tiles.data_ptr(), up.data_ptr(), scales.data_ptr(), rank, _TILED]
+    return PlacedParts([tiles, up, scales], head, _ranges(parts), rank)
+
+
+def _weight_tiles(down: Tensor) -> Tensor | None:
+    """[ranks, in] float32 as bytes, by 16 ranks and then by 32 inputs: scales in half precision,
+    then numbers from 0 to 255 around 128, by 4 inputs, then by rank."""
+    blocks = functional.pad(down, (0, -down.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    worth = (blocks.abs().amax(2, keepdim=True) / _MOST_LEVEL).half().float()
+    levels = torch.where(worth > 0, blocks / worth, 0).round().clamp(-_MOST_LEVEL, _MOST_LEVEL)
+    if (
+        not worth.isfinite().all()
+        or (levels * worth - blocks).norm() > _MOST_CHANGE * blocks.norm()
+    ):
+        return None
+    groups = (levels + 128).to(torch.uint8).unflatten(0, (-1, _LANES))  # [groups, 16, blocks, 32]
+    numbers = groups.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).flatten(2)
+    scales = worth[:, :, 0].half().unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous()
+    return torch.cat([scales.view(torch.uint8), numbers], dim=2).flatten()
+
+
+def part_words(head: Sequence[int], ranges: Sequence[tuple[int, int, int, int]] = ()) -> list[int]:
+    """An AdapterPair of csrc/adapters.h."""
+    words = [*head, *(word for range_ in ranges for word in range_)]
+    return words + [0] * (_WORDS - len(words))
+
+
+def _placed(values: Tensor, arena: Arena) -> Tensor:
+    placed = arena.take(values.nbytes).view(values.dtype)
+    return placed.copy_(values)
+
+
+def _exponents(x: Tensor) -> Tensor:
+    return torch.frexp(x).exponent.clamp(-_MOST_TWOS, _MOST_TWOS)
+
+
+def _evened(parts: Sequence[Part]) -> tuple[list[Part], Tensor]:
+    """The same in float32 with the largest number of each rank between 1/2 and 1, and the scale of
+    each: powers of two go there from the matrices, so that half precision loses digits only."""
+    evened, scales = [], []
+    for part in parts:
+        down, up = part.down.float(), part.up.float()
+        by_down = _exponents(down.abs().amax(1))  # [rank]
+        by_up = _exponents(up.abs().amax(0))
+        down, up = torch.ldexp(down, -by_down[:, None]), torch.ldexp(up, -by_up)
+        scales.append(torch.ldexp(torch.full((len(down),), part.scale), by_down + by_up))
+        evened.append(Part(part.first, down, up, part.scale))
+    return evened, torch.cat(scales)
+
+
+def _levels(parts: Sequence[Part]) -> tuple[list[Part], Tensor] | None:
+    """The same in 8 bits, the largest number of each rank in either matrix being 127, and the scale
+    of each; None where that would change a matrix too much."""
+    levels, scales = [], []
+    for part in parts:
+        down, up = _levels_of(part.down, 1), _levels_of(part.up, 0)
+        if down is None or up is None:
+            return None
+        levels.append(Part(part.first, down[0], up[0], part.scale))
+        scales.append((part.scale * down[1] * up[1]).float())
+    return levels, torch.cat(scales)
+
+
+def _levels_of(matrix: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    """Whole numbers, and what one is worth of each rank, which is the other dimension; float64."""
+    exact = matrix.double()
+    worth = exact.abs().amax(dim) / _MOST_LEVEL
+    worth[worth == 0] = 1.0
+    levels = (exact / worth.unsqueeze(dim)).round()
+    change = (levels * worth.unsqueeze(dim) - exact).norm()
+    return None if change > _MOST_CHANGE * exact.norm() else (levels.to(torch.int8), worth)
+
+
+def _down_tiles(down: Tensor) -> Tensor:
+    """[rank, in] by so many ranks, then by so many inputs, all in one row."""
+    padded = functional.pad(down, (0, -down.shape[1] % _TILE))
+    blocks = [block.view(len(block), -1, _TILE).transpose(0, 1) for block in padded.split(_RANKS)]
+    return torch.cat([block.reshape(-1) for block in blocks])
+
+
+def _up_tiles(up: Tensor, first: int) -> Tensor:
+    """[outputs, rank], of which `first` is the first, by so many of the projection's outputs, all
+    in one row."""
+    before = first % _TILE
+    padded = functional.pad(up, (0, 0, before, -(before + len(up)) % _TILE))
+    return padded.view(-1, _TILE, up.shape[1]).transpose(1, 2).reshape(-1)
+
+
+class AdapterTokens:
+    """Which tokens of a step have which adapter, in pieces of one adapter each.
+
+    Args:
+        max_tokens: of the largest step.
+        others: [max_tokens, capacity] bool on a device that is not the host: the adapters, from 1
+            on, that are not the token's. None = stacks are not used.
+    """
+
+    def __init__(self, max_tokens: int, others: Tensor | None = None) -> None:
+        self.others = others
+        self._stacked = None
+        if others is not None:
+            self._stacked = torch.arange(1, others.shape[1] + 1, device=others.device)
+        self.pieces = torch.zeros(1 + 3 * max_tokens, dtype=torch.int32)
+        """[0] how many, then (adapter, first, count) of each, in places of `order`."""
+        self.order = torch.zeros(max_tokens, dtype=torch.int32)
+        self.numbers = torch.zeros(max_tokens, dtype=torch.int32)
+        """[tokens], the adapter of each; only where there are pieces."""
+        self._pieces, self._order = self.pieces.numpy(), self.order.numpy()
+        self._numbers = self.numbers.numpy()
+        self._inner: dict[int, np.ndarray] = {}
+
+    def inner(self, width: int) -> np.ndarray:
+        """[max_tokens, width] float32 that one op at a time works in; the same at every call."""
+        if width not in self._inner:
+            self._inner[width] = np.empty((len(self._order), width), np.float32)
+        return self._inner[width]
+
+    def fill(self, adapters: np.ndarray) -> None:
+        """adapters: [tokens], the number of each token's, 0 for none."""
+        self._pieces[0] = 0
+        with_one = np.flatnonzero(adapters)
+        if not len(with_one):
+            return
+        order = with_one[np.argsort(adapters[with_one], kind="stable")]
+        numbers = adapters[order]
+        self._order[: len(order)] = order
+        self._numbers[: len(adapters)] = adapters
+        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+        found = [
+            (int(numbers[start]), first, min(_PIECE, end - first))
+            for start, end in zip(starts, [*starts[1:], len(order)], strict=True)
+            for first in range(start, end, _PIECE)
+        ]
+        self._pieces[1 : 1 + 3 * len(found)] = np.array(found, np.int32).reshape(-1)
+        self._pieces[0] = len(found)
+
+    def mark(self, adapters: Tensor) -> None:
+        """`fill`, on the device. adapters: [tokens] int64."""
+        assert self.others is not None and self._stacked is not None
+        self.others[: len(adapters)] = adapters.unsqueeze(1) != self._stacked
+
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """(adapter, its tokens [n] int64), for kernels that call Python."""
+        pieces = self._pieces[1 : 1 + 3 * int(self._pieces[0])].reshape(-1, 3).tolist()
+        return [(number, self.order[at : at + count].long()) for number, at, count in pieces]
+
+
+class AdapterOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def adapt(self, out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
+        """Add to each token's outputs what its adapter makes of its inputs, the sum over the parts
+        of scale · up · (down · x), summed in fp32; `out` changes in place.
+
+        out: [tokens, out] T; x: [tokens, in] T.
+        """
+        ...

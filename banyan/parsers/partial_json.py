@@ -1,0 +1,153 @@
+"""JSON copied while it arrives, so that what was passed on can always be completed.
+
+Commas, keys and colons wait until the value behind them begins; numbers and words until they are
+whole. What models get wrong most often is put right: raw control characters and unknown escapes in
+strings, commas before a closing bracket, Python's spelling of constants (RFC 8259 is the target).
+"""
+
+import json
+import re
+
+from banyan.parsers.incremental import Arriving, Malformed, Reading, Sink
+
+MAX_DEPTH = 64
+MAX_SCALAR_CHARS = 400
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_SPACE = re.compile(r"[ \t\r\n]*")
+_WORD = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
+_HEX = re.compile(r"[0-9a-fA-F]{4}", re.ASCII)
+_CONSTANTS = {
+    "true": "true",
+    "false": "false",
+    "null": "null",
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}
+
+
+class JsonCopy:
+    """Copies one value.
+
+    Args:
+        put: takes the copy, piece by piece.
+        closers: stack that this copy keeps: what would complete what was put so far, inside out.
+    """
+
+    def __init__(self, source: Arriving, put: Sink, closers: list[str] | None = None) -> None:
+        self._source = source
+        self._put = put
+        self._closers = [] if closers is None else closers
+        self._pending = ""
+
+    def value(self) -> Reading[None]:
+        """Copy the value that comes next; Malformed when there is none."""
+        yield from self._spaces()
+        match (yield from self._source.need()):
+            case '"':
+                yield from self._string()
+            case "{":
+                yield from self._object()
+            case "[":
+                yield from self._array()
+            case _:
+                yield from self._scalar()
+
+    def _object(self) -> Reading[None]:
+        self._open("{", "}")
+        while not (yield from self._closed("}")):
+            yield from self._key()
+            yield from self.value()
+            yield from self._separator("}")
+
+    def _array(self) -> Reading[None]:
+        self._open("[", "]")
+        while not (yield from self._closed("]")):
+            yield from self.value()
+            yield from self._separator("]")
+
+    def _open(self, bracket: str, closer: str) -> None:
+        if len(self._closers) >= MAX_DEPTH:
+            raise Malformed
+        self._flush(self._source.take(len(bracket)))
+        self._closers.append(closer)
+
+    def _closed(self, closer: str) -> Reading[bool]:
+        yield from self._spaces()
+        if (yield from self._source.need()) != closer:
+            return False
+        if "," in self._pending:
+            self._pending = ""
+        self._flush(self._source.take(1))
+        self._closers.pop()
+        return True
+
+    def _separator(self, closer: str) -> Reading[None]:
+        yield from self._spaces()
+        following = yield from self._source.need()
+        if following == ",":
+            self._pending += self._source.take(1)
+        elif following != closer:
+            raise Malformed
+
+    def _key(self) -> Reading[None]:
+        if (yield from self._source.need()) != '"':
+            raise Malformed
+        parts: list[str] = []
+        yield from JsonCopy(self._source, parts.append)._string()
+        self._pending += "".join(parts)
+        yield from self._spaces()
+        yield from self._source.expect(":")
+        self._pending += ":"
+
+    def _string(self) -> Reading[None]:
+        source = self._source
+        self._flush(source.take(1))
+        self._closers.append('"')
+        while True:
+            yield from source.run(_PLAIN, self._put)
+            match (yield from source.need()):
+                case '"':
+                    self._put(source.take(1))
+                    self._closers.pop()
+                    return
+                case "\\":
+                    yield from self._escape()
+                case control:
+                    source.take(1)
+                    self._put(json.dumps(control)[1:-1])
+
+    def _escape(self) -> Reading[None]:
+        source = self._source
+        kind = (yield from source.need(2))[1]
+        if kind == "u" and _HEX.fullmatch((yield from source.need(6))[2:]):
+            self._put(source.take(6))
+        elif kind in '"\\/bfnrt':
+            self._put(source.take(2))
+        else:
+            source.take(1)
+            self._put("\\\\")
+
+    def _scalar(self) -> Reading[None]:
+        parts: list[str] = []
+        yield from self._source.run(_WORD, parts.append)
+        yield from self._source.need()  # at the very end, more of the word could be missing
+        word = "".join(parts)
+        if len(word) > MAX_SCALAR_CHARS:
+            raise Malformed
+        if word in _CONSTANTS:
+            word = _CONSTANTS[word]
+        elif not _NUMBER.fullmatch(word):
+            raise Malformed
+        self._flush(word)
+
+    def _spaces(self) -> Reading[None]:
+        parts: list[str] = []
+        yield from self._source.run(_SPACE, parts.append)
+        self._pending += "".join(parts)
+
+    def _flush(self, text: str) -> None:
+        self._put(self._pending + text)
+        self._pending = ""

@@ -1,0 +1,183 @@
+"""Rooms: the fields by which two servers know the same sequence, one of which computes its prompt;
+and which replica of each does.
+
+The same body goes to both. A prompt has a room; of its n sequences each has a part of it, which
+both servers number alike.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from banyan.base.errors import RequestError
+
+if TYPE_CHECKING:
+    from banyan.requests.generation import TextRequest
+    from banyan.requests.sampling_params import Limits
+
+_ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_HERE = ("routed_dp_rank", "data_parallel_rank")
+"""Two names, the first one counts."""
+_THERE = "disagg_prefill_dp_rank"
+HEADER = b"x-data-parallel-rank"
+FIELDS = (*_ROOMS, *_HERE, _THERE)
+DEFAULT_PORT = 8998
+_MOST_REPLICAS = 1 << 16
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]{2,45}\]|[\w.-]{1,253}", re.ASCII)
+_OWN_ROUTES = ("probe", "warm-up")
+"""What a server asks of itself; it does both parts then."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where one prompt is handed over. Without a room it is not.
+
+    Attributes:
+        replica: who takes it of this server; -1 = whoever is chosen.
+        giver: who computes it of the other one; -1 = whoever has its room.
+    """
+
+    room: int = -1
+    peer: str = ""
+    """host:port."""
+    replica: int = -1
+    giver: int = -1
+
+    def name(self, part: int) -> bytes:
+        """Of sequence `part` of the prompt; b"" without a room."""
+        return (
+            b"" if self.room < 0 else self.room.to_bytes(8, "little") + part.to_bytes(4, "little")
+        )
+
+
+NOWHERE = Meeting()
+
+
+def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meeting]:
+    """Where each prompt is handed over.
+
+    Args:
+        fields: gives the value of a field, None where the body has none.
+        num: prompts of a batch; None for a single prompt, whose fields are no lists.
+
+    Raises:
+        RequestError: names the field, the rule and the value.
+    """
+    hosts, ports, rooms = (_spread(fields(name), name, num) for name in _ROOMS)
+    here = next((rank for name in _HERE if (rank := _rank(fields(name), name)) >= 0), -1)
+    there = _rank(fields(_THERE), _THERE)
+    found = [
+        replace(_meeting(*given), replica=here, giver=there)
+        for given in zip(hosts, ports, rooms, strict=True)
+    ]
+    named = [meeting.room for meeting in found if meeting.room >= 0]
+    if len(named) != len(dict.fromkeys(named)):
+        raise RequestError(
+            "bootstrap_room must be another number for each prompt", param="bootstrap_room"
+        )
+    return found
+
+
+def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, object]:
+    """`fields` with the replica that the header X-Data-Parallel-Rank names, if it does: it counts
+    before theirs. RequestError when it is no number."""
+    if not header:
+        return fields
+    if not (header.isascii() and header.isdecimal() and len(header) <= len(str(_MOST_REPLICAS))):
+        raise RequestError(
+            f"X-Data-Parallel-Rank must be the number of a replica, got {header[:40]!r}",
+            param=_HERE[0],
+        )
+    return {**fields, _HERE[0]: int(header)}
+
+
+def check_room(request: "TextRequest", limits: "Limits") -> None:
+    """Whether a sequence goes with the role of this server; RequestError when it does not."""
+    if not limits.role:
+        name = _ROOMS[2] if request.room else _THERE if request.giver >= 0 else ""
+        if name:
+            raise RequestError(
+                f"{name} asks for a server that shares the work with another one",
+                param=name,
+                code="not_available",
+                hint="Start the server with --disaggregation-mode prefill or decode.",
+            )
+        return
+    if request.route in _OWN_ROUTES or not limits.has_rooms:
+        return
+    if not request.room:
+        raise RequestError(
+            f"This is a {limits.role} server, and the request names no bootstrap_room",
+            param="bootstrap_room",
+            code="no_room",
+            hint="Send requests to the router of the two servers.",
+        )
+    if limits.role == "decode" and not request.peer:
+        raise RequestError(
+            "bootstrap_host must name the server that computes the prompt", param="bootstrap_host"
+        )
+    if request.hidden:
+        raise RequestError(
+            "hidden states are not handed over from one server to another",
+            param="return_hidden_states",
+            code="not_available",
+        )
+
+
+def with_room(request: "TextRequest", limits: "Limits") -> "TextRequest":
+    """The request with a room of its own, where nothing is handed over really."""
+    if limits.has_rooms or not limits.role or request.room or request.route in _OWN_ROUTES:
+        return request
+    return replace(request, room=Meeting(secrets.randbits(63)).name(0))
+
+
+def _spread(value: object, name: str, num: int | None) -> Sequence[object]:
+    if num is None:
+        return [value]
+    if not isinstance(value, list):
+        if name == "bootstrap_room" and value is not None and num > 1:
+            raise RequestError(
+                f"bootstrap_room must be a list of {num} numbers, one for each prompt", param=name
+            )
+        return [value] * num
+    if len(value) != num:
+        raise RequestError(
+            f"{name} must be one value or {num} of them, got {len(value)}.", param=name
+        )
+    return value
+
+
+def _rank(value: object, name: str) -> int:
+    if value is None:
+        return -1
+    if type(value) is not int or not 0 <= value < _MOST_REPLICAS:
+        raise RequestError(
+            f"{name} must be the number of a replica, got {str(value)[:40]!r}", param=name
+        )
+    return value
+
+
+def _meeting(host: object, port: object, room: object) -> Meeting:
+    if room is None and host is None:
+        return NOWHERE
+    if type(room) is not int or not 0 <= room < 1 << 63:
+        raise RequestError(
+            f"bootstrap_room must be an integer in [0, 2^63), got {str(room)[:40]!r}",
+            param="bootstrap_room",
+        )
+    if host is None:
+        return Meeting(room)
+    if not isinstance(host, str) or not _HOST.fullmatch(host):
+        raise RequestError(
+            f"bootstrap_host must be the name or address of a server, got {str(host)[:40]!r}",
+            param="bootstrap_host",
+        )
+    port = DEFAULT_PORT if port is None else port
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise RequestError(
+            f"bootstrap_port must be an integer in [1, 65535], got {str(port)[:40]!r}",
+            param="bootstrap_port",
+        )
+    return Meeting(room, f"{host}:{port}")

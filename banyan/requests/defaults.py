@@ -1,0 +1,79 @@
+"""What the front takes from the Config: limits of a request, and what it leaves out stands for."""
+
+import random
+
+from banyan.base.errors import ConfigError, RequestError
+from banyan.config.schema import Config
+from banyan.config.serving import ServerConfig
+from banyan.messages.events import Ready
+from banyan.messages.logit_processors import LOGIT_PROCESSORS
+from banyan.model_config.model_config import ModelConfig
+from banyan.requests.sampling_params import (
+    NATIVE_DEFAULTS,
+    SEED_BITS,
+    DrawSeed,
+    Limits,
+    fresh_seed,
+    parse_sampling,
+)
+from banyan.tokenizer.tokenizer import Tokenizer
+
+
+def seed_source(server: ServerConfig) -> DrawSeed:
+    """Where requests without a seed get theirs; repeats from start to start under --random-seed."""
+    if server.random_seed < 0:
+        return fresh_seed
+    source = random.Random(server.random_seed)
+    return lambda: source.getrandbits(SEED_BITS)
+
+
+def limits_of(
+    config: Config, model_config: ModelConfig, ready: Ready, tokenizer: Tokenizer | None
+) -> Limits:
+    """What a request may ask of this model on the engine that said `ready`."""
+    return Limits(
+        context_length=config.model.context_length or model_config.context_length,
+        vocab_size=model_config.vocab_size,
+        eos_ids=tuple(
+            dict.fromkeys([*model_config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])
+        ),
+        max_request_tokens=ready.max_request_tokens,
+        auto_truncate=config.server.allow_auto_truncate,
+        has_tokenizer=tokenizer is not None,
+        is_embedding=model_config.pooling is not None,
+        hidden_size=model_config.hidden_size,
+        hidden_states=config.server.hidden_states,
+        expert_choices=_expert_choices(config, model_config),
+        processors=tuple(LOGIT_PROCESSORS.names()) if config.server.logit_processors else None,
+        max_new_tokens=config.server.max_new_tokens,
+        batch_encode=config.server.batch_encode,
+        takes_embeds=config.model.implementation != "transformers",
+        role=config.handoff.role,
+        has_rooms=config.handoff.transfer != "fake",
+    )
+
+
+def _expert_choices(config: Config, model_config: ModelConfig) -> int:
+    if model_config.experts is None or not config.experts.are_told:
+        return 0
+    return model_config.num_layers * model_config.experts.per_token
+
+
+def check_preferred(server: ServerConfig) -> None:
+    """Refuse --preferred-sampling-params that no request could have.
+
+    Raises:
+        ConfigError: names the parameter and what is wrong with it.
+    """
+    processors = tuple(LOGIT_PROCESSORS.names()) if server.logit_processors else None
+    limits = Limits(context_length=1 << 40, vocab_size=1 << 31, processors=processors)
+    try:
+        parse_sampling(server.preferred_sampling, prompt_len=1, limits=limits)
+    except RequestError as error:
+        raise ConfigError(f"--preferred-sampling-params: {error.text}", hint=error.hint) from None
+
+
+def sampling_defaults(server: ServerConfig) -> dict[str, object]:
+    """What sampling parameters mean that a request leaves out, on /generate and offline."""
+    given = server.preferred_sampling
+    return {**NATIVE_DEFAULTS, "stream_interval": server.stream_interval, **given}

@@ -1,0 +1,127 @@
+"""Attention as two ops: write this step's K and V into the pages, then attend over them."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from torch import Tensor
+
+from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepAttention
+from banyan.ops.api import Ops
+from banyan.runner.attention.base import StepGeometry
+from banyan.runner.kvstore import KVStore
+
+
+class _Paths(TypedDict, total=False):
+    paths: Tensor
+
+
+class _More(_Paths, total=False):
+    first: int
+
+
+class ReferenceAttention:
+    """Backend for every device whose ops include write_kv and paged_attention.
+
+    Args:
+        first: positions before it hold nothing, and no token reads them.
+    """
+
+    def __init__(self, ops: Ops, store: KVStore, first: int = 0) -> None:
+        self._ops = ops
+        self._store = store
+        self._first = first
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        return _Bound(self._ops, self._store, geometry, self._first)
+
+
+class WritingAttention:
+    """Writes keys and values, and attends to nothing."""
+
+    def __init__(self, ops: Ops, store: KVStore) -> None:
+        self._ops = ops
+        self._store = store
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        return _Writing(self._ops, self._store, geometry, 0)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    ops: Ops
+    store: KVStore
+    step: StepGeometry
+    first: int
+
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        # Every row writes before any row reads, so rows may share pages written in this step.
+        self.write(spec, k, v)
+        pages = self.store.tensors(spec.layer)
+        k_pages, v_pages = pages["k"], pages["v"]
+        view = self.step.groups[self.store.group_of(spec.layer)]
+        more = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        return self.ops.paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            view.page_tables,
+            self.step.row_starts,
+            self.step.context_lengths,
+            spec.scale,
+            spec.window or -self.first,
+            spec.soft_cap,
+            sinks,
+            **more,
+            **self.branching,
+        )
+
+    def write(self, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
+        pages = self.store.tensors(spec.layer)
+        view = self.step.groups[self.store.group_of(spec.layer)]
+        more = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        self.ops.write_kv(k, v, pages["k"], pages["v"], view.locations, **more)
+
+    def latent(
+        self,
+        spec: LatentSpec,
+        q: Tensor,
+        q_turned: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
+        indexed: Indexed | None = None,
+    ) -> Tensor:
+        pages = self.store.tensors(spec.layer)
+        view = self.step.groups[self.store.group_of(spec.layer)]
+        if kept is not None:
+            self.ops.write_latent(*kept, pages["latent"], pages["key"], view.locations)
+        where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
+        latents = (q, q_turned, pages["latent"], pages["key"])
+        # Kernels of devices where nothing is drafted take no first position.
+        more: _More = {**self.branching}
+        if self.first:
+            more["first"] = self.first
+        if indexed is None:
+            return self.ops.latent_attention(*latents, *where, spec.scale, **more)
+        keys = (pages["index"], pages.get("index_turned", pages["index"]))
+        self.ops.write_latent(indexed.key, indexed.key_turned, *keys, view.locations)
+        queries = (indexed.q, indexed.q_turned, indexed.weights)
+        chosen = self.ops.choose_positions(*queries, *keys, *where, spec.top, **more)
+        return self.ops.latent_attention(*latents, *where, spec.scale, chosen, **more)
+
+    def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        pages, view = self.store.tensors(layer), self.step.groups[self.store.group_of(layer)]
+        return (pages["latent"], pages["key"]), view.locations
+
+    @property
+    def branching(self) -> _Paths:
+        return {} if self.step.paths is None else {"paths": self.step.paths}
+
+
+class _Writing(_Bound):
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """returns: q, which nothing reads."""
+        self.write(spec, k, v)
+        return q

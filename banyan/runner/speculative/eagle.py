@@ -1,0 +1,166 @@
+"""NEXTN, EAGLE, EAGLE3: drafts of layers that read what the target made of each token, its states.
+
+With a token the layer reads the target's state of the token before. What it has read of a request
+lies in the pages beside the target's keys and values, so that a cached prefix is there for both;
+the state that the first token behind it needs is kept by the page before. Once drafts are verified,
+what was written for them from the layer's own states is written again from the target's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.config.schema import SpeculativeConfig
+from banyan.messages.plan import SAMPLE, Row
+from banyan.runner.speculative.base import Beside, Guess
+from banyan.runner.speculative.draft_pass import in_steps, run_pass
+from banyan.runner.speculative.tree_growth import Grower, open_grower
+
+_MOST_HELD = 32
+"""States that a request for which nothing is drafted may have before the layer reads them."""
+
+
+@dataclass
+class _Progress:
+    """
+    Attributes:
+        read: the layer has read the tokens before this position.
+        held: [n, width], the target's states from position read − 1 on.
+    """
+
+    read: int
+    held: Tensor
+
+
+class HiddenDrafter:
+    """Satisfies `speculative.base.Drafter`.
+
+    Args:
+        grower: of drafts that branch; None = they are chains.
+    """
+
+    def __init__(self, beside: Beside, grower: Grower | None = None) -> None:
+        assert beside.ends is not None and beside.take_in is not None
+        self._beside, self._ends, self._take_in = beside, beside.ends, beside.take_in
+        self._grower = grower
+        self._known = beside.table.known
+        self._progress: dict[int, _Progress] = {}
+        """By slot. None of one that has joined and not run: before its first row all is read."""
+
+    def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
+        self.leave(slot)
+
+    def leave(self, slot: int) -> None:
+        self._progress.pop(slot, None)
+
+    def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Tokens that a row brings may take the place of later ones, never of the one at `first`
+        where there is one: that has been told."""
+        progress = self._progress.get(slot)
+        if progress is not None and progress.read > first + 1:
+            progress.read, progress.held = first + 1, progress.held[:0]
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Guess]:
+        if not rows:
+            return []
+        due, states = self._take_states(rows, counts)
+        if self._grower is not None:
+            return self._grower.grow_behind(self._grower.read(due, states), rows, counts)
+        following = self._read(due, states)
+        for done in range(1, max(counts, default=0)):
+            again = [
+                Row(row.slot, self._known[row.slot] + done - 1, 1, want=SAMPLE)
+                for row, count in zip(rows, counts, strict=True)
+                if count > done
+            ]
+            carried = torch.stack([following[row.slot] for row in again])
+            following = self._read(again, [carried])
+        tokens = self._beside.table.tokens
+        firsts = [self._known[row.slot] for row in rows]
+        drafts = [
+            tokens[row.slot, first : first + count]
+            for row, first, count in zip(rows, firsts, counts, strict=True)
+        ]
+        # sync: they are told to the scheduler
+        return [found.tolist() for found in self._beside.fetch(drafts)()]
+
+    def flush(self) -> None:
+        """Nothing is remembered beside the pages, which are the engine's."""
+
+    def _take_states(
+        self, rows: Sequence[Row], counts: Sequence[int]
+    ) -> tuple[list[Row], list[Tensor]]:
+        """The rows that the layer reads after a step of `rows`, and their states, [count, width]
+        each."""
+        slots = [row.slot for row in rows]
+        ends = [self._end_of(row) for row in rows]
+        lengths = [end - row.start for row, end in zip(rows, ends, strict=True)]
+        states = self._take_in(self._beside.target.hidden(slots, lengths))
+        self._keep(rows, ends, states)
+        due: list[Row] = []
+        taken: list[Tensor] = []
+        for row, count, end, mine in zip(rows, counts, ends, states.split(lengths), strict=True):
+            progress = self._progress_of(row, mine)
+            first, last = progress.read, end if count else end - 1
+            is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
+            may_wait = self._beside.may_lag and not is_prompt and len(progress.held) <= _MOST_HELD
+            if last < first or (not count and may_wait):
+                continue
+            due.append(Row(row.slot, first, last + 1 - first, want=SAMPLE if count else 0))
+            taken.append(progress.held[: last + 1 - first])
+            progress.read, progress.held = last + 1, progress.held[last + 1 - first :]
+        return due, taken
+
+    def _end_of(self, row: Row) -> int:
+        """The position behind those of the row that have run and stand."""
+        return self._known[row.slot] - 1 if row.want & SAMPLE else row.start + row.count
+
+    def _keep(self, rows: Sequence[Row], ends: Sequence[int], states: Tensor) -> None:
+        """Each full page keeps the state of its last token; before any row looks for one."""
+        size, first = self._ends.page_size, 0
+        slots: list[int] = []
+        positions: list[int] = []
+        where: list[int] = []
+        for row, end in zip(rows, ends, strict=True):
+            lasts = range(row.start // size * size + size - 1, end, size)
+            slots += [row.slot] * len(lasts)
+            positions += lasts
+            where += [first + last - row.start for last in lasts]
+            first += end - row.start
+        self._ends.keep(slots, positions, states[torch.tensor(where, dtype=torch.long)])
+
+    def _progress_of(self, row: Row, states: Tensor) -> _Progress:
+        """What was read of the row's slot, with the states of the step's positions."""
+        progress = self._progress.get(row.slot)
+        if progress is None:
+            before = states[:0]
+            if row.start:
+                before = self._ends.of([row.slot], [row.start - 1])
+            progress = _Progress(max(row.start, 1), before)
+            self._progress[row.slot] = progress
+        ahead = row.start - (progress.read - 1)  # states from before the row that are waited for
+        assert ahead >= 0, f"the row starts at {row.start}, {progress.read} positions are read"
+        progress.held = torch.cat([progress.held[:ahead], states])
+        return progress
+
+    def _read(self, rows: Sequence[Row], states: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Rows through the layer; returns by slot what it made of the last token of those that
+        sample."""
+        following: dict[int, Tensor] = {}
+        carried = torch.cat(list(states)) if states else torch.empty(0)
+        at = 0
+        for some in in_steps(rows, self._beside.max_tokens):
+            tokens = sum(row.count for row in some)
+            batch = run_pass(self._beside, some, carried[at : at + tokens])
+            at += tokens
+            if batch.wanted & SAMPLE:
+                made = self._beside.forward.hidden(batch.last)
+                following |= dict(zip(batch.to_slots.tolist(), made, strict=True))
+        return following
+
+
+def open_hidden(speculative: SpeculativeConfig, open_beside: Callable[[], Beside]) -> HiddenDrafter:
+    beside = open_beside()
+    return HiddenDrafter(beside, open_grower(speculative, beside))

@@ -1,0 +1,71 @@
+"""/v1/embeddings: one vector for each input, as numbers or as base64 of float32."""
+
+import base64
+
+from banyan.base.errors import RequestError
+from banyan.requests.embeddings import Vector, prompts_of, shortened, usage_of
+from banyan.requests.generation import TextRequest
+from banyan.server.embeddings.sglang import (
+    COMMON,
+    VectorRequest,
+    model_and_adapters_of,
+    origin_of,
+    refuse_fields,
+    vector_service,
+    vectors_of,
+)
+from banyan.server.errors import Json
+from banyan.server.http.request_context import RequestContext
+from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
+
+_FIELDS = frozenset((*COMMON, "input", "encoding_format", "dimensions"))
+_NOTE = "dimensions: cut to the first values; only models trained for it keep their quality"
+
+
+class EmbeddingRequest(VectorRequest, frozen=True, kw_only=True):
+    input: object
+    encoding_format: str | None = "float"
+    dimensions: int | None = None
+
+
+async def create_embeddings(context: RequestContext, state: ServerState) -> None:
+    service = state.take_in(context.id)
+    strict = state.config.server.strict_requests
+
+    def read(raw: Json) -> tuple[EmbeddingRequest, str, list[TextRequest]]:
+        refuse_fields(raw, _FIELDS, context, strict)
+        request = typed(raw, EmbeddingRequest)
+        form = request.encoding_format or "float"
+        if form not in ("float", "base64"):
+            raise RequestError(
+                f"encoding_format must be float or base64, got {form[:40]!r}.",
+                param="encoding_format",
+            )
+        prompts, _ = prompts_of(request.input, "input", service.limits)
+        model, adapters = model_and_adapters_of(context, state, request, len(prompts))
+        vectors, origin = vector_service(service, state), origin_of(context, request, "embeddings")
+        return request, model, vectors.read(prompts, origin, adapters)
+
+    request, model, requests = await context.read(read)
+    found = await vectors_of(context, state, service, requests)
+    if request.dimensions is not None:
+        found = [_cut(v, request.dimensions) for v in found]
+        context.warn(_NOTE)
+    entries: list[Json] = [
+        {"object": "embedding", "index": i, "embedding": _shown(vector, request.encoding_format)}
+        for i, vector in enumerate(found)
+    ]
+    await context.json(
+        {"object": "list", "data": entries, "model": model, "usage": usage_of(found)}
+    )
+
+
+def _cut(vector: Vector, dimensions: int) -> Vector:
+    return Vector(shortened(vector.values, dimensions), vector.usage)
+
+
+def _shown(vector: Vector, form: str | None) -> list[float] | str:
+    if form == "base64":
+        return base64.b64encode(vector.values.tobytes()).decode()
+    return vector.values.tolist()

@@ -1,0 +1,162 @@
+"""Routes about vectors: /encode and /classify in the native form, /v1/classify in OpenAI's."""
+
+import time
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.requests.embeddings import (
+    Origin,
+    Vector,
+    VectorService,
+    prompts_of,
+    softmax,
+    usage_of,
+)
+from banyan.requests.generate_request import checked_rid, checked_salt, namespace_of
+from banyan.requests.generation import TextRequest
+from banyan.server.errors import Json
+from banyan.server.http.request_context import RequestContext
+from banyan.server.openai.fields import typed
+from banyan.server.openai.lora import model_and_adapters
+from banyan.server.state import ServerState, Service
+
+COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
+"""Fields that every route about vectors honours, and `user`, which changes nothing."""
+
+_MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides")
+
+
+class VectorRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str = ""
+    lora_path: str | list[str | None] | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class NativeRequest(VectorRequest, frozen=True, kw_only=True):
+    text: object = None
+    input_ids: object = None
+    dimensions: int | None = None
+
+
+class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
+    input: object
+
+
+async def encode(context: RequestContext, state: ServerState) -> None:
+    """The vector, or the scores of the model's classes, of each prompt."""
+    service = state.take_in(context.id)
+    vectors = vector_service(service, state)
+
+    def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
+        known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
+        refuse_fields(raw, known, context, state.config.server.strict_requests)
+        request = typed(raw, NativeRequest)
+        if (request.text is None) == (request.input_ids is None):
+            raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+        name = "text" if request.input_ids is None else "input_ids"
+        value = request.text if request.input_ids is None else request.input_ids
+        prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
+        _, adapters = model_and_adapters_of(context, state, request, len(prompts))
+        origin = origin_of(context, request, "encode")
+        return request, vectors.read(prompts, origin, adapters), is_list
+
+    request, requests, is_list = await context.read(read)
+    with state.open.holding(requests, context.tenant):
+        answers = await vectors.answer(requests, request.dimensions)
+    await context.json(answers if is_list else answers[0])
+
+
+async def classify(context: RequestContext, state: ServerState) -> None:
+    """The likeliest class of each input and the probabilities of all."""
+    service = state.take_in(context.id)
+    labels = labels_of(service)
+
+    def read(raw: Json) -> tuple[str, list[TextRequest]]:
+        strict = state.config.server.strict_requests
+        refuse_fields(raw, {*COMMON, "input"}, context, strict)
+        request = typed(raw, ClassifyRequest)
+        prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
+        model, adapters = model_and_adapters_of(context, state, request, len(prompts))
+        vectors, origin = vector_service(service, state), origin_of(context, request, "classify")
+        return model, vectors.read(prompts, origin, adapters)
+
+    model, requests = await context.read(read)
+    found = await vectors_of(context, state, service, requests)
+    entries: list[Json] = []
+    for index, vector in enumerate(found):
+        probs = softmax(vector.values)
+        label = labels[probs.index(max(probs))]
+        entries.append({"index": index, "label": label, "probs": probs, "num_classes": len(labels)})
+    await context.json(
+        {
+            "id": context.id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": entries,
+            "usage": usage_of(found),
+        }
+    )
+
+
+def labels_of(service: Service) -> tuple[str, ...]:
+    """The classes of the model; RequestError 400 when it has none."""
+    if not service.model_config.labels:
+        raise RequestError(
+            f"{service.model_config.architecture} has no head that scores classes",
+            code="not_a_classifier",
+            hint="Serve a model for sequence classification.",
+        )
+    return service.model_config.labels
+
+
+def origin_of(context: RequestContext, request: VectorRequest, route: str) -> Origin:
+    return Origin(
+        context.id if request.rid is None else checked_rid(request.rid),
+        namespace_of(
+            context.tenant,
+            checked_salt(request.cache_salt, "cache_salt"),
+            checked_salt(request.extra_key, "extra_key"),
+        ),
+        context.tenant,
+        request.priority or 0,
+        route,
+    )
+
+
+def model_and_adapters_of(
+    context: RequestContext, state: ServerState, request: VectorRequest, count: int
+) -> tuple[str, tuple[str, ...]]:
+    """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
+    named = (request.model, state, context.warn, request.lora_path)
+    return model_and_adapters(*named, count)
+
+
+async def vectors_of(
+    context: RequestContext, state: ServerState, service: Service, requests: Sequence[TextRequest]
+) -> list[Vector]:
+    """The vector of each request; their ids are taken while they run."""
+    with state.open.holding(requests, context.tenant):
+        return await vector_service(service, state).vectors(requests)
+
+
+def vector_service(service: Service, state: ServerState) -> VectorService:
+    version = state.config.model.weight_version
+    return VectorService(service.generator, service.tokenizer, service.limits, version)
+
+
+def refuse_fields(raw: Json, known: Collection[str], context: RequestContext, strict: bool) -> None:
+    """Refuse fields that would change the vectors; report the others that nothing reads."""
+    for name, value in raw.items():
+        if name in known or value in (None, False, "", [], {}):
+            continue
+        if name in _MEDIA or name.startswith(("embed_override", "return_pooled")):
+            raise RequestError(
+                f"{name} is not available in this build", param=name, code="not_available"
+            )
+        context.warn_or_refuse(name, "not used", strict)

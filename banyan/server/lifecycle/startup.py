@@ -1,0 +1,240 @@
+"""From a started engine process to a Service, and what is printed about it when it is ready."""
+
+import asyncio
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from banyan.base.heap import give_back, let_go
+from banyan.base.log import logger
+from banyan.base.thread_pool import use_threads
+from banyan.chat_template.named_templates import FillIn, fill_in_form, template_source
+from banyan.chat_template.template import Chat, load_chat
+from banyan.config.defaults import with_settings
+from banyan.config.disposal import dispose
+from banyan.config.schema import DEMO, DEMO_LINE, Config
+from banyan.engine_client.client import Replicas
+from banyan.engine_client.metrics_observer import Meter
+from banyan.engine_client.request_log import WITH_BEGINNINGS
+from banyan.engine_client.request_records import Recent, meters_of
+from banyan.engine_client.text_generator import open_generator
+from banyan.messages.events import Ready
+from banyan.model_config.model_config import ModelConfig
+from banyan.parsers.choice import NONE, Parsers, choose_parsers
+from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.server.admin.metric_labels import open_labels
+from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.traces import open_traces
+from banyan.server.lifecycle.warmup import warm_up
+from banyan.server.state import ServerState, Service
+from banyan.tokenizer.load import open_tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer
+
+log = logger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
+
+READY_LINE = "The server is fired up and ready to roll!"
+"""Scripts wait for this line."""
+
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+async def open_service(state: ServerState, model_config: ModelConfig, client: Replicas) -> Service:
+    """Load the tokenizer while the engine loads the model, then warm up.
+
+    Raises:
+        BanyanError: the engine died, or the tokenizer or template is refused.
+    """
+    config = state.config
+    use_threads(config.server.waiting_texts)
+    loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
+    try:
+        ready, words = await asyncio.gather(_engine_ready(state, client), loading)
+    finally:
+        loading.cancel()
+    end_phase(state.phases, "tokenizer")
+    config = state.config = _settled(config, json.loads(ready.facts).get("settings", {}))
+    limits = limits_of(config, model_config, ready, words.tokenizer)
+    defaults = sampling_defaults(config.server)
+    recommended = _model_defaults(config, model_config)
+    labels = open_labels(config.observe)
+    state.labels = None if labels is None else labels.context
+    state.metrics = open_metrics(config, state.served_name, client.replicas, labels)
+    if config.observe.dumps:
+        state.recent = Recent(Path(config.observe.dumps))
+    state.traces = open_traces(config.observe, state.served_name, state.version)
+    watch = None if state.traces is None else state.traces.watch
+    meters: list[Meter] = [meter for meter in (state.metrics, state.recent) if meter is not None]
+    service = Service(
+        model_config=model_config,
+        ready=ready,
+        client=client,
+        generator=open_generator(
+            *(client, words.tokenizer, limits, config.observe),
+            meters,
+            state.keys.weight_of,
+            watch,
+        ),
+        limits=limits,
+        tokenizer=words.tokenizer,
+        chat=words.chat,
+        parsers=words.parsers,
+        fill_in=words.fill_in,
+        native_defaults=defaults,
+        chat_defaults={
+            **defaults,
+            "max_new_tokens": config.server.chat_tokens or None,
+            **recommended,
+            **config.server.preferred_sampling,
+        },
+        draw_seed=seed_source(config.server),
+        meters=(*meters, *meters_of(config.observe)),
+    )
+    await warm_up(service, config)
+    end_phase(state.phases, "warm-up")
+    dispose(config, model_config)
+    let_go()
+    return service
+
+
+def _settled(config: Config, settings: Mapping[str, object]) -> Config:
+    """`config` with what the device has set, and who that was."""
+    config = with_settings(config, settings)
+    chosen = dict.fromkeys(settings, f"device {config.device.name}")
+    origins = {**config.observe.origins, **chosen}
+    return replace(config, observe=replace(config.observe, origins=origins))
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What stands between words and numbers."""
+
+    tokenizer: Tokenizer | None = None
+    chat: Chat | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    fill_in: FillIn | None = None
+
+
+def _load_words(config: Config) -> _Words:
+    server = config.server
+    if server.skip_tokenizer:
+        return _Words()
+    tokenizer = open_tokenizer(config.model.tokenizer_path or config.model.path, server)
+    gc.collect()  # Python keeps tuples for the next that are made, each in the way of a whole piece
+    give_back()  # reading a vocabulary takes several times what it keeps
+    source = template_source(server.chat_template)
+    chat = None
+    if source is not None or tokenizer.chat_template is not None:
+        chat = load_chat(tokenizer, source)
+    text = chat.template.source if chat else ""
+    takes_tools = chat is None or chat.template.takes_tools
+    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text, takes_tools)
+    return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
+
+
+def _model_defaults(config: Config, model_config: ModelConfig) -> dict[str, object]:
+    """Sampling parameters that the model's generation_config.json recommends for chat."""
+    file = os.path.join(model_config.path, "generation_config.json")
+    if config.server.sampling_defaults != "model" or not os.path.isfile(file):
+        return {}
+    with open(file, encoding="utf-8") as opened:
+        given = json.load(opened)
+    found = {n: given[n] for n in _MODEL_DEFAULTS if given.get(n) is not None}
+    if found.get("top_k") == 0:
+        found["top_k"] = -1  # transformers writes "all" as 0
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+async def _engine_ready(state: ServerState, client: Replicas) -> Ready:
+    """Wait for the engine; its own phases, and what the wait took besides, are in `phases` then."""
+    ready = await client.ready()
+    own = json.loads(ready.facts).get("phases", {})
+    waited_s = process_age_s() - sum(state.phases.values())
+    state.phases["engine process"] = max(0.0, waited_s - sum(own.values()))
+    state.phases |= {f"engine: {name}": float(seconds) for name, seconds in own.items()}
+    return ready
+
+
+def end_phase(phases: dict[str, float], name: str) -> None:
+    """Close the phase that began where the last one ended; the first began with the process."""
+    phases[name] = max(0.0, process_age_s() - sum(phases.values()))
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started (Linux: proc(5), field 22 of stat)."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def report(state: ServerState, service: Service, address: str) -> None:
+    """Say what was started and how to call it; at debug level also where the time went, and all
+    that the engine found out, which /server_info has too."""
+    facts: dict[str, Any] = json.loads(service.ready.facts)
+    for line in _details(state, service, facts):
+        log.debug("%s", line)
+    for line in _summary(state.config, service, facts):
+        log.info("%s", line)
+    observe = state.config.observe
+    if observe.log_requests and observe.log_detail >= WITH_BEGINNINGS:
+        log.info(
+            "lines of --log-requests hold texts of requests; --log-requests-level 1 leaves them out"
+        )
+    if state.config.model.source == DEMO:
+        log.info("%s", DEMO_LINE)
+    log.info("start-up took %.2f s", process_age_s())
+    log.info("%s", READY_LINE)
+    log.info("listening on %s", address)
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
+    log.info("try: %s", curl(address, body, state.config.server.has_keys))
+
+
+def _summary(config: Config, service: Service, facts: Mapping[str, Any]) -> list[str]:
+    """The model, and the room for requests."""
+    memory, ready = facts.get("memory", {}), service.ready
+    weights = f"{memory.get('weight_bytes', 0) / MIB:,.1f} MiB of weights"
+    cache = f"{config.parallel.dp * memory.get('cache_bytes', 0) / GIB:,.1f} GiB"
+    where = f"{config.model.activation_dtype} on {config.device.name}"
+    parsers, found = service.parsers, []
+    if parsers.tool_name != NONE:
+        found.append(f"tool calls as {parsers.tool_name}")
+    if parsers.reasoning_name != NONE:
+        found.append(f"reasoning as {parsers.reasoning_name}")
+    if service.tool_tag is not None:
+        found.append("tools shown as text, because the chat template has no place for them")
+    return [
+        f"model {config.model.served_name}: {weights}, {where}, steps {facts.get('steps', '')}, "
+        + ", ".join([f"context of {service.limits.context_length:,} tokens", *found]),
+        f"KV cache: {ready.max_total_tokens:,} tokens in {cache}, at most {ready.max_running} "
+        "requests at once",
+    ]
+
+
+def _details(state: ServerState, service: Service, facts: Mapping[str, object]) -> list[str]:
+    lines = [f"{seconds:8.2f} s  {name}" for name, seconds in state.phases.items()]
+    for name, value in facts.items():
+        if name != "phases":
+            lines += [f"{name}:", *_table(value)]
+    parsers = service.parsers
+    lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
+    return lines
+
+
+def _table(value: object) -> list[str]:
+    if isinstance(value, Mapping):
+        return [f"  {name} = {item}" for name, item in value.items()]
+    return [f"  {line}" for line in str(value).splitlines()]
+
+
+def curl(address: str, body: str, needs_key: bool) -> str:
+    key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if needs_key else ""
+    kind = " -H 'Content-Type: application/json'"
+    return f"curl {address}/v1/chat/completions{kind}{key} -d '{body}'"

@@ -1,0 +1,261 @@
+"""Supervisor: keeps an engine running. It starts it, and another one in its place when it has died
+or is stuck, until that has been in vain too often.
+
+Replicas that work on one batch live and die together, so they have one supervisor. Knows processes
+by their handles only, and neither requests nor routes.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from banyan.base.errors import BanyanError, ConfigError, ModelError
+from banyan.base.log import logger
+from banyan.config.schema import Config
+from banyan.dp_attention.rules import of_replica
+from banyan.engine_client.client import EngineClient
+from banyan.messages.transport import PrivateFolder, SocketFrontLink
+from banyan.model_config.model_config import ModelConfig
+from banyan.server.lifecycle.daemon import in_daemon
+
+log = logger(__name__)
+
+MAX_OPEN = 16_384
+"""Sequences of one engine that run or wait; more are told 429, whatever --max-queued-requests says:
+they would take memory of the front for nothing."""
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+"""Before the second restart in a row, and the longest; each is twice the one before."""
+
+LOAD_S = 1800.0
+"""Longest wait for what a new engine is told before it serves: it may have to load weights."""
+
+_PATIENCE = 4
+"""How much longer than the first start a restart may take."""
+
+_HOPELESS = (ConfigError.exit_code, ModelError.exit_code)
+"""An engine that ends so in its start ends so each time."""
+
+
+class EngineHandle(Protocol):
+    """A running engine process."""
+
+    @property
+    def stop(self) -> Callable[[], None]:
+        """End the engine and wait for it. May take seconds; called from a thread."""
+        ...
+
+    @property
+    def put_down(self) -> Callable[[], None]:
+        """The same for one that does not answer: the log is told first where it stands."""
+        ...
+
+    @property
+    def recording(self) -> Callable[[], bytes]:
+        """What its flight recorder holds, as the content of a journal; b"" without one. Not after
+        `stop`."""
+        ...
+
+
+StartEngine = Callable[[Config, ModelConfig, str, Callable[[str], None]], EngineHandle]
+"""(resolved Config, card, link address, on_death) -> handle. Called once per engine, from the main
+thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
+unasked."""
+
+
+def open_client(config: Config, address: str) -> EngineClient:
+    """The front's end of the link to the engine that will connect to `address`."""
+    schedule = config.schedule
+    return EngineClient(
+        SocketFrontLink(address),
+        heartbeat_timeout_s=config.server.heartbeat_timeout_s,
+        watchdog_s=schedule.watchdog_s,
+        max_open=MAX_OPEN,
+        max_queued=0 if schedule.priorities else schedule.max_queued,  # higher ones may push in
+        is_kept_up=config.server.engine_restarts > 0,
+    )
+
+
+class Supervisor:
+    """Keeps the engines of some replicas running: one, or those that are joined.
+
+    Args:
+        numbers: of the replicas.
+        on_loss: called with an engine that is lost and will be started again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        numbers: Sequence[int],
+        start_engine: StartEngine,
+        on_loss: Callable[[EngineClient], None] = lambda _: None,
+    ) -> None:
+        self._numbers = tuple(numbers)
+        self._start_engine = start_engine
+        self._on_loss = on_loss
+        self._most = config.server.engine_restarts
+        self._proof_s = config.server.engine_proof_s
+        self._folder = PrivateFolder()
+        self.engines = [open_client(config, address) for address in self._addresses()]
+        self._handles: list[EngineHandle] = []
+        self._process_spec: tuple[Config, ModelConfig] | None = None
+        self._attempts = 0
+        """Restarts since an engine last served for as long as proves it sound."""
+        self._served_s = 0.0
+        """When the present engine began to serve."""
+        self._start_s = 0.0
+        """What the first start took."""
+        self._is_settled = False
+
+    def start(self, config: Config, model_config: ModelConfig) -> None:
+        """Start the engines for the first time; errors as of the process."""
+        self._process_spec = config, model_config
+        self._start_s = time.monotonic()
+        self._launch()
+
+    def settled(self) -> None:
+        """The server serves: from here on, engines that are lost are started again."""
+        self._is_settled = True
+        self._served_s = time.monotonic()
+        self._start_s = self._served_s - self._start_s
+        self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
+
+    def recordings(self) -> dict[int, Callable[[], bytes]]:
+        """By replica, what its engine has recorded."""
+        return dict(zip(self._numbers, (h.recording for h in self._handles), strict=False))
+
+    async def keep(self) -> str:
+        """Start engines again until that is in vain; returns why none runs."""
+        while True:
+            lost = await self._first_lost()
+            reason = await lost.lost()
+            objection = self._objection(lost)
+            if objection is not None:
+                reason += objection
+                for engine in self.engines:
+                    engine.give_up(reason)
+                return reason
+            await self._replace(reason)
+
+    async def stop(self) -> None:
+        """End the engines, and wait for them."""
+        stops = [in_daemon(handle.stop) for handle in self._handles]
+        await asyncio.gather(*stops, return_exceptions=True)
+        self._folder.close()
+
+    def _addresses(self) -> list[str]:
+        return [self._folder.address(f"front{number}") for number in self._numbers]
+
+    def _launch(self) -> None:
+        assert self._process_spec is not None
+        config, model_config = self._process_spec
+        loop = asyncio.get_running_loop()
+        self._handles = []
+        life = self._folder
+        for number, address, engine in zip(
+            self._numbers, self._addresses(), self.engines, strict=True
+        ):
+
+            def told(text: str, engine: EngineClient = engine) -> None:
+                if self._folder is life:  # else it is about one that has been replaced
+                    engine.engine_lost(text)
+
+            def on_death(text: str, told: Callable[[str], None] = told) -> None:
+                with contextlib.suppress(RuntimeError):  # the server has ended
+                    loop.call_soon_threadsafe(told, text)
+
+            mine = of_replica(config, number, f"{life.path}/joined")
+            self._handles.append(self._start_engine(mine, model_config, address, on_death))
+
+    async def _first_lost(self) -> EngineClient:
+        waits = {asyncio.create_task(engine.lost()): engine for engine in self.engines}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return waits[next(iter(done))]
+
+    def _objection(self, lost: EngineClient) -> str | None:
+        """What to add to the reason of a loss that is final; None when another engine may help."""
+        if not self._is_settled or not self._most:
+            return ""
+        if lost.exit_code in _HOPELESS:
+            return " (another engine would end like this one)"
+        if self._served_s and time.monotonic() - self._served_s > self._proof_s:
+            self._attempts = 0
+        self._served_s = 0.0
+        if self._attempts < self._most:
+            return None
+        return f" (after {self._attempts} restarts, and --engine-restarts allows no more)"
+
+    async def _replace(self, reason: str) -> None:
+        """Start others in the place of all engines. If that fails they are lost once more."""
+        self._attempts += 1
+        remedy = f"the engine is being started again ({self._attempts} of {self._most}): {reason}"
+        log.error("%s", remedy)
+        for engine in self.engines:
+            engine.engine_lost(reason)
+            engine.remedy = remedy
+            self._on_loss(engine)
+        began_s = time.monotonic()
+        await self._clear_away()
+        if self._attempts > 1:
+            await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._attempts - 2)))
+        self._folder = PrivateFolder()
+        for engine, address in zip(self.engines, self._addresses(), strict=True):
+            await engine.listen(SocketFrontLink(address))
+        try:
+            self._launch()
+            await self._meet()
+        except (BanyanError, TimeoutError) as error:
+            for engine in self.engines:
+                engine.engine_lost(str(error) or "The engine did not start in time.")
+        else:
+            self._served_s = time.monotonic()
+            log.info("the engine serves again after %.2f s", self._served_s - began_s)
+        finally:
+            self._folder.close()
+
+    async def _meet(self) -> None:
+        """Wait until all engines serve; the first error ends the wait for the others."""
+        meetings = [asyncio.create_task(engine.revive(LOAD_S)) for engine in self.engines]
+        try:
+            async with asyncio.timeout(_PATIENCE * self._start_s + self._allowance_s()):
+                for meeting in asyncio.as_completed(meetings):
+                    await meeting
+        finally:
+            for meeting in meetings:
+                meeting.cancel()
+            await asyncio.gather(*meetings, return_exceptions=True)
+
+    def _allowance_s(self) -> float:
+        """What a start may take beyond a multiple of the first one."""
+        assert self._process_spec is not None
+        config = self._process_spec[0]
+        nodes_s = config.parallel.meet_timeout_s if config.parallel.nodes > 1 else 0.0
+        return config.schedule.watchdog_s + nodes_s
+
+    async def _clear_away(self) -> None:
+        """End what is left of the engines, and keep the record of what they did."""
+        pairs = zip(self.engines, self._handles, strict=False)
+        ends = [in_daemon(h.put_down if e.is_stuck else h.stop) for e, h in pairs]
+        await asyncio.gather(*ends, return_exceptions=True)
+        assert self._process_spec is not None
+        if journal := self._process_spec[0].observe.journal:
+            await asyncio.to_thread(_keep_journal, Path(journal))
+
+
+def _keep_journal(path: Path) -> None:
+    """Give the journal of a lost engine another name, so that the next one does not write over
+    what led to its end."""
+    kept = next(p for n in range(1, 1 << 16) if not (p := Path(f"{path}.{n}")).exists())
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, kept)
+        log.info("the journal of the lost engine is kept as %s", kept)

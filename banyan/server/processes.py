@@ -1,0 +1,282 @@
+"""The composition root for processes: starts an engine in a process or thread of its own.
+
+Importable without torch, so that the API process stays small; `engine/core_process.py` builds
+what runs inside. `python -m banyan.server.processes` is the entry of child processes, whose duty
+comes on standard input: they load their libraries first, so that a child may be started before
+its duty is known.
+"""
+
+import faulthandler
+import gc
+import linecache
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import logger, start_logging
+from banyan.base.slow_gc import report_slow_gc
+from banyan.config.schema import Config
+from banyan.dp_attention.remote_engines import FarEngines
+from banyan.engine.child_processes import (
+    STACKS,
+    Child,
+    Process,
+    Pulse,
+    follow_parent,
+    fork_spares,
+    read_process_spec,
+    spawn,
+    watch_parent,
+)
+from banyan.engine.flight_recorder_memory import RecordingMemory
+from banyan.engine.process_spec import ENGINE, NO_RECORDING, RANK, ProcessSpec
+from banyan.formats.shards import read_ahead
+from banyan.messages.events import Fatal
+from banyan.messages.transport import remove_folders_of
+from banyan.model_config.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from banyan.engine.loop import EngineLoop, Link
+
+log = logger(__name__)
+
+OnDeath = Callable[[str], None]
+"""Called from a thread with what happened when an engine ends unasked."""
+
+
+@dataclass(frozen=True)
+class EngineHandle:
+    """A running engine, wherever it runs."""
+
+    stop: Callable[[], None]
+    put_down: Callable[[], None]
+    """End one that no longer answers, after the log was told where it stands."""
+    pids: Callable[[], list[int]]
+    recording: Callable[[], bytes] = bytes
+    """What its flight recorder holds, as the content of a journal, also when it has died."""
+
+
+def start_engine_process(
+    config: Config, model_config: ModelConfig, address: str, on_death: OnDeath, secret: str = ""
+) -> EngineHandle:
+    """Start the engine in a process of its own, connected to `address`, for a caller that asks for
+    no recording, and leads no other nodes.
+
+    Raises:
+        ConfigError: the engine would be on another node.
+    """
+    parallel = config.parallel
+    if parallel.node_of(parallel.replica):
+        raise ConfigError(
+            f"--enable-dp-attention and {parallel.nodes_flag} go together in a server alone",
+            hint="run: banyan serve with the same flags, on each node",
+        )
+    config = replace(config, observe=replace(config.observe, recorder_bytes=0))
+    return _start(_engine_child(), config, model_config, address, on_death, secret)
+
+
+@contextmanager
+def waiting_engines(
+    count: int,
+    secret: str = "",
+) -> Iterator[Callable[[Config, ModelConfig, str, OnDeath], EngineHandle]]:
+    """`start_engine_process` for a caller that needs time to find out what will run: `count`
+    processes load their libraries meanwhile. Those that got none end with the block, and so do
+    other nodes."""
+    waiting = [_engine_child() for _ in range(count)]
+    far = FarEngines(secret)
+
+    def start(
+        config: Config, model_config: ModelConfig, address: str, on_death: OnDeath
+    ) -> EngineHandle:
+        if config.parallel.node_of(config.parallel.replica):
+            far.start(_unlocked(config), model_config, address, on_death)
+            return EngineHandle(stop=_nothing, put_down=_nothing, pids=list)
+        engine = waiting.pop() if waiting else _engine_child()
+        return _start(engine, config, model_config, address, on_death, secret)
+
+    try:
+        yield start
+    finally:
+        far.close()
+        for engine in waiting:
+            engine.child.stop()
+            engine.memory.close()
+
+
+def _nothing() -> None:
+    """An engine of another node ends with those that come after it, or with the server."""
+
+
+def _unlocked(config: Config) -> Config:
+    """Without what lets people in: an engine lets nobody in."""
+    server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
+    return replace(config, server=server)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A process that will be an engine, and the memory of its flight recorder."""
+
+    child: Child
+    memory: RecordingMemory
+
+
+def _engine_child() -> _Engine:
+    memory = RecordingMemory()
+    return _Engine(spawn("banyan.server.processes", ENGINE, shared=[memory.descriptor]), memory)
+
+
+def _start(
+    engine: _Engine,
+    config: Config,
+    model_config: ModelConfig,
+    address: str,
+    on_death: OnDeath,
+    secret: str,
+) -> EngineHandle:
+    child, memory, size = engine.child, engine.memory, config.observe.recorder_bytes
+    if size:
+        memory.give_size(size)
+    recording = memory.descriptor if size else NO_RECORDING
+    process_spec = ProcessSpec(
+        *(ENGINE, _unlocked(config), model_config, address),
+        secret=secret,
+        recording=recording,
+    )
+    child.assign(process_spec.encode())
+    child.watch(on_death)
+    if config.model.load_format != "dummy":
+        threading.Thread(target=read_ahead, args=(model_config.path,), daemon=True).start()
+
+    def ended(how: Callable[[], None]) -> None:
+        how()
+        remove_folders_of(child.pid)  # a killed process leaves its own
+        memory.close()
+
+    return EngineHandle(
+        stop=partial(ended, child.stop),
+        put_down=partial(ended, child.put_down),
+        pids=lambda: [child.pid],
+        recording=memory.read,
+    )
+
+
+def start_engine_thread(
+    config: Config, model_config: ModelConfig, link: "Link", on_death: OnDeath
+) -> EngineHandle:
+    """Start the engine in a thread of this process (offline use, tests)."""
+    from banyan.engine.core_process import run_engine
+
+    loops: list[EngineLoop] = []
+    is_stopping = threading.Event()
+
+    def started(loop: "EngineLoop") -> None:
+        loops.append(loop)
+        if is_stopping.is_set():
+            loop.stop()
+
+    def serve() -> None:
+        try:
+            run_engine(config, model_config, link, started)
+        except BanyanError as error:
+            on_death(str(error))
+        except Exception as error:
+            log.exception("the engine thread failed")
+            on_death(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=serve, name="engine", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        is_stopping.set()
+        for loop in loops:
+            loop.stop()
+        thread.join()
+        gc.unfreeze()  # what the engine held for good may go with it, files and memory too
+        gc.collect()
+
+    return EngineHandle(stop=stop, put_down=stop, pids=list)
+
+
+def main() -> None:
+    """Entry of a child process: do the duty, exit with the error's own code."""
+    follow_parent()
+    gc.disable()  # imports create many objects and hardly any garbage
+    from banyan.engine.core_process import run_rank
+
+    linecache.clearcache()  # torch's import leaves the text of its source files there
+    gc.freeze()
+    gc.enable()
+    faulthandler.register(STACKS)
+    process_spec = _read_process_spec()
+    spares = fork_spares(_num_local_ranks(process_spec))
+    if spares is None:  # this process is one of the forks
+        process_spec = _read_process_spec()
+    watch_parent()
+    report_slow_gc(process_spec.config.observe.slow_gc_s)
+    try:
+        if process_spec.role == RANK:
+            from banyan.engine.ranks import open_stacks
+
+            faulthandler.register(STACKS, open_stacks(process_spec.pulse))
+            Pulse(process_spec.pulse).keep_beating()
+            run_rank(
+                process_spec.config,
+                process_spec.model_config,
+                process_spec.rank,
+                process_spec.address,
+                process_spec.mesh_address,
+            )
+        else:
+            _serve_engine(process_spec, spares or ())
+    except BanyanError as error:
+        log.error("%s", error)
+        raise SystemExit(error.exit_code) from None
+
+
+def _read_process_spec() -> ProcessSpec:
+    process_spec = ProcessSpec.decode(read_process_spec())
+    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
+    return process_spec
+
+
+def _num_local_ranks(process_spec: ProcessSpec) -> int:
+    """Number of ranks that an engine starts on its own machine."""
+    parallel = process_spec.config.parallel
+    return 0 if process_spec.role == RANK or parallel.by_ray else parallel.local_world - 1
+
+
+def _serve_engine(process_spec: ProcessSpec, spares: Sequence[Process]) -> None:
+    from banyan.engine.core_process import run_engine
+    from banyan.messages.transport import SocketEngineLink
+
+    link = SocketEngineLink(process_spec.address)
+
+    def started(loop: "EngineLoop") -> None:
+        signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+
+    try:
+        run_engine(
+            process_spec.config,
+            process_spec.model_config,
+            link,
+            started,
+            process_spec.secret,
+            process_spec.recording,
+            spares,
+        )
+    except BanyanError as error:
+        link.send([Fatal(str(error), error.exit_code)])  # the front tells it
+        raise SystemExit(error.exit_code) from None
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""/generate: the native form over HTTP, and Vertex AI's form of it. What it means is in
+requests.native.
+"""
+
+from contextlib import aclosing
+
+import msgspec
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.requests.bootstrap import HEADER, with_replica
+from banyan.requests.generate_response import NativeService
+from banyan.requests.sampling_params import Limits, merged
+from banyan.server.errors import Json
+from banyan.server.http.request_context import RequestContext
+from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState, Service
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    capacity_of_str_len: int
+    session_id: str | None = None
+    streaming: bool | None = None
+    timeout: float | None = None
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
+
+
+def native_service(service: Service, state: ServerState) -> NativeService:
+    return NativeService(
+        service.generator,
+        service.tokenizer,
+        service.limits,
+        defaults=service.native_defaults,
+        draw_seed=service.draw_seed,
+        weight_version=state.config.model.weight_version,
+        incremental=state.config.server.incremental_output,
+        store=state.config.cache.store,
+        adapters=state.adapters,
+        pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
+    )
+
+
+async def generate(context: RequestContext, state: ServerState) -> None:
+    service = state.take_in(context.id)
+    native = native_service(service, state)
+    size = len(context.body)
+    body = await context.json_object()
+    turn = await state.sessions.begin(body, service.tokenizer, service.limits, context.tenant)
+    asked = body if turn is None else turn.body
+    asked = with_replica(asked, context.header(HEADER))
+    request = await native.read(asked, context.tenant, size)
+    if turn is not None and len(request.sequences) > 1:
+        raise RequestError("A turn of a session has one answer.", param="n")
+    for name, why in merged(s.not_honoured for s in request.sequences).items():
+        context.warn_or_refuse(name, why, state.config.server.strict_requests)
+    output: list[int] = []
+    with state.open.holding([s.request for s in request.sequences], context.tenant):
+        if not request.stream:
+            answer = await native.answer(request)
+            output = output_of(answer)
+            await context.json(answer)
+        else:
+            async with aclosing(native.stream(request)) as answers:
+                async for answer in answers:
+                    if not context.streaming:
+                        await context.begin_events()
+                    new = output_of(answer)
+                    output = output + new if native.is_incremental else new
+                    await context.event(answer)
+            await context.end_events()
+    if turn is not None:
+        turn.keep(output)
+
+
+def output_of(answer: object) -> list[int]:
+    """Tokens of an answer to one sequence; [] of a list of answers."""
+    ids = answer.get("output_ids") if isinstance(answer, dict) else None
+    return ids if isinstance(ids, list) else []
+
+
+async def open_session(context: RequestContext, state: ServerState) -> None:
+    """Answers with the session's id as a JSON string."""
+    state.admit()
+    asked = typed(await context.optional_object(), OpenSession)
+    if asked.streaming:
+        raise RequestError(
+            "streaming sessions are not available in this build",
+            param="streaming",
+            code="not_available",
+            hint="Name the turn to go on from in session_params.rid.",
+        )
+    found = state.sessions.open(
+        asked.capacity_of_str_len, asked.session_id, asked.timeout, context.tenant
+    )
+    await context.json(found)
+
+
+async def close_session(context: RequestContext, state: ServerState) -> None:
+    """Closing what is not open is no error: it may have timed out."""
+    asked = typed(await context.optional_object(), CloseSession)
+    state.sessions.close(asked.session_id, context.tenant)
+    await context.whole(b"", 200, "text/plain")
+
+
+async def vertex(context: RequestContext, state: ServerState) -> None:
+    """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
+    native = native_service(state.take_in(context.id), state)
+    limits = native.limits
+    request = await context.read(
+        lambda body: native.parse(_from_vertex(body, limits), context.tenant)
+    )
+    with state.open.holding([s.request for s in request.sequences], context.tenant):
+        answer = await native.answer(request)
+    await context.json({"predictions": answer})
+
+
+def _from_vertex(body: Json, limits: Limits) -> Json:
+    """The native body that means the same."""
+    instances, parameters = body.get("instances"), body.get("parameters") or {}
+    if isinstance(instances, list) and len(instances) > limits.max_sequences:
+        raise RequestError(
+            f"at most {limits.max_sequences} instances are accepted, got {len(instances)}",
+            param="instances",
+        )
+    names = ("text", "input_ids", "input_embeds")
+    name = next((n for n in names if isinstance(instances, list) and _all_have(instances, n)), "")
+    if not isinstance(instances, list) or not name or not isinstance(parameters, dict):
+        raise RequestError(
+            "instances must be a list of objects with text, or all with input_ids, or all with "
+            "input_embeds, and parameters an object",
+            param="instances",
+        )
+    return {**parameters, name: [instance[name] for instance in instances], "stream": False}
+
+
+def _all_have(instances: list[object], name: str) -> bool:
+    """Whether each instance is a prompt of this kind and nothing else."""
+    return bool(instances) and all(isinstance(i, dict) and set(i) == {name} for i in instances)

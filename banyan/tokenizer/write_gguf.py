@@ -1,0 +1,124 @@
+"""The vocabulary of a folder as the keys of a GGUF file: byte-level BPE, for whose way to split
+words the file has a name. The name is found by what it does: of those that `gguf_tokenizer.py`
+knows, the first whose ids of a trying text are the folder's.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from banyan.base.errors import BanyanError, ModelError
+from banyan.base.json_types import is_list, is_object
+from banyan.base.log import printable
+from banyan.tokenizer.folder_tokenizer import load_folder_tokenizer
+from banyan.tokenizer.gguf_tokenizer import SPLITS, GGUFVocabulary
+from banyan.tokenizer.tokenizer import Tokenizer
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_FILE = "tokenizer.json"
+_TRIED = (
+    "I'm sure we'LL see they've 1 23 456 7890 things; it's\u00a0fine.\n\n  Two\tspaces   and\r\n"
+    "x=3.14*(a_b+c[0])/{'k': \"v\"} #!$%&@^~| don't DON'T O'Neil \u00c0\u00c9\u00ee\u00f5 \ufb01 "
+    "\uff21\uff11 e\u0301 \u4f60\u597d\uff0c\u4e16\u754c 12\u5e7434 \u3053\u3093\u306b \u0417 "
+    "\u0645\u0631\u062d\u0628\u0627 \U0001f600\U0001f468\u200d\U0001f469 ...---___\n\n\n   \n "
+    "camelCaseHTTPServer a//b /path/to ?? !! \u0928\u092e\u0938\u094d\u0924\u0947 \u2167\u00bd"
+)
+"""Contractions in both cases, digits in runs, white space of every kind, marks, other scripts."""
+
+
+def gguf_words(folder: str, vocab_size: int, ids: Mapping[str, object]) -> dict[str, object]:
+    """
+    Args:
+        vocab_size: rows of the embedding; ids that no word has are filled.
+        ids: the keys of words with a meaning, such as tokenizer.ggml.bos_token_id.
+
+    Returns:
+        Keys of the metadata; none where the folder has no tokenizer.
+
+    Raises:
+        ModelError: the vocabulary is of a kind that is not translated.
+    """
+    path = Path(folder) / _FILE
+    if not path.is_file():
+        return {}
+    described = cast(Mapping[str, object], json.loads(path.read_text(encoding="utf-8")))
+    tokenizer = load_folder_tokenizer(folder)
+    keys = _vocabulary(described, vocab_size, folder) | _usage(tokenizer)
+    expected = tokenizer.encode(_TRIED)
+    for name in _by_likelihood(described):
+        tried = keys | {"tokenizer.ggml.pre": name}
+        if _ids(folder, {**ids, **tried}) == expected:
+            return tried
+    raise _untranslated(folder, "splits words in a way of its own")
+
+
+def _ids(folder: str, keys: Mapping[str, object]) -> list[int]:
+    try:
+        return GGUFVocabulary(folder, keys).tokenizer().encode(_TRIED)
+    except BanyanError:
+        return []
+
+
+def _by_likelihood(described: Mapping[str, object]) -> Iterator[str]:
+    """Names that split differently, those first whose patterns stand in the file."""
+    written = tuple(_patterns(described.get("pre_tokenizer")))
+    yield from (name for name, patterns in SPLITS.items() if patterns == written)
+    yield from {patterns: name for name, patterns in [*SPLITS.items()][::-1]}.values()
+
+
+def _patterns(step: object) -> Iterator[str]:
+    if not is_object(step):
+        return
+    inner = step.get("pretokenizers")
+    for each in inner if is_list(inner) else ():
+        yield from _patterns(each)
+    pattern = step.get("pattern")
+    if is_object(pattern) and isinstance(text := pattern.get("Regex"), str):
+        yield text
+
+
+def _vocabulary(described: Mapping[str, object], vocab_size: int, folder: str) -> dict[str, object]:
+    model = cast(Mapping[str, object], described.get("model") or {})
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        raise _untranslated(folder, "is no byte-level BPE")
+    words = cast(Mapping[str, int], model.get("vocab") or {})
+    texts = [f"[PAD{id}]" for id in range(vocab_size)]
+    kinds = [_UNUSED] * vocab_size
+    added = cast(list[Mapping[str, object]], described.get("added_tokens") or [])
+    highest = max([*words.values(), *(cast(int, each["id"]) for each in added)], default=-1)
+    if highest >= vocab_size:
+        raise _untranslated(folder, f"has the id {highest:,}, of {vocab_size:,}")
+    for text, id in words.items():
+        texts[id], kinds[id] = text, _NORMAL
+    for each in added:
+        id = cast(int, each["id"])
+        texts[id] = cast(str, each["content"])
+        kinds[id] = _CONTROL if each.get("special") else _USER_DEFINED
+    merges = cast(list[object], model.get("merges") or [])
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(_pair(m)) for m in merges],
+    }
+
+
+def _pair(merge: object) -> list[str]:
+    return [str(part) for part in cast(list[object], merge)]
+
+
+def _usage(tokenizer: Tokenizer) -> dict[str, object]:
+    lead = tokenizer.encode("x") != tokenizer.encode("x", add_special_tokens=False)
+    keys: dict[str, object] = {"tokenizer.ggml.add_bos_token": lead}
+    for name, text in tokenizer.facts.chat_templates.items():
+        last = "" if name == "default" else f".{name}"
+        keys[f"tokenizer.chat_template{last}"] = text
+    return keys
+
+
+def _untranslated(folder: str, why: str) -> ModelError:
+    return ModelError(
+        f"the tokenizer of {printable(folder, 200)!r} {why}, and is not translated to GGUF",
+        hint="choose one of the types that folders have",
+    )

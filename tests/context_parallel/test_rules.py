@@ -1,0 +1,97 @@
+"""What goes with --attn-cp-size, before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.flag_rules import check_companions
+from banyan.config.resolve import resolve
+from banyan.model_config.model_config import ModelConfig, Pooling
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.dp_attention.test_rules import EXPERTS
+from tests.support.flags import config_of
+
+DIVIDED = ("--attn-cp-size", "2", "--tp", "4")
+
+
+def test_heads_are_cut_over_the_ranks_of_one_share() -> None:
+    parallel = resolve(config_of(*DIVIDED), MODEL_CONFIG, NOTHING).parallel
+    assert (parallel.attention_ranks, parallel.cp, parallel.world) == (2, 2, 4)
+    with pytest.raises(ConfigError, match="4 attention heads"):
+        resolve(config_of("--tp", "8"), MODEL_CONFIG, NOTHING)
+    assert resolve(config_of("--tp", "8", *DIVIDED[:2]), MODEL_CONFIG, NOTHING).parallel.world == 8
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 6 \(2 shares of prompts have"):
+        resolve(config_of("--tp", "6", *DIVIDED[:2]), MODEL_CONFIG, NOTHING)
+
+
+def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
+    parallel = resolve(
+        config_of("--tp", "4", "--enable-prefill-cp"), MODEL_CONFIG, NOTHING
+    ).parallel
+    assert (parallel.attention_ranks, parallel.cp) == (1, 4)
+    parallel = resolve(config_of(*DIVIDED, "--enable-prefill-cp"), MODEL_CONFIG, NOTHING).parallel
+    assert (parallel.attention_ranks, parallel.cp) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "model_config", "match"),
+    [
+        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among 2 shares"),
+        (("--dp", "2", "--enable-dp-attention"), MODEL_CONFIG, "and --enable-dp-attention do not"),
+        (("--pp", "2"), MODEL_CONFIG, "and --pipeline-parallel-size do not"),
+        (("--model-impl", "transformers"), MODEL_CONFIG, "and --model-impl transformers do not"),
+        (
+            ("--speculative-algorithm", "NGRAM", "--speculative-ngram-min-bfs-breadth", "2"),
+            MODEL_CONFIG,
+            "and --speculative-ngram-min-bfs-breadth 2 do not",
+        ),
+        (("--forward-hooks", "{}"), MODEL_CONFIG, "and --forward-hooks do not"),
+        (
+            ("--debug-tensor-dump-output-folder", "d"),
+            MODEL_CONFIG,
+            "and --debug-tensor-dump-output-fol",
+        ),
+        (
+            ("--debug-tensor-dump-inject", "--debug-tensor-dump-input-file", "f"),
+            MODEL_CONFIG,
+            "and --debug-tensor-dump-inject do not",
+        ),
+        (
+            ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+            MODEL_CONFIG,
+            "and --hicache-storage-backend do not",
+        ),
+        (("--expert-distribution-recorder-mode", "stat"), EXPERTS, "recorder-mode do not"),
+        (("--enable-return-routed-experts",), EXPERTS, "return-routed-experts do not"),
+        (("--ep", "4", "--enable-eplb"), EXPERTS, "and --enable-eplb do not"),
+        (("--ep", "4", "--ep-num-redundant-experts", "4"), EXPERTS, "redundant-experts do not"),
+        (("--ep", "4", "--ep-dispatch-algorithm", "static"), EXPERTS, "dispatch-algorithm do not"),
+        (("--ep", "4", "--init-expert-location", "{}"), EXPERTS, "expert-location do not"),
+        (("--num-continuous-decode-steps", "4"), MODEL_CONFIG, "and several ranks do not"),
+        ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
+        ((), replace(MODEL_CONFIG, layer_kinds=("state", "full")), "keep a state"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(
+    flags: tuple[str, ...], model_config: ModelConfig, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        resolve(config_of(*DIVIDED, *flags), model_config, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        (("--enable-prefill-cp",), "--enable-nsa-prefill-context-parallel"),
+        (("--tp", "2", "--cp-strategy", "interleave"), "--nsa-prefill-cp-mode"),
+        (("--cp-strategy", "round-robin-split"), "--nsa-prefill-cp-mode"),
+    ],
+)
+def test_what_divides_nothing_is_told(flags: tuple[str, ...], idle: str) -> None:
+    origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
+    told = list(check_companions(config_of(*flags), origins, NOTHING))
+    assert any(f"{idle} is accepted without an effect" in line for line in told)
+    assert resolve(config_of(*flags), MODEL_CONFIG, NOTHING).parallel.cp == 1
+    all_of_it = config_of(*DIVIDED, "--enable-prefill-cp", "--cp-strategy", "interleave")
+    assert not any(idle in line for line in check_companions(all_of_it, origins, NOTHING))

@@ -1,0 +1,432 @@
+"""What is said between two servers, and what whoever else is connected can reach."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.disaggregation import wire
+from banyan.disaggregation.decode_side import TakingRooms
+from banyan.disaggregation.page_cutting import Block, PageForm
+from banyan.disaggregation.prefill_side import GivingRooms
+from banyan.disaggregation.transfer import RoomOptions
+from banyan.messages.disaggregation import (
+    CloseRoom,
+    HandOff,
+    OpenRoom,
+    RoomClosed,
+    RoomFound,
+    RoomLost,
+    SeekRoom,
+    TakeRoom,
+)
+from banyan.messages.plan import (
+    CopyResult,
+    PageAt,
+    PageCopy,
+    RowScores,
+    device_page,
+    peer_page,
+    place_of,
+)
+
+WAIT_S = 20.0
+SIZE, TOKENS = 32, 16
+ROOM, DIGEST = b"room of this", b"d" * 32
+FACTS = {"number type": "16"}
+FORMS = (PageForm(TOKENS, (Block(1, ((1, SIZE // TOKENS),)),)),)
+
+
+class Pages:
+    """One group of ten pages."""
+
+    groups = (0,)
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros((10, SIZE), np.uint8)
+
+    def page_bytes(self, group: int) -> int:
+        return SIZE
+
+    def take(self, group: int, page: int) -> np.ndarray:
+        return self.bytes[page].copy()
+
+    def put(self, group: int, page: int, payload: np.ndarray) -> None:
+        self.bytes[page] = payload
+
+
+class Side:
+    """A mover and what it has told."""
+
+    def __init__(self, kind: type, port: int, **changed: object) -> None:
+        self.pages, self.told, self.port = Pages(), [], port
+        self._bell = threading.Semaphore(0)
+        given = {
+            "is_giver": kind is GivingRooms,
+            "host": "127.0.0.1",
+            "port": port,
+            "secret": "a secret",
+            "facts": FACTS,
+            "vocab_size": 100,
+            "lease_s": 30.0,
+            "patience_s": 30.0,
+            "forms": FORMS,
+        }
+        options = RoomOptions(**{**given, **changed})
+        self.mover = kind(self.pages, options, self._bell.release)
+
+    def hear(self, kind: type, wait_s: float = WAIT_S) -> object:
+        """The next of this kind that it tells."""
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            for end in self.told:
+                if isinstance(end, kind):
+                    self.told.remove(end)
+                    return end
+            self._bell.acquire(timeout=0.1)
+            self.told += self.mover.ended()
+        raise AssertionError(f"no {kind.__name__}, but {self.told}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
+    opened: list[Side] = []
+    port = free_port()
+
+    def open_(giver: dict | None = None, taker: dict | None = None) -> tuple[Side, Side]:
+        opened.append(Side(GivingRooms, port, **(giver or {})))
+        opened.append(Side(TakingRooms, port, **(taker or {})))
+        opened[1].peer = f"127.0.0.1:{port}"
+        return opened[0], opened[1]
+
+    yield open_
+    for side in opened:
+        side.mover.close()
+
+
+def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
+    """Open a room with these pages and complete it."""
+    giver.mover.obey([OpenRoom(room, DIGEST, TOKENS * len(pages))])
+    copies = [
+        PageCopy(i + 1, 0, device_page(page), peer_page(room, TOKENS * i), "before")
+        for i, page in enumerate(pages)
+    ]
+    giver.mover.start(copies)
+    assert giver.hear(CopyResult).ids == [copy.id for copy in copies]
+    giver.mover.obey([HandOff(room, (7).to_bytes(4, "little"))])
+
+
+def seek(taker: Side, units: int, room: bytes = ROOM, digest: bytes = DIGEST) -> None:
+    taker.mover.obey([SeekRoom(room, taker.peer, digest, TOKENS * units)])
+
+
+def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
+    copies = [
+        PageCopy(unit + 1, 0, peer_page(room, TOKENS * unit), device_page(unit + 1), "before")
+        for unit in units
+    ]
+    taker.mover.obey([TakeRoom(room, len(copies))])
+    taker.mover.start(copies)
+
+
+def test_pages_and_the_rest_come_as_they_were_given(sides) -> None:
+    giver, taker = sides()
+    giver.pages.bytes[:] = np.arange(10)[:, None] + 100
+    seek(taker, 3)
+    give(giver, [4, 5, 6])
+    assert taker.hear(RoomFound).room == ROOM
+    take(taker, [1, 2])
+    assert taker.hear(CopyResult).ids == [2, 3]
+    assert taker.hear(HandOff).tokens == (7).to_bytes(4, "little")
+    assert [int(taker.pages.bytes[i, 0]) for i in range(4)] == [0, 0, 105, 106]
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
+    giver, taker = sides()
+    give(giver, [4])
+    seek(taker, 1)
+    taker.hear(RoomFound)
+    take(taker, [0, 5])
+    ended = taker.hear(CopyResult)
+    assert (ended.ids, ended.failed) == ([1], [6])
+    assert taker.hear(HandOff)
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker", "status", "why"),
+    [
+        ({}, {"secret": "another"}, 503, "lost"),
+        ({"secret": ""}, {}, 503, "lost"),
+        ({"facts": {"number type": "32"}}, {}, 503, "number type differs: 32 there, 16 here"),
+        ({"facts": {**FACTS, "draft": "x"}}, {}, 503, "draft differs: x there, nothing here"),
+    ],
+)
+def test_servers_that_do_not_belong_together_share_nothing(
+    sides, giver: dict, taker: dict, status: int, why: str
+) -> None:
+    gives, takes = sides(giver, taker)
+    give(gives, [4])
+    seek(takes, 1)
+    lost = takes.hear(RoomLost)
+    assert lost.status == status and why in lost.text
+    assert not takes.pages.bytes.any()
+
+
+SMALL = (PageForm(8, FORMS[0].blocks),)
+LARGE = (PageForm(32, FORMS[0].blocks),)
+
+
+@pytest.mark.parametrize("forms", [SMALL, LARGE])
+def test_pages_come_in_the_size_that_is_wanted(sides, forms) -> None:
+    giver, taker = sides(taker={"forms": forms})
+    giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
+    (form,) = forms
+    taker.pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
+    taker.pages.page_bytes = lambda group: form.size_bytes
+    seek(taker, 2)
+    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    assert taker.hear(RoomFound).tokens == 2 * TOKENS
+    places = range(0, 2 * TOKENS, form.tokens)
+    copies = [
+        PageCopy(at + 1, 0, peer_page(ROOM, first), device_page(at), "before")
+        for at, first in enumerate((*places, 2 * TOKENS))  # and one that is not there
+    ]
+    taker.mover.obey([TakeRoom(ROOM, len(copies))])
+    taker.mover.start(copies)
+    for at in range(2):  # as if computed one after another
+        place = peer_page(ROOM, TOKENS * at)
+        giver.mover.start([PageCopy(at + 1, 0, device_page(4 + at), place, "before")])
+    giver.mover.obey([HandOff(ROOM)])
+    assert taker.hear(HandOff).room == ROOM
+    told = [end for end in taker.told if isinstance(end, CopyResult)]
+    assert [i for end in told for i in end.ids] == [copy.id for copy in copies[:-1]]
+    assert [i for end in told for i in end.failed] == [copies[-1].id]
+    assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
+    assert not taker.pages.bytes[len(places) :].any()
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wants"),
+    [
+        ([TOKENS], [(0, 0), (0, 0)]),
+        ([TOKENS], [(8, 0)]),
+        ([8], [(0, 0), (4, 0)]),
+        ([TOKENS], [(0, 1)]),
+        ([0], [(0, 0)]),
+        ([-1], [(0, 0)]),
+        ([], []),
+        ([TOKENS, TOKENS], [(0, 1)]),
+    ],
+)
+def test_who_wants_a_token_twice_or_pages_of_no_size_gets_nothing(
+    sides, sizes: list[int], wants: list[tuple[int, int]]
+) -> None:
+    """A hostile server that knows the secret."""
+    giver, _ = sides()
+    give(giver, [4])
+    assert _asked(giver.port, sizes, wants) == []
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+@pytest.mark.parametrize("size", [2**31, 2**53, 2**63 - 1, 2**64 - 1])
+def test_a_page_beyond_the_room_takes_no_memory(sides, size: int) -> None:
+    giver, _ = sides()
+    give(giver, [4])
+    assert _asked(giver.port, [size], [(0, 0)]) == [wire.ABSENT, wire.HANDOFF]
+    give(giver, [4], b"another room")
+    places = [(2**64 - TOKENS, 0), (0, 0)]
+    assert _asked(giver.port, [TOKENS], places, b"another room")[:2] == [wire.ABSENT, wire.PAGE]
+
+
+def _asked(
+    port: int, sizes: list[int], wants: list[tuple[int, int]], room: bytes = ROOM
+) -> list[int]:
+    """Kinds of what comes when these pages are wanted."""
+
+    async def ask() -> list[int]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(room, DIGEST, sizes)))
+        most = dict.fromkeys((wire.FOUND, wire.PAGE, wire.ABSENT, wire.HANDOFF, wire.GONE), 1 << 16)
+        assert (await channel.receive(most, WAIT_S))[0] == wire.FOUND
+        await channel.send(wire.WANT, wire.pack_wants(wants))
+        come: list[int] = []
+        with contextlib.suppress(OSError, EOFError):
+            while not come or come[-1] != wire.HANDOFF:
+                come.append((await channel.receive(most, WAIT_S))[0])
+        writer.close()
+        return come
+
+    return asyncio.run(ask())
+
+
+def test_another_sequence_finds_nothing_and_leaves_the_room_as_it_is(sides) -> None:
+    giver, taker = sides()
+    give(giver, [4])
+    seek(taker, 1, digest=b"e" * 32)
+    assert taker.hear(RoomLost).status == 400
+    seek(taker, 1)
+    taker.hear(RoomFound)
+    take(taker, [0])
+    assert taker.hear(CopyResult).ids == [1]
+
+
+def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
+    giver, taker = sides()
+    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    seek(taker, 2)
+    taker.hear(RoomFound)
+    take(taker, [0, 1])
+    taker.mover.obey([CloseRoom(ROOM)])
+    assert taker.hear(CopyResult).failed == [1, 2]
+    assert giver.hear(RoomClosed).room == ROOM, "nobody takes it any more"
+    take(taker, [0])
+    assert taker.hear(CopyResult).failed == [1], "of a room that is not sought"
+
+
+def test_a_sequence_that_ends_before_its_prompt_is_computed_is_told(sides) -> None:
+    giver, taker = sides()
+    seek(taker, 1)
+    giver.mover.obey([CloseRoom(ROOM)])
+    lost = taker.hear(RoomLost)
+    assert lost.status == 503 and "ended there" in lost.text
+
+
+def test_a_port_that_is_taken_is_told_at_the_start() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as held,
+        pytest.raises(ConfigError, match="cannot listen"),
+    ):
+        Side(GivingRooms, int(held.getsockname()[1]))
+
+
+def test_whoever_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None:
+    giver, taker = sides()
+    port = int(taker.peer.rpartition(":")[2])
+    give(giver, [4])
+    greeting = wire.GREETING + bytes(16)
+    huge = (1 << 31).to_bytes(4, "little") + bytes((wire.SEEK,))
+    for said in (b"GET / HTTP/1.1\r\n\r\n" * 4, greeting + huge, greeting + bytes(64)):
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as stranger:
+            stranger.sendall(said)
+            heard = bytearray()
+            while data := _received(stranger):
+                heard += data
+            assert len(heard) <= len(greeting), "nothing but a greeting"
+    seek(taker, 1)
+    assert taker.hear(RoomFound)
+
+
+def _received(stranger: socket.socket) -> bytes:
+    try:
+        return stranger.recv(1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> None:
+    """A hostile server that knows the secret."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=True)
+        await channel.receive(wire.MAX_SEEK, WAIT_S)
+        await channel.send(wire.FOUND, wire.pack(wire.Found(TOKENS, FACTS)))
+        await channel.receive({wire.WANT: 1 << 10}, WAIT_S)
+        await channel.send(wire.PAGE, b"\xff" * size)
+        await reader.read()
+        writer.close()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    opened = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1", 0), loop)
+    port = opened.result(WAIT_S).sockets[0].getsockname()[1]
+    taker = Side(TakingRooms, 0)
+    taker.peer = f"127.0.0.1:{port}"
+    try:
+        seek(taker, 1)
+        taker.hear(RoomFound)
+        take(taker, [0])
+        assert taker.hear(RoomLost).status == 503
+        assert taker.hear(CopyResult).failed == [1]
+        assert not taker.pages.bytes.any()
+    finally:
+        taker.mover.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "handoff",
+    [
+        HandOff(b"another room"),
+        HandOff(ROOM, bytes(8)),
+        HandOff(ROOM, (100).to_bytes(4, "little")),
+        HandOff(ROOM, (-1).to_bytes(4, "little", signed=True)),
+        HandOff(ROOM, bytes(4), [RowScores(-1, 0, b"")]),
+        HandOff(ROOM, bytes(4), [RowScores(-1, -1, bytes(4))]),
+        HandOff(ROOM, bytes(4), [RowScores(-1, 17, bytes(4))]),
+        HandOff(ROOM, bytes(4), [RowScores(-1, 3, bytes(8), bytes(4))]),
+    ],
+)
+def test_a_handoff_that_no_engine_says_is_refused(handoff: HandOff) -> None:
+    with pytest.raises(wire.Broken):
+        wire.read_handoff(wire.pack(handoff), ROOM, 16, 100)
+
+
+def test_what_an_engine_says_is_read() -> None:
+    handoff = HandOff(ROOM, bytes(4), [RowScores(-1, 16, bytes(4))], 5)
+    assert wire.read_handoff(wire.pack(handoff), ROOM, 16, 100) == handoff
+
+
+def test_a_page_has_its_own_place() -> None:
+    place = peer_page(ROOM, 1 << 40)
+    assert isinstance(place, PageAt) and place.tier == "peer"
+    assert peer_page(ROOM, 0) != place != peer_page(b"another room", 1 << 40)
+    assert place_of(place.key) == (ROOM, 1 << 40)
+
+
+def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeypatch) -> None:
+    """It is stopped, or what it sends goes nowhere: the pages do not wait for it."""
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+    giver, _ = sides()
+    give(giver, [4])
+
+    async def seek_and_wait() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", giver.port)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(ROOM, DIGEST, [TOKENS])))
+        with pytest.raises((OSError, EOFError)):
+            await channel.receive(dict.fromkeys((wire.FOUND, wire.GONE), 1 << 16), WAIT_S)
+            await channel.receive({}, WAIT_S)
+
+    asyncio.run(seek_and_wait())
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+def test_a_server_that_takes_says_that_it_lives_while_it_waits_for_room(sides, monkeypatch) -> None:
+    monkeypatch.setattr(wire, "PING_S", 0.05)
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+    giver, taker = sides()
+    give(giver, [4])
+    seek(taker, 1)
+    assert taker.hear(RoomFound).room == ROOM
+    with pytest.raises(AssertionError, match="no RoomClosed"):
+        giver.hear(RoomClosed, 1.5)  # thrice the silence
+    take(taker, [0])
+    assert taker.hear(HandOff).room == ROOM
+    assert giver.hear(RoomClosed).room == ROOM

@@ -1,0 +1,243 @@
+"""Rooms whose pages an engine carries: what lands, what does not, and who is told."""
+
+import ctypes
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from banyan.ascend.kv_transfer import Ascend
+from banyan.disaggregation import decode_side as taking
+from banyan.disaggregation import wire
+from banyan.disaggregation.carrier import BATCH, Fabric, HostMemory, Landing, code_of
+from banyan.disaggregation.decode_side import TakingRooms
+from banyan.disaggregation.prefill_side import GivingRooms
+from banyan.disaggregation.transfer import RoomOptions
+from banyan.messages.disaggregation import HandOff, RoomFound, RoomLost, TakeRoom
+from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
+from tests.ascend.emulation import fabric
+from tests.disaggregation.test_transfer import (
+    ROOM,
+    SIZE,
+    SMALL,
+    Pages,
+    Side,
+    free_port,
+    give,
+    seek,
+    take,
+)
+
+
+class Memory:
+    """An engine whose two ends are one process.
+
+    Attributes:
+        fails: what a write raises.
+        spoil: called with what was written where, behind the back of both servers.
+    """
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+        self.spoil: Callable[[int], None] = lambda target: None
+        self.batches: list[int] = []
+
+    def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:
+        return b"here", HostMemory(size_bytes)
+
+    def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
+        assert landing.address == b"here"
+        if self.fails is not None:
+            raise self.fails
+        self.batches.append(len(pages))
+        for offset, page in pages:
+            assert 0 <= offset <= landing.size_bytes - page.nbytes
+            ctypes.memmove(landing.base + offset, page.ctypes.data, page.nbytes)
+            self.spoil(landing.base + offset)
+
+
+class MemFabric(Ascend):
+    """The carrier of `ascend` over the emulated engine, and memory of the host; as Memory."""
+
+    fails: Exception | None = None
+
+    def __init__(self, host: str, options: RoomOptions) -> None:
+        super().__init__(host, options)
+        self.batches: list[int] = []
+
+    def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.batches.append(len(pages))
+        super().write(landing, pages)
+
+
+def in_memory(port: int) -> tuple[Side, Side, Memory]:
+    carrier = Memory()
+    giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
+    taker = Side(lambda *given: TakingRooms(*given, carrier), port, is_giver=False)
+    return giver, taker, carrier
+
+
+def by_memfabric(port: int) -> tuple[Side, Side, MemFabric]:
+    made: list[MemFabric] = []
+
+    def open_(kind: type) -> Callable[..., object]:
+        def open_one(pages: object, options: RoomOptions, wake: object) -> object:
+            made.append(MemFabric("127.0.0.1", options))
+            return kind(pages, options, wake, made[-1])
+
+        return open_one
+
+    with socket.create_server(("127.0.0.1", 0)) as store:  # another prefill server has made it
+        url = f"tcp://127.0.0.1:{store.getsockname()[1]}"
+        found = Fabric(fabric, 0, "sdma", url, HostMemory)
+        given = {"fabric": lambda: found}
+        giver = Side(open_(GivingRooms), port, is_giver=True, **given)
+        taker = Side(open_(TakingRooms), port, is_giver=False, **given)
+    made[1]._engine.landed = lambda at: made[0].spoil(at)
+    made[0].spoil = lambda at: None
+    return giver, taker, made[0]
+
+
+@pytest.fixture(params=[in_memory, by_memfabric])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side, Memory | MemFabric]]:
+    port = free_port()
+    giver, taker, carrier = request.param(port)
+    taker.peer = f"127.0.0.1:{port}"
+    yield giver, taker, carrier
+    giver.mover.close()
+    taker.mover.close()
+
+
+def bring(taker: Side, units: int) -> None:
+    """All of a room: unit n into page n + 1, by copy n + 1."""
+    seek(taker, units)
+    taker.hear(RoomFound)
+    take(taker, list(range(units)))
+
+
+def test_pages_land_and_are_put_where_copies_say(sides) -> None:
+    giver, taker, carrier = sides
+    giver.pages.bytes[4], giver.pages.bytes[5] = 44, 55
+    give(giver, [4, 5])
+    bring(taker, 2)
+    assert taker.hear(CopyResult).ids == [1, 2]
+    assert taker.hear(HandOff).room == ROOM
+    assert (taker.pages.bytes[1] == 44).all() and (taker.pages.bytes[2] == 55).all()
+    assert carrier.batches == [2]
+
+
+def test_many_pages_take_turns_in_the_slots(sides) -> None:
+    giver, taker, carrier = sides
+    slots = taker.mover._slots
+    slots.free = slots.free[-3:]
+    for page in range(8):
+        giver.pages.bytes[page] = page + 1
+    give(giver, list(range(8)))
+    bring(taker, 8)
+    came = [at for _ in range(3) for at in taker.hear(CopyResult).ids]
+    taker.hear(HandOff)
+    assert came == [1, 2, 3, 4, 5, 6, 7, 8] and carrier.batches == [3, 3, 2]
+    assert (taker.pages.bytes[1:9] == np.arange(1, 9)[:, None]).all()
+    assert len(slots.free) == 3
+
+
+def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
+    """And writes no more than that into the places that it is granted."""
+    carrier, port = Memory(), free_port()
+    giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
+    (form,) = SMALL
+
+    def open_taker(pages: Pages, *rest: object) -> TakingRooms:
+        pages.page_bytes = lambda group: form.size_bytes
+        pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
+        return TakingRooms(pages, *rest, carrier)
+
+    taker = Side(open_taker, port, is_giver=False, forms=SMALL)
+    taker.peer = f"127.0.0.1:{port}"
+    try:
+        giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
+        seek(taker, 2)
+        give(giver, [4, 5])
+        taker.hear(RoomFound)
+        copies = [
+            PageCopy(at + 1, 0, peer_page(ROOM, form.tokens * at), device_page(at), "before")
+            for at in range(4)
+        ]
+        taker.mover.obey([TakeRoom(ROOM, len(copies))])
+        taker.mover.start(copies)
+        assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and carrier.batches == [4]
+        taker.hear(HandOff)
+        assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
+        landed = taker.mover._slots.memory.read(0, taker.mover._slots.memory.size_bytes)
+        assert np.count_nonzero(landed) == 2 * SIZE - 1, "nothing else was written"
+    finally:
+        for side in (giver, taker):
+            side.mover.close()
+
+
+def test_a_page_that_others_write_to_while_it_lands_is_noticed(
+    sides, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, taker, carrier = sides
+    carrier.spoil = lambda target: ctypes.memset(target + 7, 9, 1) and None
+    give(giver, [4])
+    bring(taker, 1)
+    assert taker.hear(CopyResult).failed == [1]
+    assert taker.hear(HandOff).room == ROOM, "its tokens are computed, and the request goes on"
+    assert not taker.pages.bytes.any()
+    assert f"was changed on its way ({carrier.name})" in caplog.text
+
+
+def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(
+    sides, caplog: pytest.LogCaptureFixture
+) -> None:
+    giver, taker, carrier = sides
+    carrier.fails = OSError("the engine is dead")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            give(giver, [4, 5])
+            bring(taker, 2)
+            assert taker.hear(CopyResult).failed == [1, 2]
+            taker.hear(HandOff)
+    assert caplog.text.count("the engine is dead") == 1
+    carrier.fails = None
+    give(giver, [4])
+    bring(taker, 1)
+    assert taker.hear(CopyResult).ids == [1], "it is tried again"
+
+
+def test_codes_for_another_number_of_pages_end_the_room(
+    sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hostile server that knows the secret."""
+    giver, taker, _ = sides
+
+    async def write_all(carrier, channel, room, wants, heard) -> None:
+        await giver.mover._next(channel, heard, wire.GRANT)
+        await channel.send(wire.SENT, wire.pack(wire.Sent([bytes(16)] * 3)))
+
+    monkeypatch.setattr(giver.mover, "_write_all", write_all)
+    give(giver, [4])
+    bring(taker, 1)
+    lost = taker.hear(RoomLost)
+    assert lost.status == 503 and "3 codes for 1 pages" in lost.text
+    assert taker.hear(CopyResult).failed == [1]
+    assert not taker.pages.bytes.any()
+
+
+def test_a_code_belongs_to_one_page_in_one_place_of_one_connection() -> None:
+    page, other = np.zeros(32, np.uint8), np.ones(32, np.uint8)
+    codes = [
+        code_of(page, b"k", 0),
+        code_of(page, b"k", 1),
+        code_of(page, b"l", 0),
+        code_of(other, b"k", 0),
+    ]
+    assert len(dict.fromkeys(codes)) == 4 and codes[0] == code_of(page.copy(), b"k", 0)
+    assert BATCH >= taking._TOLD_AT_ONCE

@@ -1,0 +1,416 @@
+"""The model that drafts: what the flags say of it, and what it does not go with."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from banyan.base.errors import BanyanError
+from banyan.config.env import Environment
+from banyan.config.resolve import prepare
+from banyan.config.schema import Config, SpeculativeConfig
+from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
+from banyan.formats.arrays import write_arrays
+from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.draft_model import draft_model_config, draft_of, find_the_draft
+from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.flags import config_of
+
+SMALL = LLAMA | {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def models(tmp_path: Path):
+    """Writes a target and a draft of some facts; the flags that name both."""
+
+    def write(target: dict = LLAMA, draft: dict = SMALL) -> list[str]:
+        for name in "ab":
+            (tmp_path / name).mkdir(exist_ok=True)
+        named = [folder(tmp_path / name, facts) for name, facts in (("a", target), ("b", draft))]
+        return [
+            *("--model-path", named[0], "--speculative-draft-model-path", named[1]),
+            *("--speculative-algorithm", "STANDALONE"),
+        ]
+
+    return write
+
+
+def resolved(*words: str):
+    return prepare(config_of(*words), Environment())[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts"),
+    [
+        ("", 3),
+        ("--speculative-num-steps 5", 5),
+        ("--speculative-num-draft-tokens 3", 2),
+        ("--speculative-num-steps 2 --speculative-eagle-topk 1", 2),
+    ],
+)
+def test_a_model_drafts_three_tokens_unless_told_otherwise(models, words: str, drafts: int):
+    assert resolved(*models(), *words.split()).speculative.drafts == drafts
+
+
+def test_what_the_flags_say_of_the_draft_is_of_it_alone(models):
+    words = models()
+    config = resolved(
+        *words,
+        *("--speculative-draft-model-revision", "main", "--speculative-draft-load-format", "dummy"),
+        *("--speculative-draft-model-quantization", "int8", "--quantization", "q8_0"),
+    )
+    draft = draft_of(config)
+    assert (draft.revision, draft.load_format, draft.quantization) == ("main", "dummy", "int8")
+    assert draft.path == words[3]
+    assert (config.model.revision, config.model.quantization) == ("", "q8_0")
+    assert config.model.load_format == "safetensors"
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, "what one drafts the other could not read"),
+        ({"num_hidden_layers": 9}, "its drafts would take longer"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "makes vectors|Bert"),
+    ],
+)
+def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict, text: str):
+    with pytest.raises(BanyanError, match=text):
+        resolved(*models(draft=SMALL | facts))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
+        ("--enable-memory-saver", "are not released"),
+        ("--pp-size 2", "by stages"),
+        ("--speculative-eagle-topk 2", "how large a tree may be is not said"),
+        ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
+        ("--speculative-draft-model-quantization nvfp4_online", "not available in this build"),
+        ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
+        ("--speculative-draft-load-format gguf", "gguf"),
+        ("--tp-size 3", "does not divide"),
+    ],
+)
+def test_what_a_draft_model_does_not_go_with_is_refused_by_name(models, words: str, text: str):
+    with pytest.raises(BanyanError, match=text):
+        resolved(*models(), *words.split())
+
+
+def test_the_two_must_belong_together(models):
+    words = models()
+    with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
+        resolved(*words[:2], *words[4:])
+    with pytest.raises(BanyanError, match="it drafts without a model"):
+        resolved(*words[:4], "--speculative-algorithm", "NGRAM")
+    with pytest.raises(BanyanError, match="there is no model"):
+        resolved(*words[:2], "--speculative-draft-model-path", "/nowhere", *words[4:])
+
+
+def test_ranks_that_cannot_share_the_draft_are_refused(models):
+    draft = SMALL | {"num_attention_heads": 1, "num_key_value_heads": 1}
+    with pytest.raises(BanyanError, match="does not divide its 1 heads"):
+        resolved(*models(draft=draft), "--tp-size", "2")
+
+
+def test_a_draft_without_an_algorithm_is_reported(models, caplog):
+    words = models()
+    assert resolved(*words[:4]).speculative.drafts == 0
+    assert "draft source has no effect" in caplog.text
+    assert json.loads(Path(words[3], "config.json").read_text())
+
+
+AHEAD = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_nextn_predict_layers": 1,
+}
+
+
+MIMO = {"architecture": "MiMoForCausalLM"}
+
+
+def ahead(path: Path, facts: dict, *words: str):
+    named = ("--model-path", folder(path, facts), "--speculative-algorithm", "NEXTN")
+    return resolved(*named, *words).speculative
+
+
+def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
+    speculative = ahead(tmp_path, AHEAD)
+    assert speculative.is_ahead and speculative.is_model and speculative.drafts == 3
+    assert not speculative.draft_path
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "DEEPSEEK_MTP")
+    assert resolved(*named).speculative == speculative
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "text"),
+    [
+        ({"num_nextn_predict_layers": 0}, "", "says nothing of a layer for drafting"),
+        ({}, "--speculative-draft-model-path M", "the served model's own checkpoint"),
+        ({}, "--speculative-draft-model-quantization int8", "the served model's own checkpoint"),
+        ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
+        ({}, "--pp-size 2", "by stages"),
+        ({}, "--enable-memory-saver", "are not released"),
+        ({}, "--speculative-eagle-topk 4", "how large a tree may be is not said"),
+    ],
+)
+def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
+    tmp_path, facts: dict, words: str, text: str
+):
+    with pytest.raises(BanyanError, match=text):
+        ahead(tmp_path, AHEAD | facts, *words.split())
+
+
+def test_the_layer_of_a_model_with_an_indexer_drafts(tmp_path):
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    indexer = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "v_head_dim": 8}
+    facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
+    assert ahead(tmp_path, facts).is_ahead
+
+
+@pytest.mark.parametrize(
+    "other", [{"architecture": "Qwen3ForCausalLM"}, {"format": "gguf", **MIMO}], ids=str
+)
+def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
+    """Its family runs none, or none from files of this form."""
+    config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
+    model_config = replace(read_model_config(config.model.path), **other)
+    with pytest.raises(BanyanError, match=f"of {model_config.architecture} is not run here from"):
+        find_the_draft(
+            config, model_config, Environment(), lambda config, model_config, environment: config
+        )
+
+
+EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}
+TREE = "--speculative-num-steps 2 --speculative-eagle-topk 3 --speculative-num-draft-tokens 9"
+
+
+EAGLE3 = SMALL | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 7}
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
+    name = "EAGLE3" if draft.items() >= EAGLE3.items() else "EAGLE"
+    return resolved(*models(target, draft)[:4], "--speculative-algorithm", name, *words)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle", "LlamaForCausalLM"])
+def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, name: str):
+    config = eagle(models, EAGLE | {"architectures": [name]})
+    speculative = config.speculative
+    assert speculative.is_eagle and not speculative.is_ahead
+    draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
+    assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "STANDALONE", "NEXTN"])
+def test_a_tree_has_as_many_drafts_as_all_three_flags_say(models, tmp_path, name: str):
+    if name == "NEXTN":
+        (tmp_path / "ahead").mkdir()
+        speculative = ahead(tmp_path / "ahead", AHEAD, *TREE.split())
+    else:
+        draft = EAGLE if name == "EAGLE" else SMALL
+        named = models(LLAMA, draft)[:4]
+        words = (*named, "--speculative-algorithm", name, *TREE.split())
+        speculative = resolved(*words).speculative
+    assert (speculative.drafts, speculative.levels, longest_branch(speculative)) == (8, 2, 3)
+    assert what_branches(speculative) == "--speculative-eagle-topk 3"
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "expected"),
+    [
+        ({}, "", (7, 5, 4)),
+        ({}, "--device npu", (3, 0, 0)),
+        ({}, "--attention-backend torch_native", (7, 5, 4)),
+        ({}, "--tp-size 2 --attn-cp-size 2", (3, 0, 0)),
+        ({}, "--speculative-num-steps 4", (4, 0, 0)),
+        ({}, "--speculative-eagle-topk 1", (3, 0, 1)),
+        ({}, "--speculative-num-draft-tokens 3", (2, 0, 0)),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "", (3, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("draft", ["EAGLE", "EAGLE3"])
+def test_what_is_drafted_where_none_of_the_three_is_given(models, draft, target, words, expected):
+    facts = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}[draft]
+    config = eagle(models, facts, LLAMA | {"num_hidden_layers": 12} | target, *words.split())
+    speculative = config.speculative
+    assert (speculative.drafts, speculative.levels, speculative.eagle_topk) == expected
+
+
+def test_other_attention_reads_no_trees(models):
+    def with_another(*words: str) -> Config:
+        config = eagle(models, EAGLE, LLAMA, "--speculative-num-steps", "2")
+        given = eagle(models, EAGLE, LLAMA, *words).speculative if words else SpeculativeConfig()
+        named = ("algorithm", "draft_source")
+        given = replace(given, **{name: getattr(config.speculative, name) for name in named})
+        device = replace(config.device, attention="of a plug-in")
+        config = replace(config, speculative=given, device=device)
+        return plan_the_drafts(config, read_model_config(config.model.path), Environment())
+
+    assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
+    with pytest.raises(BanyanError, match="topk 3 and --attention-backend of a plug-in: drafts th"):
+        with_another(*TREE.split())
+
+
+@pytest.mark.parametrize(
+    ("facts", "taps"),
+    [
+        ({}, (2, 6, 9)),
+        ({"eagle_config": {TAPS: [1, 5, 8], "use_aux_hidden_state": True}}, (2, 6, 9)),
+        ({"eagle_config": {TAPS: [3, 0]}}, (1, 4)),
+        ({"architectures": ["LlamaForCausalLM"]}, (2, 6, 9)),
+    ],
+)
+def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps: tuple):
+    config = resolved(
+        *models(LLAMA | {"num_hidden_layers": 12}, EAGLE3 | facts)[:4],
+        *("--speculative-algorithm", "EAGLE3"),
+    )
+    speculative = config.speculative
+    assert speculative.is_eagle and not speculative.is_ahead
+    draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
+    assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
+    assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
+
+
+def test_eagle3_needs_a_model(tmp_path):
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE3")
+    with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
+        resolved(*named)
+
+
+def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models):
+    words = models(LLAMA, EAGLE3)
+    weights = Path(words[3], "model.safetensors")
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(BanyanError, match="keeps its weights in a pickle") as refused:
+        resolved(*words[:4], "--speculative-algorithm", "EAGLE3")
+    assert "weights_only=True" in str(refused.value.hint)
+
+
+def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
+    assert resolved(*named).speculative.is_ahead
+    with pytest.raises(BanyanError, match="says nothing of a layer.*DeepSeek|layer for drafting"):
+        resolved(*named[:1], folder(tmp_path, LLAMA), *named[2:])
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "words", "text"),
+    [
+        ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "", "reads hidden states of"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "", "the other could not read"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "", "LlamaForCausalLMEagle, Ll"),
+        (
+            {"draft_vocab_size": 7, "architectures": ["LlamaForCausalLM"]},
+            {},
+            "",
+            "of EAGLE3's kind",
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
+        ({}, AHEAD, "", "is not drafted for by its hidden states"),
+        ({}, {}, "--pp-size 2", "by stages"),
+        ({}, {}, "--enable-memory-saver", "are not released"),
+        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not said"),
+        ({}, {}, TREE.replace("tokens 9", "tokens 14"), "at most 12 drafts, not 13"),
+        ({}, {}, f"{TREE} --tp-size 2 --attn-cp-size 2", "topk 3 do not go together"),
+        ({}, {}, "--speculative-token-map FILE.json", "cannot be read: .*No such file"),
+        ({}, {}, "--speculative-token-map FILE.pt", "is a pickle"),
+    ],
+)
+def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, words, text):
+    with pytest.raises(BanyanError, match=text):
+        eagle(models, EAGLE | draft, LLAMA | target, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "text"),
+    [
+        ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "reads hidden states of"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "the other could not read"),
+        ({"draft_vocab_size": LLAMA["vocab_size"] + 1}, {}, "draft_vocab_size must be in"),
+        ({"num_hidden_layers": 2}, {}, "num_hidden_layers is not what"),
+        ({"target_hidden_size": 3}, {}, "target_hidden_size is not what"),
+        ({"norm_before_residual": True}, {}, "norm_before_residual is not what"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is not"),
+        ({"eagle_config": {TAPS: [1, 12]}}, {}, "layers .2, 13. .*has 12"),
+        ({"eagle_config": {TAPS: [1, "a"]}}, {}, "layers .2, .a.. .*has 12"),
+        ({"eagle_config": {TAPS: [1] * 9}}, {}, "reads the inputs of layers"),
+        ({}, {"num_hidden_layers": 2}, "layers .2, 1, -1. .*has 2"),
+        ({}, AHEAD | {"num_hidden_layers": 12}, "is not drafted for by its hidden states"),
+    ],
+)
+def test_what_eagle3_does_not_go_with_is_refused_by_name(models, draft, target, text):
+    words = models(LLAMA | {"num_hidden_layers": 12} | target, EAGLE3 | draft)
+    with pytest.raises(BanyanError, match=text):
+        resolved(*words[:4], "--speculative-algorithm", "EAGLE3")
+
+
+def write_ids(path: Path, ids: list) -> str:
+    array = np.array(ids)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(ids))
+    elif path.suffix == ".npy":
+        np.save(path, array)
+    else:
+        write_arrays(str(path), {"token_map": array}, {})
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["json", "npy", "safetensors"])
+def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
+    path = write_ids(tmp_path / f"hot.{form}", [7, 3, 400])
+    config = eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
+    served = read_model_config(config.model.path)
+    draft = draft_model_config(config.speculative, draft_of(config), served)
+    assert draft.eagle is not None
+    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "text"),
+    [
+        ("a.json", [1, 512], "names token 512, the model has 512"),
+        ("a.npy", [-1, 5], "names token -1, the model has 512"),
+        ("a.json", [5, 5], "names a token twice"),
+        ("a.json", [], "names no token"),
+        ("a.json", [1.5], "holds no list of token ids"),
+        ("a.json", [True], "holds no list of token ids"),
+        ("a.npy", [1.5], "holds no list of token ids"),
+        ("a.npy", [[1, 2]], "holds no list of token ids"),
+        ("a.npy", [{"a": 1}], "cannot be read: .*allow_pickle"),
+        ("a.safetensors", [[1, 2]], "holds no list of token ids"),
+    ],
+)
+def test_a_token_map_of_something_else_is_refused(models, tmp_path, name, ids, text):
+    path = write_ids(tmp_path / name, ids)
+    with pytest.raises(BanyanError, match=text):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
+
+
+def test_a_token_map_in_a_damaged_or_huge_file_is_refused(models, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("[1, 2")
+    with pytest.raises(BanyanError, match="cannot be read"):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", str(path))
+    os.truncate(path, 1 << 27)
+    with pytest.raises(BanyanError, match="more than 67,108,864 bytes"):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", str(path))
+
+
+def test_a_token_map_is_for_eagle_alone(models, tmp_path):
+    path = write_ids(tmp_path / "hot.json", [1])
+    with pytest.raises(BanyanError, match="says itself which tokens it knows"):
+        eagle(models, EAGLE3, LLAMA, "--speculative-token-map", path)
+    named = ("--model-path", folder(tmp_path, LLAMA), "--speculative-algorithm", "NGRAM")
+    with pytest.raises(BanyanError, match="it is for --speculative-algorithm EAGLE with"):
+        resolved(*named, "--speculative-token-map", path)

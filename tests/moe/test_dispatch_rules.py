@@ -1,0 +1,132 @@
+"""Rows that are sent to the ranks of their experts: what goes together, decided at start."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
+from banyan.config.defaults import Defaults, settle
+from banyan.config.env import read_environment
+from banyan.config.flag_rules import check_companions
+from banyan.config.resolve import resolve
+from banyan.config.schema import Config
+from banyan.moe.dispatch_rules import LIMIT, check_the_tokens, sends_rows, slot_bytes
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.moe.test_rules import EXPERTS
+
+DEEPEP = ("--moe-a2a-backend", "deepep")
+FUSED = ("--moe-a2a-backend", "ascend_fuseep")
+MODE = "SGLANG_NPU_FUSED_MOE_MODE"
+JOINED = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
+WIDE = replace(EXPERTS, num_heads=8, num_kv_heads=4)
+
+
+def config_with(*flags: str, limit: str = "") -> Config:
+    given = read_environment({LIMIT: limit} if limit else {})
+    return resolve(parse(flags, given), WIDE, NOTHING)
+
+
+def test_experts_are_shared_out_among_all_ranks() -> None:
+    config = config_with("--tp", "4", *DEEPEP)
+    assert config.parallel.ep == 4 and sends_rows(config)
+    assert not sends_rows(config_with("--tp", "4", "--ep", "4"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "match"),
+    [
+        ((*DEEPEP, "--tp", "4", "--ep", "2"), "", "experts are shared out among all ranks or none"),
+        ((*DEEPEP, "--model-impl", "transformers"), "", "--model-impl transformers do not go"),
+        ((*DEEPEP, "--tp", "4"), "0", f"{LIMIT}=0 .* --deepep-mode auto do not go together"),
+        ((*DEEPEP, "--tp", "4"), "1025", f"{LIMIT} must be in"),
+        ((*FUSED, "--tp", "4", "--deepep-mode", "normal"), "", "ascend_fuseep and --deepep-mode n"),
+        ((*FUSED, "--tp", "4"), "0", f"{LIMIT}=0 .* do not go together"),
+        (("--moe-a2a-backend", "mori"), "", "mori is not available .*it is a library for other"),
+        (("--deepep-config", "{}"), "", "--deepep-config is not available .*processors and links"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, limit, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config_with(*flags, limit=limit)
+
+
+def test_a_model_without_experts_has_none_to_send_rows_to() -> None:
+    with pytest.raises(ConfigError, match="deepep: this model has no experts"):
+        resolve(parse(DEEPEP, NOTHING), MODEL_CONFIG, NOTHING)
+
+
+def test_a_step_of_low_latency_is_within_the_bound() -> None:
+    flags = (*JOINED, *DEEPEP, "--chunked-prefill-size", "248")
+    low = config_with(*flags, "--deepep-mode", "low_latency")
+    check_the_tokens(low, 8)
+    with pytest.raises(ConfigError, match="which is 129 for each of 2 ranks, and .* is 128"):
+        check_the_tokens(low, 9)
+    for mode in ("auto", "normal"):
+        check_the_tokens(config_with(*flags, "--deepep-mode", mode), 2048)
+    check_the_tokens(config_with("--tp", "4", "--ep", "4"), 2048)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "chunk", "running"),
+    [
+        ((), "", 256 - 128, 128),
+        ((), "24", 24, 24),
+        (("--max-running-requests", "40"), "24", 8, 24),
+        (("--chunked-prefill-size", "30"), "24", 30, 24),
+        (("--deepep-mode", "auto"), "24", 2048, 256),
+    ],
+)
+def test_what_nobody_says_is_within_the_bound(flags, limit, chunk: int, running: int) -> None:
+    low = config_with(*JOINED, *DEEPEP, "--deepep-mode", "low_latency", *flags, limit=limit)
+    found, _ = settle(low, Defaults("some", ("float16",), 16, 2048, 256, 0.8))
+    assert (found.schedule.chunk_tokens, found.schedule.running_cap) == (chunk, running)
+    if "--chunked-prefill-size" not in flags:
+        check_the_tokens(found, found.schedule.max_running or running)
+
+
+def test_a_variable_is_the_bound() -> None:
+    flags = (*JOINED, *DEEPEP, "--deepep-mode", "low_latency", "--chunked-prefill-size", "40")
+    low = config_with(*flags, limit="24")
+    check_the_tokens(low, 8)
+    with pytest.raises(ConfigError, match="is 25 for each of 2 ranks, and .* is 24"):
+        check_the_tokens(low, 9)
+
+
+def test_the_operator_that_runs_experts_is_one_of_two() -> None:
+    fused = parse(
+        ("--tp", "4", "--moe-a2a-backend", "ascend_fuseep"), read_environment({MODE: "2"})
+    )
+    assert resolve(fused, WIDE, NOTHING).experts.fuse_mode == 2
+    assert config_with("--tp", "4", *FUSED).experts.fuse_mode == 1
+    for value in ("0", "3"):
+        with pytest.raises(ConfigError, match=f"{MODE} must be in"):
+            parse((), read_environment({MODE: value}))
+    idle = parse((), read_environment({MODE: "2"}))
+    assert any(MODE in line for line in check_companions(resolve(idle, WIDE, NOTHING), {}, NOTHING))
+
+
+def test_what_travels_at_once_has_room() -> None:
+    flags, row = (*JOINED, *DEEPEP), WIDE.hidden_size * 4
+    assert slot_bytes(config_with(*flags, limit="24"), WIDE) == 4 * 24 * row
+    pairs = config_with(*flags, "--ep-dispatch-algorithm", "static", limit="24")
+    assert slot_bytes(pairs, WIDE) == 2 * 4 * 24 * row
+    assert slot_bytes(config_with(*flags, "--deepep-mode", "normal", limit="0"), WIDE) == 0
+    assert slot_bytes(config_with(*JOINED), WIDE) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "match"),
+    [
+        (("--deepep-mode", "normal"), "", "--deepep-mode is accepted without .* go to all ranks"),
+        (DEEPEP, "", "--moe-a2a-backend is accepted without an effect: one rank has all experts"),
+        ((), "24", f"{LIMIT} is set without an effect"),
+        ((*DEEPEP, "--tp", "4", "--deepep-mode", "normal"), "24", f"{LIMIT} is set without an"),
+    ],
+)
+def test_what_has_no_effect_is_told(flags, limit, match) -> None:
+    config = config_with(*flags, limit=limit)
+    told = list(check_companions(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
+    [line] = [line for line in told if "a2a" in line or "deepep" in line.lower()]
+    assert re.search(match, line), line

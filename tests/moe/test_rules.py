@@ -1,0 +1,65 @@
+"""What goes with the flags of experts, before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.resolve import resolve
+from banyan.config.schema import Config
+from banyan.model_config.model_config import ExpertFacts
+from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.flags import config_of
+
+EXPERTS = replace(MODEL_CONFIG, experts=ExpertFacts(count=4, per_token=2, inner=32))
+SHARED = ("--tp", "2", "--ep", "2")
+
+
+def config_with(*flags: str) -> Config:
+    return resolve(config_of(*flags), EXPERTS, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--ep-num-redundant-experts", "2"), "one rank has all experts"),
+        (("--ep-dispatch-algorithm", "static"), "one rank has all experts"),
+        (("--init-expert-location", "{}"), "one rank has all experts"),
+        ((*SHARED, "--ep-num-redundant-experts", "3"), "2 ranks cannot share 4 experts"),
+        ((*SHARED, "--init-expert-location", "map.pt"), "pickled files may run anything"),
+        ((*SHARED, "--init-expert-location", "nowhere.json"), "neither trivial nor JSON"),
+        (
+            (*SHARED, "--ep-dispatch-algorithm", "fake", "--dp", "2", "--enable-dp-attention"),
+            "fake and --enable-dp-attention do not go together",
+        ),
+    ],
+)
+def test_what_experts_cannot_be_placed_by_is_refused(flags, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config_with(*flags)
+
+
+def test_models_without_experts_have_nothing_to_place() -> None:
+    with pytest.raises(ConfigError, match="this model has no experts"):
+        resolve(config_of("--ep-num-redundant-experts", "2"), MODEL_CONFIG, NOTHING)
+
+
+def test_fake_choices_are_warned_of(caplog) -> None:
+    config_with(*SHARED, "--ep-dispatch-algorithm", "fake")
+    assert "answers are not the model's" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--enable-ep-moe",), "to those of their experts, over memory that ranks share"),
+        (("--elastic-ep-backend", "mooncake"), "copies of experts do not stand in for those"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_its_reason(flags, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config_of(*flags)
+
+
+def test_what_others_ask_for_by_none_is_so() -> None:
+    config_of("--moe-a2a-backend", "none", "--elastic-ep-backend", "none")

@@ -1,0 +1,174 @@
+"""Reasoning parsers: thinking and answer, split anywhere; nothing is lost."""
+
+import os
+import random
+import zlib
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.parsers.answer_parser import AnswerForm, AnswerParser
+from banyan.parsers.choice import (
+    choose_parsers,
+    reasoning_parser_for,
+    tool_parser_for,
+)
+from banyan.parsers.parts import CallStart, Part, Said, Thought, joined
+from banyan.parsers.reasoning import REASONING_PARSERS
+from banyan.parsers.reasoning.base import Kind, ReasoningParser
+from banyan.parsers.tool_calls import TOOL_PARSERS
+from tests.parsers.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
+
+CASES = int(os.environ.get("PARSER_CASES", "120"))
+TAGS = {"kimi": ("◁think▷", "◁/think▷")}
+ALWAYS = ("deepseek-r1", "qwen3-thinking", "step3")
+NAMES = REASONING_PARSERS.names()
+
+
+def parse(name: str, pieces: list[str], is_inside: bool = False) -> dict[Kind, str]:
+    parser = ReasoningParser(REASONING_PARSERS.load(name), is_inside)
+    found = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
+    assert "".join(text for _, text in found) == "".join(pieces)
+    return {kind: "".join(t for k, t in found if k is kind) for kind in Kind}
+
+
+def written(name: str, thought: str, said: str) -> str:
+    """An answer as a model of this family writes it."""
+    if name == "gpt-oss":
+        opening = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+        return (opening if thought else "") + f"<|channel|>final<|message|>{said}<|return|>"
+    start, end = TAGS.get(name, ("<think>", "</think>"))
+    return f"{start}\n{thought}\n{end}\n\n{said}" if thought else said
+
+
+def rng_of(name: str) -> random.Random:
+    return random.Random(zlib.crc32(name.encode()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thinking_and_answer_come_apart_however_they_are_split(name: str) -> None:
+    rng = rng_of(name)
+    for _ in range(CASES):
+        thought, said = text(rng).strip() or "hm", text(rng).strip() or "yes"
+        answer = written(name, thought, said)
+        found = parse(name, list(split(rng, answer)))
+        assert (found[Kind.THOUGHT], found[Kind.SAID]) == (thought, said), answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_answers_come_out_the_same_however_they_are_split(name: str) -> None:
+    rng = rng_of(name)
+    for _ in range(CASES):
+        answer = damaged(rng, written(name, text(rng), text(rng)))
+        inside = rng.random() < 0.5
+        assert parse(name, list(split(rng, answer)), inside) == parse(name, [answer], inside)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_without_thinking_is_an_answer(name: str) -> None:
+    answer = written(name, "", "Hello there.")
+    assert parse(name, list(answer))[Kind.SAID] == "Hello there."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thinking_that_never_ends_is_no_answer(name: str) -> None:
+    whole = written(name, "still at it", "")
+    cut = whole[: whole.index("at it") + 5]
+    found = parse(name, list(cut))
+    assert found[Kind.THOUGHT] == "still at it" and not found[Kind.SAID]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "gpt-oss"])
+def test_the_prompt_may_have_opened_the_thinking(name: str) -> None:
+    start, end = TAGS.get(name, ("<think>", "</think>"))
+    format = REASONING_PARSERS.load(name)
+    assert format.begins_inside(f"<|assistant|>{start}\n")
+    assert not format.begins_inside(f"<|assistant|>{start}\n\n{end}\n\n")
+    assert format.begins_inside("<|assistant|>") is (name in ALWAYS)
+    found = parse(name, list(f"why\n{end}\nbecause"), is_inside=True)
+    assert (found[Kind.THOUGHT], found[Kind.SAID]) == ("why", "because")
+
+
+def test_tags_inside_of_an_answer_are_text() -> None:
+    said = "The tag <think> opens thinking.</think>"
+    assert parse("qwen3", list(said))[Kind.SAID] == said
+
+
+def test_a_preamble_of_gpt_oss_is_said_and_its_calls_are_left_for_the_tool_parser() -> None:
+    answer = (
+        "<|channel|>analysis<|message|>plan<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}'
+        "<|call|>"
+    )
+    form = AnswerForm(
+        REASONING_PARSERS.load("gpt-oss"), tools=TOOL_PARSERS.load("gpt-oss"), offered=TOOLS
+    )
+    kinds = [type(p).__name__ for p in answered(form, list(answer))]
+    assert kinds == ["Thought", "Said", "CallStart", "CallArguments"]
+
+
+def answered(form: AnswerForm, pieces: list[str], is_cut: bool = False) -> list[Part]:
+    parser = AnswerParser(form)
+    found = [part for piece in pieces for part in parser.feed(piece)]
+    return joined(found + parser.finish(is_cut))
+
+
+QWEN = {"reasoning": REASONING_PARSERS.load("qwen3"), "tools": TOOL_PARSERS.load("qwen25")}
+WANTED = [Call("f", {"city": "Paris"})]
+THINKS_OF_CALLING = (
+    '<think>\nI could write <tool_call>{"name": "g", "arguments": {}}</tool_call>\n</think>\n\n'
+)
+
+
+def test_calls_that_are_only_thought_of_are_not_made() -> None:
+    answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
+    found = answered(AnswerForm(**QWEN, offered=TOOLS), list(answer))
+    assert [p.name for p in found if isinstance(p, CallStart)] == ["f"]
+    assert isinstance(found[0], Thought) and "<tool_call>" in found[0].text
+
+
+def test_thinking_that_is_not_separated_is_said_with_its_tags() -> None:
+    answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
+    found = answered(AnswerForm(**QWEN, offered=TOOLS, separates=False), list(answer))
+    assert isinstance(found[0], Said) and found[0].text.strip() == THINKS_OF_CALLING.strip()
+    assert [p.name for p in found if isinstance(p, CallStart)] == ["f"]
+
+
+def test_thinking_that_is_not_streamed_comes_in_one_piece() -> None:
+    parser = AnswerParser(AnswerForm(**QWEN, streams_thought=False))
+    pieces = [part for char in "<think>\none two\n</think>\n\nHi" for part in parser.feed(char)]
+    assert pieces[0] == Thought("one two")
+    assert all(isinstance(part, Said) for part in pieces[1:])
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ '<tool_call>' }} {% if enable_thinking %}<think></think>", "qwen25", "qwen3"),
+        ("<tool_call>\n<function=x>\n<parameter=y>", "qwen3_coder", "none"),
+        ("[gMASK]<think></think><tool_call><arg_key>", "glm45", "glm45"),
+        ("<|start|><|channel|>analysis<|message|> functions.x", "gpt-oss", "gpt-oss"),
+        ("<｜Assistant｜></think><｜tool▁call▁begin｜>```json", "deepseekv3", "deepseek-r1"),
+        ("<｜Assistant｜></think>{{thinking}}<｜tool▁call▁begin｜>", "deepseekv31", "deepseek-v3"),
+        ("<|tool_call_argument_begin|>", "kimi_k2", "none"),
+        ("<steptml:invoke name=><think>", "step3", "step3"),
+        ("[INST] [TOOL_CALLS]", "mistral", "none"),
+        ("<|im_start|>{{ message.content }}<|im_end|>", "none", "none"),
+    ],
+)
+def test_parsers_are_chosen_from_the_template(template: str, tools: str, reasoning: str) -> None:
+    assert tool_parser_for(template) == tools
+    assert reasoning_parser_for(template) == reasoning
+
+
+def test_flags_name_parsers_or_none() -> None:
+    template = "<tool_call> {{ enable_thinking }} <think></think>"
+    chosen = choose_parsers("", "auto", template)
+    assert (chosen.tool_name, chosen.reasoning_name) == ("qwen25", "qwen3")
+    assert chosen.tools is not None and chosen.reasoning is not None and chosen.thinks_unasked
+    named = choose_parsers("hermes", "none", template)
+    assert (named.tool_name, named.reasoning) == ("hermes", None)
+    for flags in (("no-such", ""), ("", "no-such")):
+        with pytest.raises(ConfigError, match="no-such"):
+            choose_parsers(*flags, template)

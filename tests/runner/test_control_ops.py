@@ -1,0 +1,148 @@
+"""Orders: carried out on every rank or on none, one after another, and answered as one."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.messages.control_ops import (
+    ControlOp,
+    ControlOpReply,
+    ReleaseMemory,
+    StopProfile,
+    TakeWeights,
+)
+from banyan.messages.plan import StepPlan, StepResult
+from banyan.parallel.groups import Group
+from banyan.runner.control_ops import Alike, ControlOpExecutor, Said
+from tests.parallel.ranks import LIBRARIES, meet, together
+
+TAKE, RELEASE = TakeWeights("new", "1"), ReleaseMemory(["weights"])
+
+
+@dataclass
+class Inner:
+    """A runner that runs nothing, and what its carriers have done."""
+
+    done: list[str] = field(default_factory=list)
+    refuses: str = ""
+    body: bytes = b""
+
+    def launch(self, plan, mask_of=None):
+        self.done.append(f"step {plan.step}")
+        return self
+
+    def result(self):
+        return StepResult(step=1)
+
+    def copies(self):
+        return None
+
+    def prepare(self, order: ControlOp):
+        self.done.append(f"ready for {type(order).__name__}")
+        if self.refuses == type(order).__name__:
+            raise ConfigError("no such file", hint="look again")
+
+        def finish() -> Said:
+            self.done.append(type(order).__name__)
+            return Said(f"did {type(order).__name__}", self.body)
+
+        return finish
+
+    def taker(
+        self, ranks: Group | None = None, kinds=(TakeWeights, ReleaseMemory)
+    ) -> ControlOpExecutor:
+        return ControlOpExecutor(self, dict.fromkeys(kinds, self.prepare), ranks)
+
+
+def test_orders_come_one_after_another_before_the_rows() -> None:
+    inner = Inner()
+    result = inner.taker().launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    assert [reply.text for reply in result.replies] == ["did TakeWeights", "did ReleaseMemory"]
+    assert inner.done == [
+        *("ready for TakeWeights", "TakeWeights"),
+        *("ready for ReleaseMemory", "ReleaseMemory", "step 1"),
+    ]
+
+
+def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
+    made: list[torch.Tensor] = []
+
+    def prepare(order: ControlOp):
+        return lambda: made.append(torch.zeros(1)) or Said("made")
+
+    taker = ControlOpExecutor(Inner(), {TakeWeights: prepare})
+    with torch.inference_mode():  # as the thread that launches works in
+        taker.launch(StepPlan(step=1, orders=[TAKE]))
+    made[0] += 1
+    assert made[0].item() == 1
+
+
+def test_what_cannot_be_done_is_told_and_what_follows_is_left_out() -> None:
+    inner = Inner(refuses="TakeWeights")
+    result = inner.taker().launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    assert result.replies == [ControlOpReply(False, "no such file. Look again")]
+    assert inner.done == ["ready for TakeWeights", "step 1"] and not result.error
+
+
+def test_an_order_that_nothing_carries_out_is_refused_by_name() -> None:
+    result = Inner().taker().launch(StepPlan(step=1, orders=[StopProfile()])).result()
+    assert not result.replies[0].ok and "StopProfile" in result.replies[0].text
+
+
+def test_a_step_that_runs_rows_is_counted_and_others_are_not() -> None:
+    counted: list[int] = []
+    inner = Inner()
+    taker = ControlOpExecutor(inner, {}, stepped=lambda: counted.append(1))
+    taker.launch(StepPlan(step=1))
+    assert inner.done == ["step 1"] and not counted
+
+
+def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) -> tuple[object, ...]:
+    inner = Inner(body=b"told")
+
+    def prepare(order: ControlOp) -> Alike:
+        return Alike(inner.prepare(order), "the file", b"mark 1" if rank else mark)
+
+    taker = ControlOpExecutor(inner, {TakeWeights: prepare}, meet(library, rank, size, address))
+    result = taker.launch(StepPlan(step=1, orders=[TAKE])).result()
+    return [(r.ok, r.text, r.body) for r in result.replies], inner.done
+
+
+def obey(rank: int, size: int, address: str, library: str, refusing: int) -> tuple[object, ...]:
+    inner = Inner(body=b"%d" % rank * 3000)
+    inner.refuses = "TakeWeights" if rank == refusing else ""
+    taker = inner.taker(meet(library, rank, size, address))
+    result = taker.launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    return [(r.ok, r.text, r.body) for r in result.replies], inner.done
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_needs_all_ranks_alike_is_done_by_none_where_one_is_not(
+    tmp_path, library: str
+) -> None:
+    for replies, done in together(2, tmp_path, obey_alike, library, b"mark 0"):
+        assert replies == [(False, "the file of rank 1 is not that of rank 0", b"")]
+        assert done == ["ready for TakeWeights", "step 1"]
+    (tmp_path / "alike").mkdir()
+    for replies, _ in together(2, tmp_path / "alike", obey_alike, library, b"mark 1"):
+        assert replies == [(True, "did TakeWeights", b"told")]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_all_ranks_do_it_and_the_first_speaks_for_them(tmp_path, library: str) -> None:
+    found = together(2, tmp_path, obey, library, -1)
+    for replies, done in found:
+        assert replies == [
+            (True, "did TakeWeights", b"0" * 3000),
+            (True, "did ReleaseMemory", b"0" * 3000),
+        ]
+        assert done[-1] == "step 1" and "ReleaseMemory" in done
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_when_one_rank_cannot_none_does_and_it_is_named(tmp_path, library: str) -> None:
+    for replies, done in together(2, tmp_path, obey, library, 1):
+        assert replies == [(False, "rank 1: no such file. Look again", b"")]
+        assert done == ["ready for TakeWeights", "step 1"]
