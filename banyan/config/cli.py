@@ -295,7 +295,7 @@ def _meet(
     old = ""
     if isinstance(known, Replaced):
         if value is False:
-            reading.note(f"{spelled} false is accepted: it asks for nothing")
+            reading.note(f"{spelled} false is accepted: this is the default")
             return
         old = f" (--{known.successor} {known.value})"
         reading.note(f"{spelled} is an old name of --{known.successor} {known.value}")
@@ -312,16 +312,16 @@ def _meet(
 
 def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
     if known.asks_for_nothing(value):
-        reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for nothing")
+        reading.note(f"{spelled} {_as_text(value)} is accepted: this is the default")
     elif known.outcome == REFUSED:
         has_values = (known.neutral or known.choices) and not spelled.endswith(")")
         named = f"{spelled} {_as_text(value)}" if has_values else spelled
         reading.refusals[named] = known
     elif known.outcome == BELONGS:
-        what = f"it belongs to a feature that is absent ({known.why})"
-        reading.note(f"{spelled} is accepted without an effect: {what}")
+        what = f"its feature is missing ({known.why})"
+        reading.note(f"{spelled} is accepted but has no effect: {what}")
     else:
-        reading.note(f"{spelled} is accepted without an effect: {known.why}")
+        reading.note(f"{spelled} is accepted but has no effect: {known.why}")
 
 
 def _refusal(refusals: Mapping[str, Absent], variables: Sequence[str]) -> ConfigError:

@@ -239,13 +239,13 @@ def _remarks(config: Config) -> Iterator[str]:
     experts = config.experts
     if experts.fuse_mode != Config().experts.fuse_mode and experts.a2a != FUSED:
         yield (
-            "SGLANG_NPU_FUSED_MOE_MODE is set without an effect: it says which operator "
+            "SGLANG_NPU_FUSED_MOE_MODE is set but has no effect: it says which operator "
             f"--moe-a2a-backend {FUSED} is"
         )
     is_idle = experts.a2a == "none" or experts.a2a_mode == "normal"
     if experts.a2a_tokens not in (0, Config().experts.a2a_tokens) and is_idle:
         yield (
-            f"{LIMIT} is set without an effect: it bounds what travels at once under "
+            f"{LIMIT} is set but has no effect: it bounds what travels at once under "
             "--moe-a2a-backend deepep with --deepep-mode low_latency or auto"
         )
 
@@ -274,7 +274,7 @@ def check_companions(
     """
     if config.model.loader_functions and config.model.implementation == "transformers":
         raise ConfigError(
-            "--custom-weight-loader and --model-impl transformers do not go together: that "
+            "--custom-weight-loader cannot be combined with --model-impl transformers: that "
             "library reads the weights by itself",
             hint="leave --model-impl at auto, or change the weights beforehand",
         )
@@ -286,7 +286,7 @@ def check_companions(
     for rule in (*_RULES, kept):
         if rule.holds(config):
             given = [f for f in rule.flags.split() if _is_given(f, config, origins)]
-            yield from (f"--{flag} is accepted without an effect: {rule.why}" for flag in given)
+            yield from (f"--{flag} is accepted but has no effect: {rule.why}" for flag in given)
     yield from _remarks(config)
 
 
