@@ -18,7 +18,7 @@ from banyan.server.embeddings import sglang as vectors
 from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
-from banyan.server.http.request_context import SEND_TIMEOUT_S
+from banyan.server.http.exchange import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState
 from banyan.server.ollama.routes import ollama_routes

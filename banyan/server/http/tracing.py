@@ -5,16 +5,16 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from banyan.requests.generation import Generator
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
-Around = Callable[[RequestContext], AbstractContextManager[None]]
+Around = Callable[[HttpExchange], AbstractContextManager[None]]
 """What the handling of one request runs within; RequestError when the request is refused for it."""
 
 
 class Tracing(Protocol):
     """Called on the event loop. No span carries anything of a request's text."""
 
-    def context(self, context: RequestContext) -> AbstractContextManager[None]:
+    def context(self, exchange: HttpExchange) -> AbstractContextManager[None]:
         """The span of one HTTP request, within the caller's trace where its headers name one."""
         ...
 
