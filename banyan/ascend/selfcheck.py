@@ -6,10 +6,10 @@ from banyan.base.errors import ConfigError
 
 USAGE = """banyan npu-selfcheck
 
-Runs each operator that Ascend NPUs are used with on the first device, with its contract checked
-before, and compares with plain torch on the host. For the first look at a machine: a minute, no
-model, no server. BANYAN_NPU=emulated runs the same on the emulated device. Ends with 1 when a
-result is off or a call fails.
+Runs each operator that Banyan uses on an Ascend NPU on the first device, checks its contract before
+the call, and compares the result with plain torch on the host. For the first look at a machine: a
+minute, no model, no server. With BANYAN_NPU=tests.ascend.emulation, in the folder of the source, it
+runs on the emulated device. Exit code 1: a result is off, or a call failed.
 """
 
 

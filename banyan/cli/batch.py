@@ -23,9 +23,9 @@ from banyan.engine_client.data_parallel import Fleet
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
-from banyan.server.http.state import ServerState
 from banyan.server.lifecycle.startup import open_service
 from banyan.server.processes import start_engine_process
+from banyan.server.state import ServerState
 from banyan.server.store.batch_output import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 

@@ -267,7 +267,7 @@ SETTINGS = {
             "on devices with streams: the experts that every token goes through run on a second "
             "one, beside those that it chooses",
             kind=SWITCH,
-            proof="tests/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
+            proof="tests/ascend/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
         ),
         Flag(
             "SGLANG_NPU_FUSED_MOE_MODE",
@@ -277,7 +277,7 @@ SETTINGS = {
             kind=INT,
             low=1,
             high=2,
-            proof="tests/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
+            proof="tests/ascend/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

@@ -201,12 +201,20 @@ class _Copy:
 
 
 def fork_spares(count: int) -> list[Process] | None:
-    """Copies of this process, to be given to `spawn`; None in each of them, which then takes a duty
-    as other children do.
+    """Fork `count` copies of this process, for `spawn(spare=…)`.
 
-    Call it while there is one thread: a copy has no others, and what they had locked stays locked.
+    A fork has only the thread that called it, and locks that other threads held stay locked. A
+    process with other threads (a debugger, a monitoring agent) is therefore not forked: `spawn`
+    starts fresh processes instead, which takes longer.
+
+    Returns:
+        The copies, none if this process has other threads. In each copy None: it then reads a
+        process spec like any other child.
     """
-    assert threading.active_count() == 1, "a copy would lack threads"
+    if count and threading.active_count() > 1:
+        names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
+        log.warning("ranks start as fresh processes, not as forks: other threads run (%s)", names)
+        return []
     spares: list[_Copy] = []
     for _ in range(count):
         reader, writer = os.pipe()

@@ -8,6 +8,7 @@ its duty is known.
 
 import faulthandler
 import gc
+import linecache
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
-from banyan.base.torch_parts import without_parts
 from banyan.config.schema import Config
 from banyan.dp_attention.remote_engines import FarEngines
 from banyan.engine.child_processes import (
@@ -207,19 +207,18 @@ def start_engine_thread(
 def main() -> None:
     """Entry of a child process: do the duty, exit with the error's own code."""
     follow_parent()
-    gc.disable()  # imports make much to look through and nothing to throw away
-    with without_parts():
-        from banyan.engine.core_process import run_rank
+    gc.disable()  # imports create many objects and hardly any garbage
+    from banyan.engine.core_process import run_rank
 
+    linecache.clearcache()  # torch's import leaves the text of its source files there
     gc.freeze()
     gc.enable()
     faulthandler.register(STACKS)
-    process_spec = ProcessSpec.decode(read_process_spec())
-    spares = fork_spares(_num_beside(process_spec))
-    if spares is None:  # this is one of them
-        process_spec = ProcessSpec.decode(read_process_spec())
+    process_spec = _read_process_spec()
+    spares = fork_spares(_num_local_ranks(process_spec))
+    if spares is None:  # this process is one of the forks
+        process_spec = _read_process_spec()
     watch_parent()
-    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
     report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
         if process_spec.role == RANK:
@@ -241,8 +240,14 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
-def _num_beside(process_spec: ProcessSpec) -> int:
-    """Ranks that an engine starts on its own machine."""
+def _read_process_spec() -> ProcessSpec:
+    process_spec = ProcessSpec.decode(read_process_spec())
+    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
+    return process_spec
+
+
+def _num_local_ranks(process_spec: ProcessSpec) -> int:
+    """Number of ranks that an engine starts on its own machine."""
     parallel = process_spec.config.parallel
     return 0 if process_spec.role == RANK or parallel.by_ray else parallel.local_world - 1
 

@@ -20,7 +20,6 @@ from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
 from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
@@ -30,6 +29,7 @@ from banyan.server.openapi.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLO
 from banyan.server.openapi.pages import page_routes
 from banyan.server.responses.route import responses_routes
 from banyan.server.sglang import generate, parsing, pins, tokens
+from banyan.server.state import ServerState
 
 _GET = ("GET",)
 _POST = ("POST",)

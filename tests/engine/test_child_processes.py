@@ -22,8 +22,8 @@ def child_module(tmp_path, monkeypatch):
     """A module `obedient` that takes its duty, a path, writes to it and then sleeps."""
     source = """
         import sys, time
-        from banyan.engine.child_processes import take_duty, watch_parent
-        duty = take_duty()
+        from banyan.engine.child_processes import read_process_spec, watch_parent
+        duty = read_process_spec()
         watch_parent()
         if duty == b"fail":
             sys.exit(7)
@@ -122,10 +122,10 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
 
 COPIES = """
 import os, sys, threading, time
-from banyan.engine.child_processes import fork_spares, spawn, take_duty, watch_parent
+from banyan.engine.child_processes import fork_spares, spawn, read_process_spec, watch_parent
 spares = fork_spares(2)
 if spares is None:  # write what is open into the file that the duty names
-    path = take_duty().decode()
+    path = read_process_spec().decode()
     held = len(os.listdir("/proc/self/fd"))
     watch_parent()
     open(path + ".new", "w").write(str(held))
@@ -188,6 +188,32 @@ def test_copies_die_with_a_killed_parent(tmp_path, is_stopped):
     for copy in copies:  # one with a duty, and one that waits for it
         copy.wait(WAIT_S)
         assert not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("count", "num_warnings"), [(0, 0), (2, 1)])
+def test_a_process_with_other_threads_is_not_forked(tmp_path, count, num_warnings):
+    """Agents and debuggers start a thread before the program runs."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=[600], name='agent', daemon=True).start()\n"
+    )
+    code = f"""
+        from banyan.base.log import start_logging
+        from banyan.engine.child_processes import fork_spares
+        start_logging("engine")
+        print(fork_spares({count}))
+    """
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.stdout == "[]\n"
+    warning = "ranks start as fresh processes, not as forks: other threads run (agent)"
+    assert done.stderr.count(warning) == done.stderr.count("\n") == num_warnings
 
 
 def test_a_pulse_tells_for_how_long_a_process_has_not_run(tmp_path):

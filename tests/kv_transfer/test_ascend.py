@@ -17,8 +17,8 @@ from banyan.ascend.kv_transfer import AREA_BYTES, Ascend
 from banyan.base.errors import ConfigError
 from banyan.disaggregation.carrier import Fabric, HostMemory, Landing
 from banyan.disaggregation.transfer import RoomOptions
+from tests.ascend.emulation import fabric
 from tests.disaggregation.test_transfer import free_port
-from tests.emulation import fabric
 
 HERE = "127.0.0.1"
 PACKAGE = "memfabric_hybrid"

@@ -17,6 +17,7 @@ from banyan.disaggregation.prefill_side import GivingRooms
 from banyan.disaggregation.transfer import RoomOptions
 from banyan.messages.disaggregation import HandOff, RoomFound, RoomLost, TakeRoom
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
+from tests.ascend.emulation import fabric
 from tests.disaggregation.test_transfer import (
     ROOM,
     SIZE,
@@ -28,7 +29,6 @@ from tests.disaggregation.test_transfer import (
     seek,
     take,
 )
-from tests.emulation import fabric
 
 
 class Memory:

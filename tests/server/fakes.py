@@ -28,8 +28,8 @@ from banyan.requests.sampling_params import Limits
 from banyan.server.http.app import App
 from banyan.server.http.connection import connections
 from banyan.server.http.listen import bind
-from banyan.server.http.state import ServerState, Service
 from banyan.server.routes import create_app
+from banyan.server.state import ServerState, Service
 from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 from tests.support.scripted import scripted
 

@@ -29,7 +29,7 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     Raises:
         ConfigError: another wish, of which none exists here.
     """
-    from banyan.ascend.driver import open_driver, open_fusing
+    from banyan.ascend.driver import open_deep_ep, open_driver
     from banyan.ascend.ops.fused_operators import Fuser
     from banyan.ascend.ops.needs import NpuToolkit
     from banyan.ascend.ops.operators import Operators
@@ -45,6 +45,6 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
     fuser = None
     if mode:
-        fuser = Fuser(open_fusing(), mode, fusing_of(chip)[mode - 1], driver.is_checked)
+        fuser = Fuser(open_deep_ep(), mode, fusing_of(chip)[mode - 1], driver.is_checked)
     forms = (driver.fuses_latents, driver.fractal_pages)
     return NpuToolkit(operators, dispatch_of(chip), "", None, *forms, fuser)

@@ -154,7 +154,7 @@ FLAGS = (
         "lies on one (NPU)",
         kind=FLOAT,
         low=0.0,
-        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
     ),
     Flag(
         "hicache-size",
@@ -162,7 +162,7 @@ FLAGS = (
         "the same in GB; wins over the ratio",
         kind=INT,
         low=0,
-        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
     ),
     Flag(
         "hicache-io-backend",
@@ -170,7 +170,7 @@ FLAGS = (
         "how pages are copied between a device and the host: kernel_ascend (NPU), kernel (CUDA) = "
         "gathered there, in one piece; direct = each tensor by itself; default: the former",
         choices=("kernel_ascend", "direct", "kernel"),
-        proof="tests/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
+        proof="tests/ascend/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
     ),
     Flag(
         "hicache-mem-layout",
@@ -182,7 +182,7 @@ FLAGS = (
             *("page_first_direct", "page_first_kv_split"),
             *("layer_first", "page_first", "page_head"),
         ),
-        proof="tests/emulation/test_tiers.py::test_the_layout_says_how_the_parts_of_a_page_lie",
+        proof="tests/ascend/emulation/test_tiers.py::test_the_layout_says_how_the_parts_of_a_page_lie",
     ),
     Flag(
         "hicache-storage-backend",

@@ -327,7 +327,7 @@ FLAGS = (
         "launch decode steps anew whose rows are not just those of a captured one, instead of "
         "filling the next larger one up, where steps are captured by shape (CUDA, NPU)",
         kind=SWITCH,
-        proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
+        proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
     Flag(
         "cpu-offload-gb",
@@ -338,7 +338,7 @@ FLAGS = (
         kind=FLOAT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
+        proof="tests/ascend/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
     ),
     Flag(
         "offload-group-size",
@@ -348,7 +348,7 @@ FLAGS = (
         kind=INT,
         low=-1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-num-in-group",
@@ -357,7 +357,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-prefetch-step",
@@ -367,6 +367,6 @@ FLAGS = (
         kind=INT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
 )

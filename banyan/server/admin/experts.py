@@ -4,7 +4,7 @@ from functools import partial
 
 from banyan.base.errors import RequestError
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 _WRITE_S = 120.0
 """Longest wait for the file."""

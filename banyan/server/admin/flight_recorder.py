@@ -9,7 +9,7 @@ from pathlib import Path
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_records import dump_recordings
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 
 async def flight_recorder(exchange: HttpExchange, state: ServerState) -> None:

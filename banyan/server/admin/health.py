@@ -9,7 +9,7 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import TextRequest, collect
 from banyan.server.errors import Json, unavailable
 from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
-from banyan.server.http.state import ServerState, Service
+from banyan.server.state import ServerState, Service
 
 PROBE_TIMEOUT_S = 20.0
 

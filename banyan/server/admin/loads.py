@@ -12,7 +12,7 @@ from banyan.engine_client.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
+from banyan.server.state import ServerState, Service
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from banyan.engine_client.all_or_none import agreed
 from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.server.admin.control import LOAD_S
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 

@@ -10,7 +10,7 @@ from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import Metrics
 from banyan.server.admin.metric_labels import CustomLabels
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 
 async def show_metrics(exchange: HttpExchange, state: ServerState) -> None:

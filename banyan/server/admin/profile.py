@@ -4,8 +4,8 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 _START_S = 60.0
 """Longest wait for the recording to begin."""

@@ -8,7 +8,7 @@ from banyan.base.errors import RequestError
 from banyan.messages.events import LiveRequest, Reply
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 MOST = 256
 """Requests of one replica that an answer tells of."""

@@ -19,8 +19,8 @@ from banyan.parsers.choice import NONE
 from banyan.server.admin.loads import living
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 

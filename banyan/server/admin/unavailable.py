@@ -6,8 +6,8 @@ The table is the promise that no known route is a silent 404.
 from banyan.base.errors import RequestError
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.route import Handler, Route
-from banyan.server.http.state import ServerState
+from banyan.server.http.route import Route
+from banyan.server.state import Handler, ServerState
 
 _BOTH = ("GET", "POST")
 _POST = ("POST",)

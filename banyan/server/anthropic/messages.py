@@ -20,7 +20,6 @@ from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -32,6 +31,7 @@ from banyan.server.openai.fields import (
 )
 from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 

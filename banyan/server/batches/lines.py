@@ -22,11 +22,10 @@ from banyan.server.embeddings.openai import create_embeddings
 from banyan.server.errors import Json, error_body, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import strict_json
-from banyan.server.http.route import Handler
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
+from banyan.server.state import Handler, ServerState
 from banyan.server.store.batch_output import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
 

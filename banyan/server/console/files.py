@@ -15,7 +15,7 @@ from banyan.base.log import printable
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 FOLDER = "console/"
 """Where the files are, below the page."""

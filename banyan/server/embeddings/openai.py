@@ -16,8 +16,8 @@ from banyan.server.embeddings.sglang import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 _FIELDS = frozenset((*COMMON, "input", "encoding_format", "dimensions"))
 _NOTE = "dimensions: cut to the first values; only models trained for it keep their quality"

@@ -36,9 +36,9 @@ from banyan.server.embeddings.sglang import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import check_count, text_ids
+from banyan.server.state import ServerState, Service
 
 
 class ScoreRequest(VectorRequest, frozen=True, kw_only=True):

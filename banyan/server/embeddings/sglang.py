@@ -19,9 +19,9 @@ from banyan.requests.generation import TextRequest
 from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.fields import typed
 from banyan.server.openai.lora import model_and_adapters
+from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
 """Fields that every route about vectors honours, and `user`, which changes nothing."""

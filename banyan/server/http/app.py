@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import difflib
 import re
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
@@ -30,7 +30,6 @@ from banyan.server.http.limits import (
     too_late,
 )
 from banyan.server.http.route import WITH_BODY, Route
-from banyan.server.http.tracing import Around
 
 log = logger(__name__)
 
@@ -44,6 +43,10 @@ BODIES_IN_MEMORY = 8
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 _LONGEST_GUESSED = 64
 """Characters of a path that is compared with those of the routes."""
+
+
+RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
+"""Entered around the handling of one request, such as its span; may raise RequestError."""
 
 
 class Shared(Protocol):
@@ -75,7 +78,7 @@ class App(Generic[S]):
         self.state = state
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
-        self.around: Sequence[Around] = ()
+        self.around: Sequence[RequestScope] = ()
         """What requests that may make something run within: their span, their labels."""
         self.open_requests: dict[HttpExchange, None] = {}
         self._ended = asyncio.Event()

@@ -10,13 +10,9 @@ from banyan.server.http import auth
 from banyan.server.http.dialect import OPENAI, Dialect
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import JSON_MEDIA
-from banyan.server.http.state import ServerState
 
 S = TypeVar("S")
 """What the handlers of a table share."""
-
-Handler = Callable[[HttpExchange, ServerState], Coroutine[Any, Any, None]]
-"""Of the server's own routes."""
 
 WITH_BODY = ("POST", "PUT")
 """Methods whose body is read."""

@@ -26,7 +26,6 @@ from banyan.server.admin.flight_recorder import dumper
 from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
 from banyan.server.http.listen import bind, check_exposure, web_server
-from banyan.server.http.state import ServerState
 from banyan.server.http.tls import tls_context
 from banyan.server.lifecycle import deadline
 from banyan.server.lifecycle.daemon import in_daemon
@@ -34,6 +33,7 @@ from banyan.server.lifecycle.sigquit import hear_sigquit
 from banyan.server.lifecycle.startup import end_phase, open_service, report
 from banyan.server.lifecycle.supervisor import StartEngine, Supervisor
 from banyan.server.routes import create_app
+from banyan.server.state import ServerState
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)

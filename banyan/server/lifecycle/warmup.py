@@ -12,8 +12,8 @@ from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import TextRequest, collect
 from banyan.server.admin.health import generate_one
-from banyan.server.http.state import Service
 from banyan.server.lifecycle.warmups import WARMUPS, named_warmups
+from banyan.server.state import Service
 
 log = logger(__name__)
 

@@ -9,9 +9,9 @@ from banyan.server.context import RequestContext
 from banyan.server.embeddings.sglang import VectorRequest, origin_of, vector_service, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
+from banyan.server.state import ServerState, Service
 
 
 async def embed(exchange: HttpExchange, state: ServerState) -> None:

@@ -8,7 +8,6 @@ import msgspec
 from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
     Report,
@@ -17,6 +16,7 @@ from banyan.server.openai.fields import (
     check_model,
     typed,
 )
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 

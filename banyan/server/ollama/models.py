@@ -10,10 +10,10 @@ from pathlib import Path
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
 from banyan.server.ollama.schema import SAMPLING, ShowRequest
 from banyan.server.openai.schema import SAMPLING as NATIVE
+from banyan.server.state import ServerState, Service
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose routes these are. Clients compare it with what they need."""

@@ -2,10 +2,11 @@
 
 import msgspec
 
-from banyan.server.http.route import Body, Handler, Route
+from banyan.server.http.route import Body, Route
 from banyan.server.ollama import embed, models, text
 from banyan.server.ollama.dialect import OLLAMA
 from banyan.server.ollama.schema import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
+from banyan.server.state import Handler
 
 _POST = ("POST",)
 

@@ -9,7 +9,6 @@ from banyan.base.errors import RequestError
 from banyan.requests.generation import run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
@@ -19,6 +18,7 @@ from banyan.server.openai.completions import filled_in
 from banyan.server.openai.fields import Report, in_words, origin_of, typed
 from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
+from banyan.server.state import ServerState, Service
 
 _NOTHING: Json = {"role": "assistant", "content": ""}
 

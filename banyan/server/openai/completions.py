@@ -22,7 +22,6 @@ from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.event_writer import Later, follow
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -43,6 +42,7 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
+from banyan.server.state import ServerState, Service
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20

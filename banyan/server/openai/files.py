@@ -9,7 +9,7 @@ from banyan.base.thread_pool import off_loop
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.multipart import Part, read_form
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 from banyan.server.store.files import StoredFile
 from banyan.server.store.folder import owner_of
 

@@ -8,8 +8,8 @@ from typing import cast
 from banyan.base.errors import RequestError
 from banyan.requests.lora_names import one_each
 from banyan.server.context import RequestContext
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import check_model
+from banyan.server.state import ServerState
 
 
 def model_and_adapter(

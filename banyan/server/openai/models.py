@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 from banyan.lora.adapter_files import AdapterPlace
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import no_such_model
+from banyan.server.state import ServerState
 
 
 async def list_models(exchange: HttpExchange, state: ServerState) -> None:

@@ -17,8 +17,8 @@ from banyan.server.console import files as console
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openapi.document import Document, openapi
+from banyan.server.state import ServerState, Service
 
 Describe = Callable[[str, str], Document]
 """(version, path prefix) -> the OpenAPI document."""

@@ -19,7 +19,6 @@ from banyan.server.context import RequestContext
 from banyan.server.errors import Json, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
@@ -53,6 +52,7 @@ from banyan.server.responses.tools import (
     first_listings,
     offered_tools,
 )
+from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
 
 R = TypeVar("R", bound=PromptRequest)

@@ -13,8 +13,8 @@ from banyan.requests.generate_response import NativeService
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState, Service
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):

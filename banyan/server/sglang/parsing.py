@@ -17,8 +17,8 @@ from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 T = TypeVar("T")
 

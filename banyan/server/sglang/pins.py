@@ -13,9 +13,9 @@ from banyan.messages.events import PinFact
 from banyan.server.errors import Json
 from banyan.server.http.api_keys import digest
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import typed
 from banyan.server.sglang.generate import native_service
+from banyan.server.state import ServerState
 
 _ASK_S = 10.0
 _MOST_S = 7 * 24 * 3600.0

@@ -14,11 +14,11 @@ from banyan.requests.constraint import start_after
 from banyan.requests.generation import ScoreOptions, TextRequest
 from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
 from banyan.server.openai.fields import Origin, Report, native_sampling, sequences
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import Service
 from banyan.tokenizer.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20

@@ -7,7 +7,6 @@ from banyan.requests.generation import at_once, run
 from banyan.server.errors import Json
 from banyan.server.http.event_writer import follow
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
@@ -19,6 +18,7 @@ from banyan.server.openai.fields import (
 from banyan.server.openai.lora import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import Extension
+from banyan.server.state import ServerState, Service
 
 
 async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
