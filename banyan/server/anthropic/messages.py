@@ -110,7 +110,12 @@ def anthropic_routes() -> list[Route]:
     return [
         Route(path, ("POST",), handler, dialect=ANTHROPIC, about=about, body=Body(kind))
         for path, handler, about, kind in (
-            ("/v1/messages", messages, "a conversation's next message", MessagesRequest),
-            ("/v1/messages/count_tokens", count_tokens, "length of its prompt", CountRequest),
+            ("/v1/messages", messages, "Create a message", MessagesRequest),
+            (
+                "/v1/messages/count_tokens",
+                count_tokens,
+                "Count input tokens",
+                CountRequest,
+            ),
         )
     ]

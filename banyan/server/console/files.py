@@ -50,7 +50,7 @@ class File:
 
 def console_routes() -> list[Route]:
     below = {"{file}": ("GET",)}
-    about = "a file of the console"
+    about = "Static file of the console"
     return [Route(f"/{FOLDER}", ("GET",), show_file, auth.OPEN, about=about, below=below)]
 
 

@@ -1,7 +1,7 @@
-"""What a browser sees: the console, a page that says what this server is, /docs, /openapi.json.
+"""Pages for browsers: the home page, /docs and /openapi.json.
 
-The pages are whole in themselves: no script, no font, no request to anywhere. The console has the
-first of them inside, for who runs no scripts. Knows no engine.
+The pages load nothing: no script, no font, no other file. The console contains the home page for
+browsers without scripts.
 """
 
 import base64
@@ -59,10 +59,10 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_routes(others: Sequence[Route]) -> list[Route]:
-    """The table of routes with those of the pages, which tell of all of them."""
+    """`others` and the routes of the pages, which describe all of them."""
     table: list[Route] = []
 
-    @cache  # of what never changes while a server runs
+    @cache  # the table does not change while the server runs
     def described(version: str, root_path: str) -> Document:
         return openapi(table, version, root_path)
 
@@ -70,10 +70,10 @@ def page_routes(others: Sequence[Route]) -> list[Route]:
     docs, document = partial(_docs, described), partial(_document, described)
     group = "Pages"
     table += [
-        Route("/", _GET, root, about="what this server is", group=group, locked=_locked),
-        Route("/docs", _GET, docs, about="all routes as a page", group=group, locked=_locked),
-        Route("/openapi.json", _GET, document, about="all routes for generators", group=group),
-        Route("/favicon.ico", _GET, _no_icon, auth.OPEN, about="no picture", group=group),
+        Route("/", _GET, root, about="Home page of this server", group=group, locked=_locked),
+        Route("/docs", _GET, docs, about="API reference as a page", group=group, locked=_locked),
+        Route("/openapi.json", _GET, document, about="OpenAPI document", group=group),
+        Route("/favicon.ico", _GET, _no_icon, auth.OPEN, about="No icon", group=group),
         *others,
     ]
     return list(table)
@@ -89,8 +89,8 @@ async def _root(table: Sequence[Route], exchange: HttpExchange, state: ServerSta
         for group, routes in _grouped([r for r in table if r.is_available]).items()
     )
     body = (
-        f"<h1>Banyan</h1><p>A server for a large language model. {_link('docs', 'All routes')} "
-        f"with their fields, {_link('openapi.json', 'the same for generators')}.</p>"
+        f"<h1>Banyan</h1><p>An LLM inference server. See the {_link('docs', 'API reference')} "
+        f"and the {_link('openapi.json', 'OpenAPI document')}.</p>"
         f"<table>{_facts(state)}</table><h2>Try it</h2>"
         f"<pre><code>{escape(_command(exchange, state))}</code></pre><h2>Routes</h2>{routes}"
     )
@@ -103,7 +103,7 @@ async def _docs(described: Describe, exchange: HttpExchange, state: ServerState)
     paths, schemas = document["paths"], document["components"]["schemas"]
     parts = [
         f"<h1>Routes of Banyan</h1><p>{escape(document['info']['description'])} "
-        f"{_link('.', 'What this server is')}; {_link('openapi.json', 'this for generators')}.</p>"
+        f"{_link('.', 'Home page')}; {_link('openapi.json', 'OpenAPI document')}.</p>"
     ]
     for tag in document["tags"]:
         parts.append(f"<h2>{escape(tag['name'])}</h2>")
@@ -125,9 +125,9 @@ async def _no_icon(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def _locked(exchange: HttpExchange, state: ServerState) -> None:
-    """Says how to send the key that is missing."""
+    """Refuse with an explanation of how to send the key."""
     asks = {"www-authenticate": "Bearer"}
-    line = "This server wants a key: send the header Authorization: Bearer KEY."
+    line = "This server needs an API key: send the header Authorization: Bearer KEY."
     if not _is_browser(exchange):
         await exchange.json({"error": "Unauthorized", "message": line}, 401, asks)
         return
@@ -150,7 +150,7 @@ async def _send_first(
     status: int = 200,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """The console, with `body` for who runs no scripts; `body` alone where there is no console."""
+    """Send the console with `body` as its content without scripts; only `body` if disabled."""
     if state.config.server.disable_console:
         await _send(exchange, "Banyan", body, status, more)
         return
@@ -177,7 +177,7 @@ async def _send(
 
 
 def _link(to: str, text: str) -> str:
-    """To another page; relative, so that a proxy may put a prefix in front."""
+    """A relative link, so that a proxy may add a prefix."""
     return f'<a href="{to}">{escape(text)}</a>'
 
 
@@ -198,7 +198,7 @@ def _rows(routes: Sequence[Route]) -> str:
 
 
 def _facts(state: ServerState) -> str:
-    """What a person asks first, as rows of a table."""
+    """Model, state and load as table rows."""
     trouble, service = state.trouble(), state.service
     is_waiting = state.paused or state.released
     paused = "paused: requests wait" if is_waiting else "ready"
@@ -221,7 +221,7 @@ def _facts(state: ServerState) -> str:
 
 
 def _command(exchange: HttpExchange, state: ServerState) -> str:
-    """A line for a shell that asks this server for something it can do."""
+    """A shell command with a request that this server can answer."""
     path, asked = _sample(state.service)
     key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if state.config.server.has_keys else ""
     return f"curl {_address(exchange, state)}{path}{key} -d '{json.dumps(asked)}'"
@@ -239,7 +239,7 @@ def _sample(service: Service | None) -> tuple[str, Document]:
 
 
 def _address(exchange: HttpExchange, state: ServerState) -> str:
-    """Where the client found this server."""
+    """The base URL under which the client reached this server."""
     server, host = state.config.server, exchange.header(b"host")
     scheme = "https" if exchange.header(b"x-forwarded-proto") == "https" else "http"
     if not _HOST.fullmatch(host):
@@ -248,7 +248,7 @@ def _address(exchange: HttpExchange, state: ServerState) -> str:
 
 
 def _operation(method: str, path: str, operation: Document, schemas: Mapping[str, Document]) -> str:
-    """One operation: a line, and its fields behind it where it has some."""
+    """One operation: a line, with its fields in a table that unfolds."""
     line = f"<code>{method} {escape(path)}</code> {escape(operation['summary'])}"
     rows = [
         _row(p["name"], p["schema"], p["required"], p["in"])

@@ -183,21 +183,27 @@ async def input_tokens(exchange: HttpExchange, state: ServerState) -> None:
 def responses_routes() -> list[Route]:
     return [
         Route(
-            *("/v1/responses", ("POST",), create),
+            "/v1/responses",
+            ("POST",),
+            create,
             dialect=RESPONSES,
-            about="a response, kept unless store is false",
+            about="Create a response; kept unless store is false",
             body=Body(ResponsesRequest),
         ),
         Route(
-            *("/v1/responses/input_tokens", ("POST",), input_tokens),
+            "/v1/responses/input_tokens",
+            ("POST",),
+            input_tokens,
             dialect=RESPONSES,
-            about="length of a response's prompt",
+            about="Count the input tokens of a response",
             body=Body(PromptRequest),
         ),
         Route(
-            *("/v1/responses/", ("GET", "POST", "DELETE"), one),
+            "/v1/responses/",
+            ("GET", "POST", "DELETE"),
+            one,
             dialect=RESPONSES,
-            about="a response that was kept",
+            about="Get, cancel or delete a stored response",
             below={
                 "{response_id}": ("GET", "DELETE"),
                 "{response_id}/cancel": ("POST",),
