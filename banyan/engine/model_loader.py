@@ -24,7 +24,7 @@ from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
 from banyan.layers.side_stream import Lane
 from banyan.lora.pool import open_lora_targets
-from banyan.lora.targets import Stacked
+from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
@@ -149,7 +149,7 @@ def open_model(
         config.model.rounds or not model_config.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
-    stacked = Stacked(dtype, device)
+    stacked = StackLayout(dtype, device)
     lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
     watch = open_expert_watch(config, model_config, groups, traits, ops.recorder)
     places = open_expert_map(config, model_config, groups, traits)

@@ -12,6 +12,7 @@ from banyan.formats.mapped import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
+_MAX_EXPERTS = 1 << 16
 EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
     *("embed_tokens", "lm_head", "kv_b_proj", "DoRA"),
     *("experts", "router"),
@@ -52,7 +53,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ReplacedWeight:
     """A weight that takes the place of the base's.
 
     Attributes:
@@ -101,7 +102,7 @@ class AdapterConfig:
     size_bytes: int
     format: str = "safetensors"
     targets: tuple[str, ...] = ()
-    saved: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
+    saved: Mapping[str, ReplacedWeight] = field(default_factory=dict[str, ReplacedWeight])
     stacked: tuple[str, ...] = ()
     tokens: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])
     highest_token: int = -1
@@ -131,7 +132,7 @@ class AdapterConfig:
         names = {_OTHER_ENDS.get(name, name) for name in names}
         found = names & {EMBEDDING, HEAD, EXPANSION}
         found |= {DORA} if has_gains else set()
-        found |= {EXPERTS} if any(is_of_experts(name) for name in self.modules) else set()
+        found |= {EXPERTS} if any(is_expert_module(name) for name in self.modules) else set()
         return frozenset(found | {ROUTER} if any(map(_is_router, self.modules)) else found)
 
     @property
@@ -140,7 +141,7 @@ class AdapterConfig:
         return tuple(sorted({name.rpartition(".")[2] for name in self.modules}))
 
 
-def is_of_experts(name: str) -> bool:
+def is_expert_module(name: str) -> bool:
     """Whether a module belongs to experts that tokens choose."""
     parts = name.split(".")
     return "experts" in parts or parts[-1].endswith("_exps")
@@ -159,3 +160,47 @@ def check_types(tensors: tuple[TensorInfo, ...], folder: str) -> None:
                 f"{', '.join(TYPES)} are read",
                 hint="save it in one of them",
             )
+
+
+def stacked(
+    module: str, both: tuple[TensorInfo, TensorInfo], scale: tuple[int, float, float], folder: str
+) -> LowRank:
+    """The matrices of all experts of a layer.
+
+    Args:
+        both: down and up.
+        scale: rank, alpha, and what they come to.
+
+    Raises:
+        ConfigError: they are no pair of such a rank.
+    """
+    (down, up), (rank, alpha, factor) = both, scale
+    count = _expert_count(down.shape, up.shape, rank)
+    if not 0 < count <= _MAX_EXPERTS or not all((*down.shape, *up.shape)):
+        raise ConfigError(
+            f"adapter {folder!r}: {printable(module, 100)} has matrices of {list(down.shape)} and "
+            f"{list(up.shape)}, which are not those of experts, and its configuration says rank "
+            f"{rank}",
+            hint="the configuration and the weights do not belong together",
+        )
+    outputs = up.shape[-2] if len(up.shape) == 3 else up.shape[0]
+    return LowRank(
+        rank=rank,
+        alpha=alpha,
+        inputs=down.shape[-1],
+        outputs=outputs,
+        scale=factor,
+        names=(down.name, up.name),
+        type=down.type,
+        experts=count,
+    )
+
+
+def _expert_count(down: tuple[int, ...], up: tuple[int, ...], rank: int) -> int:
+    """How many experts; 0 where these are no matrices of several."""
+    if len(down) == len(up) == 2:
+        return down[0] // rank if down[0] == up[1] and down[0] % rank == 0 else 0
+    if len(down) != 3 or len(up) != 3 or down[1] != rank or up[2] != rank:
+        return 0
+    counts = {down[0], up[0]}
+    return max(counts) if len(counts - {1}) <= 1 else 0

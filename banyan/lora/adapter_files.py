@@ -9,9 +9,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import printable
 from banyan.lora.adapter_config import CONFIG, WEIGHTS, AdapterConfig
-from banyan.lora.adapter_gguf import read_gguf
-from banyan.lora.adapter_peft import read_peft
-from banyan.lora.adapter_tokens import highest_token
+from banyan.lora.from_gguf import read_gguf
+from banyan.lora.from_peft import highest_token, read_peft
 
 
 def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:

@@ -22,22 +22,21 @@ from banyan.lora.adapter_config import (
     ROUTER,
     AdapterConfig,
     LowRank,
+    ReplacedWeight,
     TokenRows,
-    Whole,
 )
 from banyan.lora.adapter_files import names_token
+from banyan.lora.layers import EXPANSION_SUFFIX, ROUTER_SUFFIX
 from banyan.lora.load_experts import (
-    ROUTER_ENDING,
     ExpertPlace,
     ExpertSlot,
     check_experts,
     expert_place,
+    experts_mismatch,
     lacking_experts,
     module_place,
-    of_experts,
 )
-from banyan.lora.load_heads import ENDING
-from banyan.lora.load_rows import BODY, MERGE, Share, check_end, check_tokens
+from banyan.lora.load_rows import BODY, MERGE, VocabularyShare, check_end, check_tokens
 from banyan.lora.targets import HEADS, LoRATargets
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.names import Place, place_of
@@ -59,11 +58,11 @@ class Base:
     model_config: ModelConfig
     stage: range
     lora_targets: LoRATargets
-    shares: Mapping[str, Share]
+    shares: Mapping[str, VocabularyShare]
     experts: Mapping[str, ExpertSlot]
 
 
-def in_full(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
+def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
     """An adapter with the names of a whole model: made for the body alone (`AutoModel`), it leaves
     out what stands in front of them. What it does to the pooler of an encoder without classes,
     which no vector goes through, counts for nothing."""
@@ -91,7 +90,7 @@ def _is_known(name: str, names: NameMap) -> bool:
     return bool(module_place(name, names) or expert_place(name, names))
 
 
-class Fit:
+class FitCheck:
     """Whether an adapter belongs to a model."""
 
     def __init__(self, base: Base, adapter_config: AdapterConfig) -> None:
@@ -137,16 +136,16 @@ class Fit:
         if place is None or self._base.model_config.experts is None:
             return None
         if not 0 <= place.layer < self._base.model_config.num_layers:
-            raise self._stranger(name, None)
+            raise self._no_such_projection(name, None)
         if place.layer not in self._base.stage:
             return place
         if (slot := self._base.experts.get(place.module)) is None:
-            raise self._stranger(name, None)
-        self._check_room(EXPERTS, name)
+            raise self._no_such_projection(name, None)
+        self._check_kind_enabled(EXPERTS, name)
         if low_rank.magnitude:
             raise self._not_served(name, "DoRA")
         if why := check_experts(place, slot, low_rank):
-            raise of_experts(name, why, self._folder, self._made_for())
+            raise experts_mismatch(name, why, self._folder, self._made_for())
         return place
 
     def place_of(self, name: str, low_rank: LowRank) -> Place | None:
@@ -161,16 +160,16 @@ class Fit:
         layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
         number = int(layer) if layer.isdecimal() else -1
         if place is None or not 0 <= number < self._base.model_config.num_layers:
-            raise self._stranger(name, place)
+            raise self._no_such_projection(name, place)
         if number not in self._base.stage:
             return None
         slot = self._base.lora_targets.slots.get(place.module)
         if slot is None or any(part not in slot.shapes for part in place.parts):
-            raise self._stranger(name, place)
-        if place.module.endswith(ENDING):
+            raise self._no_such_projection(name, place)
+        if place.module.endswith(EXPANSION_SUFFIX):
             self._check_heads(name, low_rank)
-        elif place.module.endswith(ROUTER_ENDING):
-            self._check_room(ROUTER, name)
+        elif place.module.endswith(ROUTER_SUFFIX):
+            self._check_kind_enabled(ROUTER, name)
             if low_rank.magnitude:
                 raise self._not_served(name, "DoRA")
         elif place.module not in self._base.lora_targets.tables:
@@ -180,7 +179,7 @@ class Fit:
                 hint="name its target there, or leave the flag out",
             )
         if low_rank.magnitude:
-            self._check_room(DORA, name)
+            self._check_kind_enabled(DORA, name)
         declared = [slot.shapes[part] for part in place.parts]
         outputs, inputs = sum(shape[0] for shape in declared), declared[0][1]
         if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
@@ -193,7 +192,7 @@ class Fit:
         return place
 
     def _check_heads(self, name: str, low_rank: LowRank) -> None:
-        self._check_room(EXPANSION, name)
+        self._check_kind_enabled(EXPANSION, name)
         if low_rank.magnitude or self._adapter_config.format == "gguf":
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
@@ -204,7 +203,7 @@ class Fit:
             hint=MERGE,
         )
 
-    def place_of_whole(self, name: str, whole: Whole) -> Place:
+    def place_of_whole(self, name: str, whole: ReplacedWeight) -> Place:
         """Where a weight that the adapter brings goes.
 
         Raises:
@@ -226,12 +225,12 @@ class Fit:
                 hint=MERGE,
             )
         if not whole.is_copy:
-            self._check_room(_END_KINDS[place.module], name)
+            self._check_kind_enabled(_END_KINDS[place.module], name)
             self._check_bias(name, place.module, whole)
         self._check_end(name, place.module, True, whole.shape)
         return place
 
-    def _check_bias(self, name: str, module: str, whole: Whole) -> None:
+    def _check_bias(self, name: str, module: str, whole: ReplacedWeight) -> None:
         has_one = module in HEADS[1:]
         if has_one == bool(whole.bias):
             return
@@ -262,7 +261,7 @@ class Fit:
         """
         place = place_of(f"{name}.weight", self._names)
         if place is None or place.module not in self._base.shares:
-            raise self._stranger(name, place)
+            raise self._no_such_projection(name, place)
         ends = [place.module]
         is_tied = self._base.model_config.tie_embeddings and not self._base.model_config.labels
         if is_tied and len(self._adapter_config.tokens) == 1:
@@ -278,7 +277,7 @@ class Fit:
             raise self._not_served(name, "Single rows of scores")
         rows = max(self._base.model_config.vocab_size, max(tokens.ids) + 1)
         for end in ends:
-            self._check_room(_END_KINDS[end], name)
+            self._check_kind_enabled(_END_KINDS[end], name)
             self._check_end(name, end, True, (rows, tokens.width))
         return ends
 
@@ -287,7 +286,7 @@ class Fit:
         if low_rank.magnitude or self._adapter_config.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
-        self._check_room(_END_KINDS[place.module], name)
+        self._check_kind_enabled(_END_KINDS[place.module], name)
         shape = (low_rank.outputs, low_rank.inputs)
         is_turned = place.module == "embedding"
         self._check_end(name, place.module, False, shape[::-1] if is_turned else shape)
@@ -302,7 +301,7 @@ class Fit:
                 hint=error.hint,
             ) from None
 
-    def _check_room(self, kind: str, name: str) -> None:
+    def _check_kind_enabled(self, kind: str, name: str) -> None:
         if kind not in self._base.lora_targets.kinds:
             flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
             raise ConfigError(
@@ -358,7 +357,7 @@ class Fit:
                     found.append(name)
         return found
 
-    def _stranger(self, name: str, place: Place | None) -> ConfigError:
+    def _no_such_projection(self, name: str, place: Place | None) -> ConfigError:
         module = "" if place is None else place.module
         hint = MERGE
         if ".attention.indexer." in module:

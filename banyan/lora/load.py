@@ -24,16 +24,25 @@ from banyan.lora.adapter_config import (
     AdapterConfig,
 )
 from banyan.lora.adapter_files import read_adapter
-from banyan.lora.fit import Base, Fit, in_full
-from banyan.lora.layers import Projection, bias_of, projections, wrap, wrap_ends, wrap_head
+from banyan.lora.fit import Base, FitCheck, with_full_names
+from banyan.lora.layers import (
+    EXPANSION_SUFFIX,
+    Projection,
+    bias_of,
+    declare_experts,
+    declare_heads,
+    enable_experts,
+    enable_heads,
+    projections,
+    wrap,
+    wrap_ends,
+    wrap_head,
+)
 from banyan.lora.load_experts import (
     Found,
+    add_expert_parts,
     expert_slots,
-    open_experts,
-    seat_experts_on_paper,
-    take_experts,
 )
-from banyan.lora.load_heads import ENDING, head_parts, open_heads, seat_on_paper
 from banyan.lora.load_rows import (
     DENSE,
     OUT,
@@ -47,7 +56,7 @@ from banyan.lora.load_rows import (
     whole_part,
 )
 from banyan.lora.targets import HEAD, LoRATargets
-from banyan.model_config.model_config import ModelConfig
+from banyan.model_config.model_config import LatentFacts, ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -83,20 +92,20 @@ class LoadedAdapter:
     rank: int
 
 
-def open_projections(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
+def enable_lora(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
     """Wrap the projections that adapters may change."""
     assert isinstance(model, DecoderLM | EncoderLM)
     for name, projection in _open(model, lora_targets):
         wrap(lora_targets, name, projection, ops)
-    open_heads(model, lora_targets, ops)
-    open_experts(model, lora_targets)
+    enable_heads(model, lora_targets, ops)
+    enable_experts(model, lora_targets)
     wrap_ends(lora_targets, model.embedding, model.head, ops)
     if HEAD in lora_targets.kinds and isinstance(model.head, ClassHead):
         wrap_head(lora_targets, DENSE, model.head.dense, ops, has_bias=True)
         wrap_head(lora_targets, OUT, model.head.out, ops, has_bias=True)
 
 
-def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
+def base_without_weights(model_config: ModelConfig, ops: Ops) -> Base:
     """What adapters of a model must fit, without its weights."""
     model: DecoderLM | EncoderLM
     if model_config.is_encoder:
@@ -107,9 +116,9 @@ def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
         )
     lora_targets = LoRATargets(max_rank=1, capacity=0, kinds=KINDS)
     for name, _ in _open(model, lora_targets):
-        lora_targets.seat(name)
-    seat_on_paper(model, lora_targets)
-    seat_experts_on_paper(model, lora_targets)
+        lora_targets.add_table(name)
+    declare_heads(model, lora_targets)
+    declare_experts(model, lora_targets)
     return base_of(model, lora_targets)
 
 
@@ -139,8 +148,8 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     Raises:
         ConfigError: it cannot be served, or does not fit the model.
     """
-    adapter_config = in_full(read_adapter(path, base.lora_targets.max_rank), base)
-    fit = Fit(base, adapter_config)
+    adapter_config = with_full_names(read_adapter(path, base.lora_targets.max_rank), base)
+    fit = FitCheck(base, adapter_config)
     found: dict[str, list[Part]] = {}
     rows: dict[str, RowPart] = {}
     scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
@@ -152,7 +161,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
                     both = tuple(_stored(file, tensor, adapter_config) for tensor in low_rank.names)
                     dense = both[0].dense, both[1].dense
                     slot = base.experts[at.module]
-                    take_experts(experts, at, slot, low_rank, dense, fit.is_interleaved)
+                    add_expert_parts(experts, at, slot, low_rank, dense, fit.is_interleaved)
                 continue
             place = fit.place_of(name, low_rank)
             if place is None:
@@ -164,7 +173,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
                 rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
                 continue
             slot = base.lora_targets.slots[place.module]
-            if place.module.endswith(ENDING):
+            if place.module.endswith(EXPANSION_SUFFIX):
                 assert base.model_config.latent is not None
                 facts = (base.model_config.latent, down, up, low_rank.scale)
                 found.update(head_parts(place.module, slot, *facts))
@@ -247,8 +256,8 @@ def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> Store
 
 def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
     """ConfigError when an adapter does not belong to a model; says why."""
-    adapter_config = in_full(adapter_config, base)
-    fit = Fit(base, adapter_config)
+    adapter_config = with_full_names(adapter_config, base)
+    fit = FitCheck(base, adapter_config)
     for name, low_rank in adapter_config.modules.items():
         if fit.expert_place(name, low_rank) is None:
             fit.place_of(name, low_rank)
@@ -301,3 +310,26 @@ def _digest(adapter_config: AdapterConfig) -> str:
             while block := file.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def head_parts(
+    module: str,
+    slot: WeightSlot,
+    facts: LatentFacts,
+    down: StoredWeight,
+    up: StoredWeight,
+    scale: float,
+) -> Iterator[tuple[str, list[Part]]]:
+    """By table: what lies beside the heads of this rank. The matrix of the keys is used turned
+    round, and so are those of the adapter.
+
+    down: [rank, latent]; up: [heads · (plain_dim + value_dim), rank].
+    """
+    mine = slot.rules[""].cut(up, slot.group).dense
+    heads = mine.view(-1, facts.plain_dim + facts.value_dim, mine.shape[1])
+    shared = down.dense.contiguous()
+    turned = shared.t().contiguous()
+    for head, both in enumerate(heads):
+        keys, values = both.split([facts.plain_dim, facts.value_dim])
+        yield f"{module}.into.{head}", [Part(0, keys.t().contiguous(), turned, scale)]
+        yield f"{module}.back.{head}", [Part(0, shared, values.contiguous(), scale)]

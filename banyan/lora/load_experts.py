@@ -16,19 +16,15 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.families.names import NameMap
 from banyan.layers.weight_slot import ShardRule
-from banyan.lora.adapter_config import EXPERTS, ROUTER, AdapterConfig, LowRank
-from banyan.lora.expert_layers import (
+from banyan.lora.adapter_config import AdapterConfig, LowRank
+from banyan.lora.layers import (
     expert_blocks,
-    seat_experts,
-    wrap_experts,
 )
-from banyan.lora.targets import AdaptedRouter, LoRATargets
 from banyan.models.weights.names import Place, place_of
 from banyan.moe.layer import ExpertWeights
 from banyan.ops.lora_experts import ExpertPart
 from banyan.parallel.groups import Group
 
-ROUTER_ENDING = ".mlp.router"
 _STACK = re.compile(
     r"(?:.+\.)?layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)"
 )
@@ -86,27 +82,6 @@ class ExpertPlace:
         return int(self.module.split(".")[1])
 
 
-def open_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """Let adapters lie beside experts and routers, where they were asked for."""
-    for name, block in expert_blocks(model):
-        router = f"{name}.router"
-        lora_targets.slots[router] = block.router.slots()["weight"]
-        if ROUTER in lora_targets.kinds:
-            lora_targets.seat(router, is_exact=True)
-            gathers = block.group.gathers and not block.sends_rows
-            block.router.adapted = AdaptedRouter(lora_targets.tables[router], lora_targets, gathers)
-        if EXPERTS in lora_targets.kinds:
-            wrap_experts(f"{name}.experts", block.experts, lora_targets)
-
-
-def seat_experts_on_paper(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """The same for a model without weights."""
-    for name, block in expert_blocks(model):
-        lora_targets.slots[f"{name}.router"] = block.router.slots()["weight"]
-        lora_targets.seat(f"{name}.router")
-        seat_experts(f"{name}.experts", block.experts, lora_targets)
-
-
 def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
     found: dict[str, ExpertSlot] = {}
     for name, block in expert_blocks(model):
@@ -160,7 +135,7 @@ def check_experts(place: ExpertPlace, slot: ExpertSlot, low_rank: LowRank) -> st
     return ""
 
 
-def take_experts(
+def add_expert_parts(
     found: Found,
     place: ExpertPlace,
     slot: ExpertSlot,
@@ -233,7 +208,7 @@ def lacking_experts(
         yield from (f"{module} ({last} of expert {e})" for e in range(count) if e not in there)
 
 
-def of_experts(name: str, why: str, folder: str, made_for: str) -> ConfigError:
+def experts_mismatch(name: str, why: str, folder: str, made_for: str) -> ConfigError:
     return ConfigError(
         f"adapter {folder!r} is of another base: {printable(name, 100)}: {why}{made_for}",
         hint="serve the model that it was made for",

@@ -37,7 +37,7 @@ RESIZE = "resize the base, save it with the adapter's tokenizer, and serve that"
 
 
 @dataclass(frozen=True)
-class Share:
+class VocabularyShare:
     """The ids of the vocabulary that this rank has: first … last − 1.
 
     Attributes:
@@ -49,20 +49,20 @@ class Share:
     scale: float = 1.0
 
 
-def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
+def shares_of(model: DecoderLM | EncoderLM) -> dict[str, VocabularyShare]:
     """By "embedding" and "head", whose ids are classes where it scores these; an encoder's head is
     in two."""
     embedding = model.embedding
     found = {
-        "embedding": Share(embedding.share.first, embedding.share.last, embedding.scale),
+        "embedding": VocabularyShare(embedding.share.first, embedding.share.last, embedding.scale),
     }
     if isinstance(model.head, Logits):
-        found["head"] = Share(model.head.share.first, model.head.share.last)
+        found["head"] = VocabularyShare(model.head.share.first, model.head.share.last)
     if isinstance(model.head, ColumnLinear):
-        found["head"] = Share(0, len(model.model_config.labels))
+        found["head"] = VocabularyShare(0, len(model.model_config.labels))
     if isinstance(model.head, ClassHead):
-        found[DENSE] = Share(0, model.model_config.hidden_size)
-        found[OUT] = Share(0, len(model.model_config.labels))
+        found[DENSE] = VocabularyShare(0, model.model_config.hidden_size)
+        found[OUT] = VocabularyShare(0, len(model.model_config.labels))
     return found
 
 
@@ -134,7 +134,9 @@ def _check_classes(model_config: ModelConfig, classes: int, width: int) -> None:
     )
 
 
-def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) -> RowPart:
+def end_part(
+    module: str, share: VocabularyShare, down: Tensor, up: Tensor, scale: float
+) -> RowPart:
     """down: [rank, in], up: [out, rank], of the embedding with the ids as its inputs."""
     mine = slice(share.first, share.last)
     if module == "embedding":
@@ -144,7 +146,7 @@ def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) 
     return RowPart(PRODUCT, down.float().contiguous(), (up.float()[mine].t() * scale).contiguous())
 
 
-def whole_part(module: str, share: Share, weight: Tensor) -> RowPart:
+def whole_part(module: str, share: VocabularyShare, weight: Tensor) -> RowPart:
     """weight: [ids, width], in the place of the base's."""
     mine = (weight[share.first : share.last].float() * share.scale).contiguous()
     kind = LOOKED_UP if module == "embedding" else PRODUCT
@@ -157,7 +159,9 @@ def bias_part(bias: Tensor) -> RowPart:
     return RowPart(GAIN, torch.ones_like(shifts), shifts=shifts)
 
 
-def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) -> RowPart | None:
+def token_part(
+    module: str, share: VocabularyShare, weight: Tensor, ids: Sequence[int]
+) -> RowPart | None:
     """weight: [tokens, width], in the place of the base's rows of these ids; None where this rank
     has none of them."""
     mine = sorted((token, at) for at, token in enumerate(ids) if share.first <= token < share.last)

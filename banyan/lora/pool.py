@@ -18,7 +18,7 @@ from banyan.layers.build import Build
 from banyan.lora.adapter_config import CONFIG, EXPANSION, ROUTER, WEIGHTS
 from banyan.lora.adapter_files import AdapterPlace, named_adapters
 from banyan.lora.load import Base, LoadedAdapter, base_of, load_adapter
-from banyan.lora.targets import GAINS, LoRATargets, Stacked
+from banyan.lora.targets import GAINS, LoRATargets, StackLayout
 from banyan.messages.control_ops import ControlOp, DropAdapter, TakeAdapter
 from banyan.models.base import Model
 from banyan.ops.arena import HUGE_PAGE, Arena
@@ -42,7 +42,7 @@ def open_lora_targets(
     traits: Traits,
     is_rounded: bool = False,
     keeps_parts: bool = True,
-    stacked: Stacked | None = None,
+    stacked: StackLayout | None = None,
 ) -> LoRATargets | None:
     """What adapters lie in beside the model that is loaded next; None where none are asked for.
 
@@ -91,7 +91,7 @@ def open_lora_pool(
     if lora_pool.laid_out_bytes:
         _check_the_room(lora, lora_pool.laid_out_bytes)
     places = named_adapters(lora.paths)
-    lora_pool.take_first(places)
+    lora_pool.load_first(places)
     lora_pool.agree(places, build.groups.everyone, build.device)
     return lora_pool
 
@@ -127,7 +127,7 @@ class LoRAPool:
         self._read: _Read | None = None
         """What waits for room, so that it is read once."""
 
-    def take_first(self, places: Sequence[AdapterPlace]) -> None:
+    def load_first(self, places: Sequence[AdapterPlace]) -> None:
         """Load the adapters of the start as 1, 2 …
 
         Raises:
@@ -212,10 +212,10 @@ class LoRAPool:
         read, self._read = self._read, None
         if read is None or order.digest not in ("", read.digest):
             return None
-        return read if read.stamp and read.stamp == _stamp_of(order.path) else None
+        return read if read.stamp and read.stamp == _file_states(order.path) else None
 
     def _read_anew(self, order: TakeAdapter) -> "_Read":
-        stamp = _stamp_of(order.path)
+        stamp = _file_states(order.path)
         loaded = load_adapter(order.path, self._base)
         if order.digest and loaded.digest != order.digest:
             raise ConfigError(
@@ -303,7 +303,7 @@ class _Placed:
     size_bytes: int
 
 
-_Stamp = tuple[tuple[str, int, int, int], ...]
+_FileStates = tuple[tuple[str, int, int, int], ...]
 """Of each file of an adapter: its path, number, size and time of change."""
 
 
@@ -311,12 +311,12 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 class _Read:
     """An adapter that has been read and has no number yet."""
 
-    stamp: _Stamp
+    stamp: _FileStates
     digest: str
     placed: _Placed
 
 
-def _stamp_of(path: str) -> _Stamp:
+def _file_states(path: str) -> _FileStates:
     """As files were before they are read; () where there is none."""
     names = [path] if os.path.isfile(path) else [os.path.join(path, n) for n in (CONFIG, WEIGHTS)]
     try:

@@ -21,7 +21,7 @@ HEADS = ("head", "head.dense", "head.out")
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackLayout:
     """How matrices lie on a device that is not the host: of which type, and where."""
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class LoRATargets:
         kinds: Collection[str] = (),
         is_rounded: bool = False,
         keeps_parts: bool = True,
-        stacked: Stacked | None = None,
+        stacked: StackLayout | None = None,
     ) -> None:
         self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
         self.stacked = stacked
@@ -74,7 +74,7 @@ class LoRATargets:
         self.outputs = AdapterTokens(1)
         """Of the tokens whose logits are computed."""
 
-    def seat(self, name: str, is_exact: bool = False) -> None:
+    def add_table(self, name: str, is_exact: bool = False) -> None:
         """Make room for what adapters bring for a projection; is_exact: in float32."""
         if name not in self.tables:
             slot = self.slots[name]

@@ -10,7 +10,7 @@ from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
 from banyan.lora import pool as adapters
 from banyan.lora.adapter_files import AdapterPlace
-from banyan.lora.load import base_of, open_projections
+from banyan.lora.load import base_of, enable_lora
 from banyan.lora.pool import LoRAPool, open_lora_targets
 from banyan.messages.control_ops import TakeAdapter
 from banyan.model_config.checkpoint import read_model_config
@@ -32,7 +32,7 @@ def base(tmp_path_factory):
     )
     assert lora_targets is not None
     model = load_model(read_model_config(str(model_path)), Build(ops, adapters=lora_targets))
-    open_projections(model, lora_targets, ops)
+    enable_lora(model, lora_targets, ops)
     return base_of(model, lora_targets)
 
 
@@ -99,7 +99,7 @@ def test_adapters_of_the_start_are_the_same_for_all_ranks(base, tmp_path):
     """Each says a size and the bytes of a digest."""
     lora_pool, cpu = LoRAPool(base), torch.device("cpu")
     places = [AdapterPlace(name, str(write_adapter(tmp_path / name, 0)), False) for name in "ab"]
-    lora_pool.take_first(places)
+    lora_pool.load_first(places)
     sizes = [first.size_bytes for first in lora_pool.first]
     lora_pool.agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
     assert [first.size_bytes for first in lora_pool.first] == [sizes[0], sizes[1] + 5120]

@@ -4,8 +4,10 @@ tensors, and says of what is not served why.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+
+import msgspec
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
@@ -19,11 +21,11 @@ from banyan.lora.adapter_config import (
     WEIGHTS,
     AdapterConfig,
     LowRank,
-    Whole,
+    ReplacedWeight,
+    TokenRows,
     check_types,
+    stacked,
 )
-from banyan.lora.adapter_stacks import is_stack, named_stacks, stacked
-from banyan.lora.adapter_tokens import highest_token, module_of_tokens, token_rows
 from banyan.model_config.facts import Facts, read_json
 
 _MAX_PATTERNS = 4096
@@ -180,10 +182,10 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 def _modules(
     file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
-) -> tuple[dict[str, LowRank], dict[str, Whole], dict[str, str]]:
+) -> tuple[dict[str, LowRank], dict[str, ReplacedWeight], dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     tokens: dict[str, str] = {}
-    whole: dict[str, Whole] = {}
+    whole: dict[str, ReplacedWeight] = {}
     biases: dict[str, str] = {}
     unknown: list[str] = []
     for name in file.tensors:
@@ -198,7 +200,7 @@ def _modules(
             tokens[module] = name
         elif match := _WHOLE.fullmatch(short):
             is_copy = match.group(2) is not None
-            whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
+            whole[match.group(1)] = ReplacedWeight(name, file.tensors[name].shape, is_copy)
             check_types((file.tensors[name],), folder)
         elif match := _BIAS.fullmatch(short):
             biases[match.group(1)] = name
@@ -223,12 +225,14 @@ def _modules(
         )
     for module, name in biases.items():
         whole[module] = _with_bias(file, whole[module], name, folder)
-    found = named_stacks(file, found, _parameters(facts), folder)
+    found = stacks_by_parameter(file, found, _parameters(facts), folder)
     modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
     return modules, whole, tokens
 
 
-def _with_bias(file: SafetensorsFile, whole: Whole, name: str, folder: str) -> Whole:
+def _with_bias(
+    file: SafetensorsFile, whole: ReplacedWeight, name: str, folder: str
+) -> ReplacedWeight:
     bias = file.tensors[name]
     check_types((bias,), folder)
     if bias.shape != whole.shape[:1]:
@@ -297,8 +301,8 @@ def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
     """The same, of those that it adapts in every layer: a name with a number is of one."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     claimed = raw.get("target_parameters")
-    is_narrow = any(raw.get(key) not in (None, []) for key in narrowed)
-    if is_narrow or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+    is_restricted = any(raw.get(key) not in (None, []) for key in narrowed)
+    if is_restricted or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
         return ()
     names = [name.split(".") for name in claimed if isinstance(name, str)]
     return tuple({name[-1] for name in names if not any(part.isdecimal() for part in name)})
@@ -307,3 +311,189 @@ def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
 def _first(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(printable(name, 120) for name in names[:3]) + more
+
+
+_KEY = "trainable_token_indices"
+_ROWS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
+_ID = re.compile(r"[0-9]{1,18}")
+_MAX_TOKENS = 1 << 16
+_MAX_TOKENIZER_BYTES = 128 << 20
+"""Of a tokenizer.json."""
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Tokenizer(msgspec.Struct):
+    """What is read of a tokenizer.json."""
+
+    added_tokens: list[_Added] = []
+
+
+def highest_token(path: str) -> int:
+    """The highest id that the tokenizer in a folder gives to a token beside its words
+    (`added_tokens.json`, `tokenizer_config.json`, `tokenizer.json`); -1 where there is none.
+
+    Raises:
+        ConfigError, ModelError: a file of the tokenizer cannot be read.
+    """
+    plain = read_json(os.path.join(path, "added_tokens.json"), is_needed=False)
+    config = read_json(os.path.join(path, "tokenizer_config.json"), is_needed=False)
+    decoder = config.get("added_tokens_decoder")
+    return max(
+        _highest(plain.values()),
+        _highest(int(name) for name in decoder if _ID.fullmatch(name))
+        if is_object(decoder)
+        else -1,
+        _highest(token.id for token in _tokenizer(path).added_tokens),
+    )
+
+
+def _highest(ids: Iterable[object]) -> int:
+    return max((token for token in ids if type(token) is int), default=-1)
+
+
+def _tokenizer(path: str) -> _Tokenizer:
+    name = os.path.join(path, "tokenizer.json")
+    try:
+        with open(name, "rb") as file:
+            raw = file.read(_MAX_TOKENIZER_BYTES + 1)
+        if len(raw) > _MAX_TOKENIZER_BYTES:
+            raise ConfigError(f"{printable(name)!r} is larger than {_MAX_TOKENIZER_BYTES:,} bytes")
+        return msgspec.json.decode(raw, type=_Tokenizer)
+    except FileNotFoundError:
+        return _Tokenizer()
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {printable(name)!r}: {printable(str(error), 100)}",
+            hint="save or download it again, or take the tokenizer out of the folder",
+        ) from None
+
+
+def module_of_tokens(name: str) -> str:
+    """The module whose rows a tensor of a file brings; "" for other tensors."""
+    match = _ROWS.fullmatch(name)
+    return match.group(1) if match else ""
+
+
+def token_rows(
+    file: SafetensorsFile, names: Mapping[str, str], raw: Mapping[str, object], folder: str
+) -> dict[str, TokenRows]:
+    """By module, with the ids that the configuration names.
+
+    Args:
+        names: module -> its tensor.
+
+    Raises:
+        ConfigError: configuration and tensors do not belong together.
+    """
+    asked = _asked(raw.get(_KEY), folder)
+    found: dict[str, TokenRows] = {}
+    for module, name in names.items():
+        key = next((key for key in asked if module == key or module.endswith(f".{key}")), None)
+        tensor = file.tensors[name]
+        check_types((tensor,), folder)
+        ids = asked.pop(key) if key is not None else ()
+        if len(tensor.shape) != 2 or tensor.shape[0] != len(ids) or not ids:
+            raise ConfigError(
+                f"adapter {folder!r}: {printable(module, 100)} has rows of tokens of "
+                f"{list(tensor.shape)}, and {_KEY} names {len(ids)} tokens of it",
+                hint="the configuration and the weights do not belong together",
+            )
+        found[module] = TokenRows(name, ids, tensor.shape[1])
+    if asked:
+        raise ConfigError(
+            f"adapter {folder!r} lacks the rows of the tokens that {_KEY} names of "
+            f"{printable(next(iter(asked)), 100)}",
+            hint="save or download it again",
+        )
+    return found
+
+
+def _asked(given: object, folder: str) -> dict[str, tuple[int, ...]]:
+    """Last parts of modules' names -> ids."""
+    if given in (None, [], {}):
+        return {}
+    by_name = given if is_object(given) else {EMBEDDING: given}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in by_name.items():
+        are_ids = is_list(ids) and all(type(token) is int and token >= 0 for token in ids)
+        if not are_ids or not is_list(ids) or not 0 < len(ids) <= _MAX_TOKENS:
+            raise ConfigError(
+                f"adapter {folder!r}: {_KEY} must list 1 to {_MAX_TOKENS:,} ids of tokens",
+                hint="save or download it again",
+            )
+        chosen = tuple(token for token in ids if isinstance(token, int))
+        if len(set(chosen)) < len(chosen):
+            raise ConfigError(
+                f"adapter {folder!r}: {_KEY} names a token twice",
+                hint="save or download it again",
+            )
+        found[name] = chosen
+    return found
+
+
+_WRAPPED = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
+_STACK = re.compile(r".+\.experts\.(?:gate_up_proj|up_proj|gate_proj|down_proj)")
+_FIRST = ("gate_up_proj", "up_proj")
+
+
+def is_stack(module: str) -> bool:
+    """Whether a module is a parameter of all experts of a layer."""
+    return bool(_STACK.fullmatch(module))
+
+
+def stacks_by_parameter(
+    file: SafetensorsFile,
+    found: Mapping[str, dict[str, str]],
+    parameters: tuple[str, ...],
+    folder: str,
+) -> dict[str, dict[str, str]]:
+    """Modules by name, with the names of parameters instead of those of what PEFT wraps them in:
+    one around the other, the first parameter innermost, ".experts.base_layer" and ".experts".
+
+    Args:
+        parameters: names that the configuration has, or ends of them.
+
+    Raises:
+        ConfigError: they cannot be told from one another.
+    """
+    plain = {name: both for name, both in found.items() if not _WRAPPED.fullmatch(name)}
+    wrapped: dict[str, list[str]] = {}
+    for name in sorted(found, key=len, reverse=True):
+        if match := _WRAPPED.fullmatch(name):
+            wrapped.setdefault(match[1], []).append(name)
+    for block, layers in wrapped.items():
+        named = [
+            name
+            for name in (*_FIRST, "down_proj")
+            if any(f".{block}.{name}".endswith(f".{parameter}") for parameter in parameters)
+        ]
+        if len(layers) != len(named):
+            raise ConfigError(
+                f"adapter {folder!r}: {printable(block, 100)} has matrices for {len(layers)} "
+                f"stacked parameters, and target_parameters names {len(named)} "
+                f"({', '.join(named) or 'none'})",
+                hint="the configuration and the weights do not belong together",
+            )
+        names = named if not _is_reversed(file, found, layers) else named[::-1]
+        for parameter, layer in zip(names, layers, strict=True):
+            plain[f"{block}.{parameter}"] = found[layer]
+    return plain
+
+
+def _is_reversed(
+    file: SafetensorsFile, found: Mapping[str, dict[str, str]], layers: list[str]
+) -> bool:
+    """Whether the innermost of two parameters is the one behind the activation, which has half of
+    the other's outputs as its inputs."""
+    shapes = [
+        (file.tensors[both["A"]].shape, file.tensors[both["B"]].shape)
+        for both in (found[layer] for layer in layers)
+        if len(both) == 2
+    ]
+    if len(shapes) != 2 or any(len(shape) != 2 for both in shapes for shape in both):
+        return False
+    (inner_in, inner_out), (outer_in, outer_out) = ((a[1], b[0]) for a, b in shapes)
+    return (inner_out, outer_out) == (outer_in, 2 * inner_in)

@@ -9,8 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
-from banyan.lora.adapter_config import MAX_RANK, AdapterConfig, LowRank, check_types
-from banyan.lora.adapter_stacks import stacked
+from banyan.lora.adapter_config import MAX_RANK, AdapterConfig, LowRank, check_types, stacked
 
 _MATRIX = re.compile(r"(.+)\.weight\.lora_(a|b)")
 
