@@ -75,8 +75,7 @@ from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.balancer import balance_between_steps, open_balancer
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
