@@ -141,7 +141,7 @@ class Recorder:
 
 def test_a_step_is_read_where_it_ran():
     """Of recorded steps the memory that they fill, of others what their ops gave."""
-    recorder, local_observers = Recorder(), []
+    recorder, seen = Recorder(), []
     watch = ExpertWatch(recorder)  # type: ignore[arg-type]
     watch.local_observers.append(
         lambda chosen, positions: local_observers.append((chosen.tolist(), len(positions)))
@@ -157,7 +157,7 @@ def test_a_step_is_read_where_it_ran():
     filled[:1] = torch.tensor([[1, 0]])
     watch.ran(np.arange(1))
 
-    assert local_observers == [([[[3, 1], [0, 2]]], 2), ([[[5, 4]]], 1), ([[[1, 0]]], 1)]
+    assert seen == [([[[3, 1], [0, 2]]], 2), ([[[5, 4]]], 1), ([[[1, 0]]], 1)]
 
 
 def test_without_a_mode_a_record_is_refused_by_name():
