@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from queue import LifoQueue
 
-from banyan.base.worker_process import Child
+from banyan.base.worker_process import WorkerProcess
 
 TASK = struct.Struct("<Qd")
 DONE, STOPPED, REFUSED, FAILED = b"dsrf"
@@ -82,17 +82,17 @@ class _TemplateProcess:
 
     def __init__(self, source: str) -> None:
         self._source = json.dumps(source).encode("ascii")
-        self._child: Child | None = None
+        self._child: WorkerProcess | None = None
 
     def do(self, task: bytes | None, time_s: float) -> str:
         """Run a task and return its output; None returns the template's texts and variables."""
         facts = ""
         if self._child is None:
-            self._child = Child(_MODULE, most_bytes=_MAX_ANSWER_BYTES)
+            self._child = WorkerProcess(_MODULE, max_answer_bytes=_MAX_ANSWER_BYTES)
             facts = self._ask(self._child, self._source, time_s)
         return facts if task is None else self._ask(self._child, task, time_s)
 
-    def _ask(self, child: Child, task: bytes, time_s: float) -> str:
+    def _ask(self, child: WorkerProcess, task: bytes, time_s: float) -> str:
         try:
             answer = _answer(child, TASK.pack(len(task), time_s) + task, time_s)
         except TemplateStopped:
@@ -106,14 +106,14 @@ class _TemplateProcess:
         errors = {STOPPED: TemplateStopped, REFUSED: TemplateRefused, FAILED: TemplateFailed}
         raise errors[verdict](text)
 
-    def _stop(self, child: Child) -> None:
-        child.end()
+    def _stop(self, child: WorkerProcess) -> None:
+        child.close()
         self._child = None
 
 
-def _answer(child: Child, task: bytes, time_s: float) -> bytes:
+def _answer(child: WorkerProcess, task: bytes, time_s: float) -> bytes:
     try:
-        return child.ask(task)
+        return child.run(task)
     except ValueError as error:
         raise TemplateStopped(str(error)) from None
     except EOFError:

@@ -16,7 +16,7 @@ import msgspec
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import logger, printable
-from banyan.base.worker_process import Child
+from banyan.base.worker_process import WorkerProcess
 from banyan.tokenizer.encode import EncodeKind, not_unicode
 
 log = logger(__name__)
@@ -43,8 +43,8 @@ class EncodeProcesses:
 
     def __init__(self, path: str, number: int) -> None:
         self._path = path
-        self._idle: LifoQueue[Child] = LifoQueue()
-        self._children: list[Child] = []
+        self._idle: LifoQueue[WorkerProcess] = LifoQueue()
+        self._children: list[WorkerProcess] = []
         self._is_closed = False
         started = [self._start() for _ in range(number)]
         for child in started:
@@ -80,25 +80,25 @@ class EncodeProcesses:
     def close(self) -> None:
         self._is_closed = True
         for child in list(self._children):
-            child.end()
+            child.close()
 
-    def _replace(self, child: Child) -> Child:
+    def _replace(self, child: WorkerProcess) -> WorkerProcess:
         if self._is_closed:
             return child
         log.warning("a tokenizer process has ended and is replaced")
-        child.end()
+        child.close()
         self._children.remove(child)
         return self._start()
 
-    def _start(self) -> Child:
-        child = Child(_MODULE, self._path, most_bytes=_MAX_ANSWER_BYTES)
+    def _start(self) -> WorkerProcess:
+        child = WorkerProcess(_MODULE, self._path, max_answer_bytes=_MAX_ANSWER_BYTES)
         self._children.append(child)
         return child
 
-    def _ask(self, child: Child, task: Task) -> Answer:
+    def _ask(self, child: WorkerProcess, task: Task) -> Answer:
         try:
             body = msgspec.msgpack.encode(task)
         except UnicodeError:
             raise not_unicode() from None
-        answer = child.ask(TASK.pack(len(body), TIME_S) + body)
+        answer = child.run(TASK.pack(len(body), TIME_S) + body)
         return msgspec.msgpack.decode(answer, type=Answer)

@@ -16,7 +16,7 @@ from tests.system.checkpoint import write_tiny_model
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "STILL_S", 1.0)
+    monkeypatch.setattr(children, "STALL_S", 1.0)
 
 
 def own() -> set[int]:
