@@ -144,7 +144,7 @@ def test_a_step_is_read_where_it_ran():
     recorder, seen = Recorder(), []
     watch = ExpertWatch(recorder)  # type: ignore[arg-type]
     watch.local_observers.append(
-        lambda chosen, positions: local_observers.append((chosen.tolist(), len(positions)))
+        lambda chosen, positions: seen.append((chosen.tolist(), len(positions)))
     )
     recorder.is_recording, filled = True, torch.zeros(4, 2, dtype=torch.int64)
     watch.chose(1, filled)
