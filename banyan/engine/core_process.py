@@ -338,8 +338,8 @@ def _with_orders(
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush
     if lora_pool is not None:
-        preparers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
-        preparers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+        preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
+        preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
     return ControlOpExecutor(
         runner, preparers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
