@@ -3,12 +3,12 @@
 The driver may be the emulated one (docs/ascend.md).
 """
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from banyan.ascend.driver import open_driver, open_interconnect
 from banyan.ascend.expert_exchange import dispatch_of, fused_dispatch_of
+from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
@@ -37,7 +37,7 @@ class NpuPlatform(Accelerator):
             page_sizes=(128, 256, 512),
             async_launch=True,
             features=frozenset({npu.get_device_name()}),
-            cores=len(os.sched_getaffinity(0)),
+            cores=num_cores(),
             is_host=False,
             programs=BY_SHAPE,
             lengths_on_host=True,

@@ -26,7 +26,7 @@ def fused_mode(config: Config) -> int:
     return config.experts.fuse_mode if sends_rows(config) and is_fused(config) else 0
 
 
-def check_the_fusing(config: Config, model_config: ModelConfig, traits: Traits) -> None:
+def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
     """
     Raises:
         ConfigError: no operator of this device sends rows and runs the experts of this model.
@@ -39,7 +39,7 @@ def check_the_fusing(config: Config, model_config: ModelConfig, traits: Traits) 
     assert facts is not None
     width, ranks = facts.latent or model_config.hidden_size, config.parallel.ep
     size = (experts.a2a_tokens, width, 2 * facts.inner, facts.per_token, ranks, facts.count)
-    why = _beside(config) or limits.obstacle(*size)
+    why = _incompatible_feature(config) or limits.obstacle(*size)
     if not why and config.model.activation_dtype != "bfloat16":
         why = f"it computes in bfloat16, --dtype is {config.model.activation_dtype}"
     if not why and (config.device.offload_gib or config.device.offload_group > 0):
@@ -54,14 +54,14 @@ def check_the_fusing(config: Config, model_config: ModelConfig, traits: Traits) 
     log.info(told, experts.a2a_tokens, ranks, -(-needed // _MIB))
 
 
-def check_the_sending(config: Config, model_config: ModelConfig, traits: Traits) -> None:
+def check_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
     """
     Raises:
         ConfigError: this device, which is not the host, does not do it so.
     """
     mode = config.experts.a2a_mode
     if is_fused(config):
-        return check_the_fusing(config, model_config, traits)
+        return check_fused_dispatch(config, model_config, traits)
     if not traits.shares_steps:
         raise ConfigError(
             f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
@@ -82,7 +82,7 @@ def check_the_sending(config: Config, model_config: ModelConfig, traits: Traits)
 def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
     experts, facts, ranks = config.experts, model_config.experts, config.parallel.ep
     assert facts is not None and traits.dispatch is not None
-    if why := _beside(config):
+    if why := _incompatible_feature(config):
         return why
     width = facts.latent or model_config.hidden_size
     size = (experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
@@ -95,7 +95,7 @@ def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
     return ""
 
 
-def _beside(config: Config) -> str:
+def _incompatible_feature(config: Config) -> str:
     """What rows that travel at once do not go together with."""
     if are_placed(config):
         return "experts that move or have copies are sent by their counts only"

@@ -41,7 +41,7 @@ from banyan.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from banyan.server.http.app import RequestScope
-    from banyan.server.http.request_context import RequestContext
+    from banyan.server.http.exchange import HttpExchange
 
 PROBE_HOLDS_S = 1.0
 """How long a passed health check counts for later callers."""
@@ -174,7 +174,7 @@ class Tracing(Protocol):
     No span carries text of a request.
     """
 
-    def context(self, context: "RequestContext") -> AbstractContextManager[None]:
+    def context(self, exchange: "HttpExchange") -> AbstractContextManager[None]:
         """The span of one HTTP request, in the caller's trace if its headers name one."""
         ...
 
@@ -298,5 +298,5 @@ class ServerState:
         return self.config.model.served_name or self.config.model.source
 
 
-Handler = Callable[["RequestContext", ServerState], Coroutine[Any, Any, None]]
+Handler = Callable[["HttpExchange", ServerState], Coroutine[Any, Any, None]]
 """Handles the requests of one route."""

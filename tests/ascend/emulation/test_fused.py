@@ -22,9 +22,9 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.layers.build import Build
-from banyan.moe.all_to_all import Exchange
-from banyan.moe.dispatch_check import check_the_fusing, fused_mode
+from banyan.moe.dispatch_check import check_fused_dispatch, fused_mode
 from banyan.moe.dispatch_rules import LIMIT
+from banyan.moe.layer import ExpertExchange
 from banyan.ops import reference
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
@@ -96,7 +96,7 @@ def fused(rank: int, size: int, address: str, mode: int) -> list[float]:
     device, ranks = torch.device("npu", rank), groups.exchange.ranks
     found = how_far(platform, packed, dense, ranks, tokens_of)
     build = Build(ops, groups, sends_rows=True, exchanged=MOST, is_fused=True, dtype=torch.bfloat16)
-    exchange, given = Exchange.of(build), tokens_of(0, 9, 5)
+    exchange, given = ExpertExchange.of(build), tokens_of(0, 9, 5)
     assert exchange is not None and exchange.holds(2 * MOST + 3)
     wanted = dense(given[0].float(), *given[1:])
     out = exchange(packed, *(part.to(device) for part in given))  # 5 tokens a rank, in two calls
@@ -272,7 +272,7 @@ def test_a_variable_says_which_operator_it_is(npu, model, monkeypatch, mode, tok
             prepare(parse(words, given), given)
         return
     config, model_config = prepare(parse(words, given), given)
-    check_the_fusing(config, model_config, NpuPlatform().traits)
+    check_fused_dispatch(config, model_config, NpuPlatform().traits)
     wishes = {"fuseep-mode": str(fused_mode(config))}
     toolkit = open_toolkit("npu", 1, wishes)
     assert isinstance(toolkit, NpuToolkit) and toolkit.fuser.mode == int(mode)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from banyan.base.child_process import Pulse, spawn
 from banyan.base.errors import DeviceError
-from banyan.engine.child_processes import Pulse, spawn
 
 WAIT_S = 20
 
@@ -22,7 +22,7 @@ def child_module(tmp_path, monkeypatch):
     """A module `obedient` that takes its duty, a path, writes to it and then sleeps."""
     source = """
         import sys, time
-        from banyan.engine.child_processes import read_process_spec, watch_parent
+        from banyan.base.child_process import read_process_spec, watch_parent
         duty = read_process_spec()
         watch_parent()
         if duty == b"fail":
@@ -101,7 +101,7 @@ def test_a_killed_child_is_told_with_the_signal(child_module, tmp_path):
 def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
     parent_source = f"""
         import sys, time
-        from banyan.engine.child_processes import spawn
+        from banyan.base.child_process import spawn
         child = spawn({child_module!r}, "engine", {str(tmp_path / "taken")!r}.encode())
         print(child.pid, flush=True)
         time.sleep(600)
@@ -122,7 +122,7 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
 
 COPIES = """
 import os, sys, threading, time
-from banyan.engine.child_processes import fork_spares, spawn, read_process_spec, watch_parent
+from banyan.base.child_process import fork_spares, spawn, read_process_spec, watch_parent
 spares = fork_spares(2)
 if spares is None:  # write what is open into the file that the duty names
     path = read_process_spec().decode()
@@ -199,7 +199,7 @@ def test_a_process_with_other_threads_is_not_forked(tmp_path, count, num_warning
     )
     code = f"""
         from banyan.base.log import start_logging
-        from banyan.engine.child_processes import fork_spares
+        from banyan.base.child_process import fork_spares
         start_logging("engine")
         print(fork_spares({count}))
     """
@@ -220,7 +220,7 @@ def test_a_pulse_tells_for_how_long_a_process_has_not_run(tmp_path):
     path = tmp_path / "pulse"
     code = f"""
 import time
-from banyan.engine.child_processes import Pulse
+from banyan.base.child_process import Pulse
 Pulse({str(path)!r}).keep_beating()
 print("beating", flush=True)
 time.sleep(600)

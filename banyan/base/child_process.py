@@ -9,7 +9,6 @@ its libraries already.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -24,10 +23,10 @@ from typing import IO, Protocol
 from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
+from banyan.base.os import die_with_parent
 
 log = logger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _MOMENT = struct.Struct("<d")
 _PULSE_S = 0.5
@@ -234,8 +233,7 @@ def fork_spares(count: int) -> list[Process] | None:
 def follow_parent() -> None:
     """In a child: die with the parent, and leave to it what reaches the whole group: Ctrl-C, and
     the end of the terminal."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if _is_abandoned():
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGHUP):
