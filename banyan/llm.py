@@ -33,7 +33,7 @@ from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.client import EngineClient, Engines
-from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.engine_client.text_generator import open_generator
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.control_ops import MEMORY_TAGS
@@ -413,7 +413,7 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
             handles.append(handle)
         parallel = config.parallel
-        client = Fleet(
+        client = DataParallelClient(
             *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
             config.handoff.mode == "prefill",
         )

@@ -49,12 +49,12 @@ ARROWS = {
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
-    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_map"
+    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_location"
     " moe.expert_watch",
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
     "runner": "base config model_config messages models layers parallel ops platform kv_transfer"
-    " kv_cache.groups formats.arrays lora.load lora.pool lora.slots moe.returned_experts"
+    " kv_cache.groups formats.arrays lora.load lora.pool lora.slots moe.routing_record"
     " context_parallel pipeline.runner_stage dp_attention disaggregation.page_cutting",
     "lora": "base formats messages config model_config families hub ops layers models parallel"
     " platform moe.layer moe.rules runner.control_ops",

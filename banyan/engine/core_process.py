@@ -76,8 +76,7 @@ from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.balancer import balance_between_steps, open_balancer
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
@@ -339,8 +338,8 @@ def _with_orders(
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush
     if lora_pool is not None:
-        preparers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
-        preparers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+        preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
+        preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
     return ControlOpExecutor(
         runner, preparers, opened.build.groups.world, opened.build.device, profiler.stepped
     )

@@ -1,11 +1,12 @@
-"""Adapters in PEFT's form: a folder with a configuration and safetensors. Reads headers, no
-tensors, and says of what is not served why.
-"""
+"""Reads LoRA adapters in PEFT's format: a folder with `adapter_config.json` and safetensors. Reads
+headers only, and refuses unsupported features by name."""
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+
+import msgspec
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
@@ -19,11 +20,11 @@ from banyan.lora.adapter_config import (
     WEIGHTS,
     AdapterConfig,
     LowRank,
-    Whole,
+    ReplacedWeight,
+    TokenRows,
     check_types,
+    stacked,
 )
-from banyan.lora.adapter_stacks import is_stack, named_stacks, stacked
-from banyan.lora.adapter_tokens import highest_token, module_of_tokens, token_rows
 from banyan.model_config.facts import Facts, read_json
 
 _MAX_PATTERNS = 4096
@@ -43,22 +44,22 @@ _ABSENT_FEATURES = {
     "lora_bias": "its matrices have biases",
     "fan_in_fan_out": "its matrices are transposed",
     "layer_replication": "it adds layers to the base",
-    "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
+    "alora_invocation_tokens": "it applies only after some token of the prompt (aLoRA)",
     "megatron_config": "it belongs to Megatron's layers",
     "arrow_config": "its parts are chosen for each token",
     "use_bdlora": "its matrices are made of blocks",
     "monteclora_config": "its matrices are drawn at random",
 }
-"""Keys that ask for what is not computed here, and what they ask for."""
+"""Configuration key of an unsupported feature -> reason for the error message."""
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that change the base's weights too."""
+"""Prefixes of `init_lora_weights` values that also change the base model's weights."""
 
 
 def read_peft(path: str) -> AdapterConfig:
-    """The configuration of the adapter in a folder.
+    """Read the configuration of the adapter in a folder.
 
     Raises:
-        ConfigError, ModelError: one that cannot be served; says which and why.
+        ConfigError, ModelError: the adapter cannot be served.
     """
     folder = printable(path, 200)
     _check_files(path, folder)
@@ -129,7 +130,7 @@ def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
 
 
 class _Scales:
-    """Rank and scale of each projection, as the configuration has them."""
+    """Rank and scale of each projection, from `r`, `lora_alpha` and their patterns."""
 
     def __init__(self, facts: Facts) -> None:
         self._rank = facts.integer("r", 1, MAX_RANK, 8)
@@ -139,7 +140,7 @@ class _Scales:
         self._alphas = _patterns(facts, "alpha_pattern")
 
     def of(self, module: str) -> tuple[int, float, float]:
-        """Rank, alpha and the factor that they come to."""
+        """Rank, alpha and the resulting scale."""
         rank = int(_matching(self._ranks, module, self._rank))
         alpha = _matching(self._alphas, module, self._alpha)
         return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
@@ -157,10 +158,11 @@ def _patterns(facts: Facts, key: str) -> dict[str, float]:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of the name; "^" in front: all of it.
+    r"""The value of the first pattern that matches the end of the name, or all of it after "^".
 
-    Only plain names are patterns here, behind ".*\\." too, which PEFT writes for stacked experts: a
-    stranger's regular expression is not run.
+    Only plain names, optionally after ".*\\.", are patterns here; PEFT writes that prefix for
+    stacked
+    experts. Regular expressions from strangers are not executed.
     """
     for pattern, value in patterns.items():
         plain = pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$")
@@ -180,10 +182,10 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 def _modules(
     file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
-) -> tuple[dict[str, LowRank], dict[str, Whole], dict[str, str]]:
+) -> tuple[dict[str, LowRank], dict[str, ReplacedWeight], dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     tokens: dict[str, str] = {}
-    whole: dict[str, Whole] = {}
+    whole: dict[str, ReplacedWeight] = {}
     biases: dict[str, str] = {}
     unknown: list[str] = []
     for name in file.tensors:
@@ -198,7 +200,7 @@ def _modules(
             tokens[module] = name
         elif match := _WHOLE.fullmatch(short):
             is_copy = match.group(2) is not None
-            whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
+            whole[match.group(1)] = ReplacedWeight(name, file.tensors[name].shape, is_copy)
             check_types((file.tensors[name],), folder)
         elif match := _BIAS.fullmatch(short):
             biases[match.group(1)] = name
@@ -223,18 +225,20 @@ def _modules(
         )
     for module, name in biases.items():
         whole[module] = _with_bias(file, whole[module], name, folder)
-    found = named_stacks(file, found, _parameters(facts), folder)
+    found = stacks_by_parameter(file, found, _parameters(facts), folder)
     modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
     return modules, whole, tokens
 
 
-def _with_bias(file: SafetensorsFile, whole: Whole, name: str, folder: str) -> Whole:
+def _with_bias(
+    file: SafetensorsFile, whole: ReplacedWeight, name: str, folder: str
+) -> ReplacedWeight:
     bias = file.tensors[name]
     check_types((bias,), folder)
     if bias.shape != whole.shape[:1]:
         raise ConfigError(
-            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and the "
-            f"weight beside it {list(whole.shape)}",
+            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and its "
+            f"weight {list(whole.shape)}",
             hint="save or download it again",
         )
     return replace(whole, bias=name)
@@ -275,7 +279,7 @@ def _low_rank(
 
 
 def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """Names that the configuration says it adapts in every layer."""
+    """Names that `target_modules` adapts in every layer."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if any(raw.get(key) not in (None, []) for key in narrowed):
         return ()
@@ -286,7 +290,7 @@ def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _parameters(facts: Facts) -> tuple[str, ...]:
-    """Names of parameters that it adapts, or ends of them."""
+    """Names in `target_parameters`, or suffixes of them."""
     claimed = facts.any("target_parameters")
     if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
         return ()
@@ -294,11 +298,12 @@ def _parameters(facts: Facts) -> tuple[str, ...]:
 
 
 def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """The same, of those that it adapts in every layer: a name with a number is of one."""
+    """Names in `target_parameters` that apply to every layer; a name with a number is for one
+    layer."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     claimed = raw.get("target_parameters")
-    is_narrow = any(raw.get(key) not in (None, []) for key in narrowed)
-    if is_narrow or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+    is_restricted = any(raw.get(key) not in (None, []) for key in narrowed)
+    if is_restricted or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
         return ()
     names = [name.split(".") for name in claimed if isinstance(name, str)]
     return tuple({name[-1] for name in names if not any(part.isdecimal() for part in name)})
@@ -307,3 +312,190 @@ def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
 def _first(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(printable(name, 120) for name in names[:3]) + more
+
+
+_KEY = "trainable_token_indices"
+_ROWS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
+_ID = re.compile(r"[0-9]{1,18}")
+_MAX_TOKENS = 1 << 16
+_MAX_TOKENIZER_BYTES = 128 << 20
+"""Limit for the size of a tokenizer.json."""
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Tokenizer(msgspec.Struct):
+    """The part of a tokenizer.json that is read here."""
+
+    added_tokens: list[_Added] = []
+
+
+def highest_token(path: str) -> int:
+    """The highest id of a token that the tokenizer in a folder adds to its vocabulary
+    (`added_tokens.json`, `tokenizer_config.json`, `tokenizer.json`); -1 if there is none.
+
+    Raises:
+        ConfigError, ModelError: a tokenizer file cannot be read.
+    """
+    plain = read_json(os.path.join(path, "added_tokens.json"), is_needed=False)
+    config = read_json(os.path.join(path, "tokenizer_config.json"), is_needed=False)
+    decoder = config.get("added_tokens_decoder")
+    return max(
+        _highest(plain.values()),
+        _highest(int(name) for name in decoder if _ID.fullmatch(name))
+        if is_object(decoder)
+        else -1,
+        _highest(token.id for token in _tokenizer(path).added_tokens),
+    )
+
+
+def _highest(ids: Iterable[object]) -> int:
+    return max((token for token in ids if type(token) is int), default=-1)
+
+
+def _tokenizer(path: str) -> _Tokenizer:
+    name = os.path.join(path, "tokenizer.json")
+    try:
+        with open(name, "rb") as file:
+            raw = file.read(_MAX_TOKENIZER_BYTES + 1)
+        if len(raw) > _MAX_TOKENIZER_BYTES:
+            raise ConfigError(f"{printable(name)!r} is larger than {_MAX_TOKENIZER_BYTES:,} bytes")
+        return msgspec.json.decode(raw, type=_Tokenizer)
+    except FileNotFoundError:
+        return _Tokenizer()
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {printable(name)!r}: {printable(str(error), 100)}",
+            hint="save or download it again, or take the tokenizer out of the folder",
+        ) from None
+
+
+def module_of_tokens(name: str) -> str:
+    """The module whose token rows a tensor holds; "" for other tensors."""
+    match = _ROWS.fullmatch(name)
+    return match.group(1) if match else ""
+
+
+def token_rows(
+    file: SafetensorsFile, names: Mapping[str, str], raw: Mapping[str, object], folder: str
+) -> dict[str, TokenRows]:
+    """Token rows by module, with the ids from the configuration.
+
+    Args:
+        names: module -> tensor name.
+
+    Raises:
+        ConfigError: the configuration and the tensors do not match.
+    """
+    asked = _asked(raw.get(_KEY), folder)
+    found: dict[str, TokenRows] = {}
+    for module, name in names.items():
+        key = next((key for key in asked if module == key or module.endswith(f".{key}")), None)
+        tensor = file.tensors[name]
+        check_types((tensor,), folder)
+        ids = asked.pop(key) if key is not None else ()
+        if len(tensor.shape) != 2 or tensor.shape[0] != len(ids) or not ids:
+            raise ConfigError(
+                f"adapter {folder!r}: {printable(module, 100)} has rows of tokens of "
+                f"{list(tensor.shape)}, and {_KEY} names {len(ids)} tokens of it",
+                hint="the configuration and the weights do not belong together",
+            )
+        found[module] = TokenRows(name, ids, tensor.shape[1])
+    if asked:
+        raise ConfigError(
+            f"adapter {folder!r} lacks the rows of the tokens that {_KEY} names of "
+            f"{printable(next(iter(asked)), 100)}",
+            hint="save or download it again",
+        )
+    return found
+
+
+def _asked(given: object, folder: str) -> dict[str, tuple[int, ...]]:
+    """Last part of a module's name -> ids, from `trainable_token_indices`."""
+    if given in (None, [], {}):
+        return {}
+    by_name = given if is_object(given) else {EMBEDDING: given}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in by_name.items():
+        are_ids = is_list(ids) and all(type(token) is int and token >= 0 for token in ids)
+        if not are_ids or not is_list(ids) or not 0 < len(ids) <= _MAX_TOKENS:
+            raise ConfigError(
+                f"adapter {folder!r}: {_KEY} must list 1 to {_MAX_TOKENS:,} ids of tokens",
+                hint="save or download it again",
+            )
+        chosen = tuple(token for token in ids if isinstance(token, int))
+        if len(set(chosen)) < len(chosen):
+            raise ConfigError(
+                f"adapter {folder!r}: {_KEY} names a token twice",
+                hint="save or download it again",
+            )
+        found[name] = chosen
+    return found
+
+
+_WRAPPED = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
+_STACK = re.compile(r".+\.experts\.(?:gate_up_proj|up_proj|gate_proj|down_proj)")
+_FIRST = ("gate_up_proj", "up_proj")
+
+
+def is_stack(module: str) -> bool:
+    """Whether a module is a parameter that holds all experts of a layer."""
+    return bool(_STACK.fullmatch(module))
+
+
+def stacks_by_parameter(
+    file: SafetensorsFile,
+    found: Mapping[str, dict[str, str]],
+    parameters: tuple[str, ...],
+    folder: str,
+) -> dict[str, dict[str, str]]:
+    """Rename PEFT's wrapper modules to the parameters that they adapt. PEFT nests the wrappers
+    (".experts.base_layer", ".experts") with the first parameter innermost.
+
+    Args:
+        parameters: names from `target_parameters`, or suffixes of them.
+
+    Raises:
+        ConfigError: the number of wrappers and of parameters differ.
+    """
+    plain = {name: both for name, both in found.items() if not _WRAPPED.fullmatch(name)}
+    wrapped: dict[str, list[str]] = {}
+    for name in sorted(found, key=len, reverse=True):
+        if match := _WRAPPED.fullmatch(name):
+            wrapped.setdefault(match[1], []).append(name)
+    for block, layers in wrapped.items():
+        named = [
+            name
+            for name in (*_FIRST, "down_proj")
+            if any(f".{block}.{name}".endswith(f".{parameter}") for parameter in parameters)
+        ]
+        if len(layers) != len(named):
+            raise ConfigError(
+                f"adapter {folder!r}: {printable(block, 100)} has matrices for {len(layers)} "
+                f"stacked parameters, and target_parameters names {len(named)} "
+                f"({', '.join(named) or 'none'})",
+                hint="the configuration and the weights do not belong together",
+            )
+        names = named if not _is_reversed(file, found, layers) else named[::-1]
+        for parameter, layer in zip(names, layers, strict=True):
+            plain[f"{block}.{parameter}"] = found[layer]
+    return plain
+
+
+def _is_reversed(
+    file: SafetensorsFile, found: Mapping[str, dict[str, str]], layers: list[str]
+) -> bool:
+    """Whether the innermost of two parameters is the down projection, whose inputs are half of the
+    other
+    one's outputs."""
+    shapes = [
+        (file.tensors[both["A"]].shape, file.tensors[both["B"]].shape)
+        for both in (found[layer] for layer in layers)
+        if len(both) == 2
+    ]
+    if len(shapes) != 2 or any(len(shape) != 2 for both in shapes for shape in both):
+        return False
+    (inner_in, inner_out), (outer_in, outer_out) = ((a[1], b[0]) for a, b in shapes)
+    return (inner_out, outer_out) == (outer_in, 2 * inner_in)

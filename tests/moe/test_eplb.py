@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banyan.moe.load_balancing import (
+from banyan.moe.eplb import (
     balanced,
     copied,
     kept_in_place,
