@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
@@ -128,7 +129,7 @@ _RULES = (
     ),
     _Idle(
         "cpu-offload-gb offload-group-size",
-        lambda c: c.device.name == "cpu",
+        lambda c: facts_of(c).is_host,
         "weights already lie in the memory of the host",
     ),
     _Idle(
@@ -143,13 +144,13 @@ _RULES = (
     ),
     _Idle(
         _OF_THE_HOST,
-        lambda c: c.device.name != "npu",
+        lambda c: facts_of(c).host_tier is None,
         "the cache lies in the memory of the host, where a second tier would be the same memory "
         "again, or on a device that has none; --max-total-tokens makes it larger",
     ),
     _Idle(
         _OF_THE_HOST,
-        lambda c: c.device.name == "npu" and not c.cache.hierarchical,
+        lambda c: facts_of(c).host_tier is not None and not c.cache.hierarchical,
         "pages stay on the device without --enable-hierarchical-cache",
     ),
     _Idle(
@@ -187,8 +188,7 @@ _RULES = (
     _Idle(
         "attention-backend",
         lambda c: (
-            c.device.attention in ATTENTION[2:]
-            and (c.device.attention, c.device.name) != ("ascend", "npu")
+            c.device.attention in ATTENTION[2:] and c.device.attention != facts_of(c).attention
         ),
         "the kernel of the device at hand attends; torch_native takes the one that is torch's",
     ),

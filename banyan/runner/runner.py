@@ -44,7 +44,7 @@ from banyan.messages.plan import (
 )
 from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
-from banyan.moe.returned_experts import told_experts
+from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
@@ -423,7 +423,7 @@ class ModelRunner:
             hidden = read_hidden_states(self._forward, batch)
         if begun.chosen is not None:
             watch = self._build.watch
-            hidden |= told_experts(watch, begun.chosen, batch, self._model_config)
+            hidden |= returned_experts(watch, begun.chosen, batch, self._model_config)
         return StepOutputs(sampled, scores, vectors, hidden, verified, multi_step)
 
     def _sample_and_score(
