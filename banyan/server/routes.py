@@ -1,5 +1,6 @@
 """The table of routes, and the HTTP application over it."""
 
+import socket
 from dataclasses import replace
 
 from banyan.server.admin import (
@@ -25,6 +26,7 @@ from banyan.server.embeddings import sglang as embeddings
 from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
+from banyan.server.http.listen import HttpListener
 from banyan.server.http.request_context import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama.routes import ollama_routes
@@ -471,6 +473,10 @@ def _diagnostic_routes() -> list[Route]:
             about="Download the latest scheduling decisions",
         ),
     ]
+
+
+def open_http_listener(state: ServerState, listener: socket.socket) -> HttpListener:
+    return HttpListener(create_app(state), listener, state.config.server)
 
 
 def create_app(state: ServerState, send_timeout_s: float = SEND_TIMEOUT_S) -> App:

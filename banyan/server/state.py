@@ -231,8 +231,8 @@ class ServerState:
         self.adapters = AdapterNames.of(self.config.lora)
 
     @property
-    def around(self) -> "list[RequestScope]":
-        """What requests that may make something run within."""
+    def request_scopes(self) -> "Sequence[RequestScope]":
+        """Entered around each request with a body: its trace span and its metric labels."""
         traced = None if self.traces is None else self.traces.context
         return [each for each in (traced, self.labels) if each is not None]
 
