@@ -268,6 +268,30 @@ def names_a_device(path: Path, tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, f"{dotted(node)} outside platform and ops"
 
 
+def compares_device_names(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """Tables map names of devices to their traits; everybody else reads a trait."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Compare):
+            names = [
+                dotted(part)
+                for side in (node.left, *node.comparators)
+                for part in (side.elts if isinstance(side, ast.Tuple) else [side])
+            ]
+            is_table = isinstance(node.ops[0], (ast.In, ast.NotIn)) and names[-1].isupper()
+            if not is_table and any(re.search(r"\b(device|traits)\.name$", n) for n in names):
+                yield node.lineno, f"compares {', '.join(filter(None, names))}: read a trait"
+
+
+def names_a_test(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for line, name in imports(tree):
+        if is_under(name, "tests"):
+            yield line, f"imports {name}"
+    for node in nodes(tree):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and re.fullmatch(r"tests(\.\w+)+(:\w+)?", text):
+            yield node.lineno, f"names the module {text}"
+
+
 def reads_the_environment(path: Path, tree: ast.Module) -> Iterator[Finding]:
     if inside(path) == "config/env.py":
         return
@@ -415,6 +439,14 @@ def test_control_rooms_and_the_front_door_have_no_torch() -> None:
 
 def test_devices_are_named_in_platform_and_ops_only() -> None:
     obey(names_a_device)
+
+
+def test_no_device_is_recognised_by_its_name() -> None:
+    obey(compares_device_names)
+
+
+def test_the_package_names_no_module_of_the_tests() -> None:
+    obey(names_a_test)
 
 
 def test_the_environment_is_read_in_one_file() -> None:

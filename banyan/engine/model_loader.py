@@ -38,10 +38,10 @@ from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.choose_forward import RunnerSizes
+from banyan.runner.choose_forward import RunnerConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
     load_the_ahead,
     load_the_blocks,
@@ -318,13 +318,13 @@ def draft_room_of(config: Config, running: int) -> int:
     return min(DRAFT_ROOM, running * config.speculative.drafts)
 
 
-def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     draft_room = draft_room_of(config, memory.max_running)
     check_the_tokens(config, memory.max_running + draft_room)
-    return RunnerSizes(
+    return RunnerConfig(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
         groups=tuple(

@@ -27,7 +27,7 @@ from banyan.ops.lora_experts import PlacedExperts
 from banyan.ops.lora_rows import RowPart
 from banyan.parallel.groups import Group
 from banyan.platform.base import Traits
-from banyan.runner.control_ops import Alike, Carrier, Finish, NoRoom, Said
+from banyan.runner.control_ops import Alike, Finish, NoRoom, PrepareOp, RankReply
 
 log = logger(__name__)
 
@@ -197,11 +197,11 @@ class LoRAPool:
                 size,
             )
 
-        def take() -> Said:
+        def take() -> RankReply:
             self._read = None
             with self._stream():
                 self._enter(order.number, read.placed)
-            return Said("The adapter has been loaded.", read.digest.encode(), size)
+            return RankReply("The adapter has been loaded.", read.digest.encode(), size)
 
         path = printable(order.path, 200)
         return Alike(take, f"the adapter at {path!r}", read.digest.encode())
@@ -228,7 +228,7 @@ class LoRAPool:
     def prepare_drop(self, order: ControlOp) -> Finish:
         assert isinstance(order, DropAdapter)
 
-        def drop() -> Said:
+        def drop() -> RankReply:
             self._ranks.pop(order.number, None)
             with self._stream():
                 for table in self.lora_targets.tables.values():
@@ -237,11 +237,11 @@ class LoRAPool:
                 rows.enter(order.number, None)
             for experts in self.lora_targets.experts.values():
                 experts.enter(order.number, {})
-            return Said("The adapter has been unloaded.")
+            return RankReply("The adapter has been unloaded.")
 
         return drop
 
-    def beside(self, take_weights: Carrier) -> Carrier:
+    def beside(self, take_weights: PrepareOp) -> PrepareOp:
         """What takes other weights, where adapters do not depend on those of the start."""
 
         def prepare(order: ControlOp) -> Finish:

@@ -19,7 +19,7 @@ from banyan.moe.expert_map import ExpertMap
 from banyan.moe.layer import Experts
 from banyan.ops.experts_api import PackedExperts
 from banyan.parallel.groups import Group
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
@@ -53,7 +53,7 @@ class ExpertMover:
             if layer not in layers or len(row) != count or set(row) != set(range(experts)):
                 raise DeviceError(f"experts of layer {layer} cannot lie so")
 
-        def move() -> Said:
+        def move() -> RankReply:
             moved = 0
             for layer, row in zip(order.layers, order.places, strict=True):
                 packed = layers[layer].packed
@@ -61,7 +61,7 @@ class ExpertMover:
                 moved += move_experts(packed, self._places, layer, row, self._group)
             if not self._group.rank:
                 log.info("experts moved: layers=%d experts=%d", len(order.layers), moved)
-            return Said(f"{moved} experts of {len(order.layers)} layers moved.")
+            return RankReply(f"{moved} experts of {len(order.layers)} layers moved.")
 
         return move
 

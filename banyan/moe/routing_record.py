@@ -25,7 +25,7 @@ from banyan.moe.rules import balances_by_itself
 from banyan.ops.api import Recorder
 from banyan.parallel.groups import Groups
 from banyan.platform.base import Traits
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
@@ -75,7 +75,7 @@ def refuse_to_record(order: ControlOp) -> Finish:
 
 def prepare_nothing(order: ControlOp) -> Finish:
     """What ranks do that keep no record."""
-    return lambda: Said("")
+    return lambda: RankReply("")
 
 
 def open_expert_record(
@@ -199,20 +199,20 @@ class ExpertRecord:
             raise RequestError(f"The record could not be written: {error}") from None
         return lambda: self._dumped(path)
 
-    def _start(self) -> Said:
+    def _start(self) -> RankReply:
         self._empty()
         self._is_recording = True
-        return Said("Start recording expert distribution.")
+        return RankReply("Start recording expert distribution.")
 
-    def _stop(self) -> Said:
+    def _stop(self) -> RankReply:
         self._is_recording = False
-        return Said(f"Stop recording expert distribution after {self.passes} passes.")
+        return RankReply(f"Stop recording expert distribution after {self.passes} passes.")
 
-    def _dumped(self, path: str) -> Said:
+    def _dumped(self, path: str) -> RankReply:
         passes = self.passes
         self._empty()
         log.info("expert record of %d passes: %s", passes, path)
-        return Said(f"Dump expert distribution record of {passes} passes: {path}")
+        return RankReply(f"Dump expert distribution record of {passes} passes: {path}")
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """What a dump holds; layers without experts have counted nothing."""

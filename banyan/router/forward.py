@@ -4,6 +4,7 @@ answer back, byte for byte and as it comes.
 
 import asyncio
 import random
+import re
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from banyan.router.proxy import Outgoing, Proxy
 from banyan.router.state import RouterState
 from banyan.router.stream_frames import Frames, is_stream
 from banyan.router.upstream import Answer, Lost, NotReached
+from banyan.router.verdict import FAILED, speaks_for_worker
 from banyan.router.worker import Try, Worker
 from banyan.server.errors import unavailable
 from banyan.server.http.request_context import RequestContext
@@ -29,10 +31,10 @@ log = logger(__name__)
 WHOLE_BYTES = 1 << 20
 """Answers up to this size that are no streams are sent on when all of them is here, so that one
 that breaks off can be asked for again."""
-BUSY = 429
-_FAILED = (502, 503, 504)
-AGAIN = (BUSY, *_FAILED)
+AGAIN = (429, 502, 503, 504)
 """Statuses that another worker may do better than."""
+_TARGET = re.compile(rb"[\x21-\x7e]+")
+_BODILESS = (204, 304)
 _OWN_TO_A_CONNECTION = (
     *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer"),
     *(b"upgrade", b"expect", b"content-length"),
@@ -210,20 +212,21 @@ class Course:
         is_short = length.isdigit() and int(length[:20]) <= WHOLE_BYTES
         if not is_stream(media) and is_short:
             body = await answer.whole(WHOLE_BYTES)
-            attempt.is_good = answer.status not in _FAILED
-            if not attempt.is_good:
+            attempt.is_good = speaks_for_worker(answer, body, self._request.headers)
+            if answer.status in FAILED:
                 attempt.worker.doubted.set()  # it may be leaving
-            lines.append((b"content-length", b"%d" % len(body)))
+            if answer.status not in _BODILESS:
+                lines.append((b"content-length", b"%d" % len(body)))
             if answer.status in self._again:
                 self._kept = Kept(answer.status, lines, body)
                 return False
             await self._context.relay(answer.status, lines)
             await self._context.piece(body, is_last=True)
             return True
-        if length and not is_stream(media):
+        if length and not is_stream(media) and answer.status not in _BODILESS:
             lines.append((b"content-length", length))
         await self._stream(answer, lines, media)
-        attempt.is_good = True
+        attempt.is_good = speaks_for_worker(answer, b"", self._request.headers)
         return True
 
     async def _stream(
@@ -248,11 +251,14 @@ class Course:
 
 
 def outgoing(context: RequestContext) -> Outgoing:
+    """The request as workers get it; RequestError 400: HTTP cannot carry its query."""
     target = urllib.parse.quote(context.path).encode()
     if context.raw_query:
         target += b"?" + context.raw_query
+    if not _TARGET.fullmatch(target):
+        raise RequestError("the query has a byte that is no printable ASCII", code="invalid_query")
     headers = [
-        (name, value)
+        (name, value.strip(b" \t"))
         for name, value in context.headers.items()
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]

@@ -87,8 +87,8 @@ def test_the_other_name_of_serve_takes_the_same_flags() -> None:
 
 def test_flags_without_an_effect_are_shown_at_the_start() -> None:
     done = banyan("serve", "no-such-model", "--port=0", "--sleep-on-idle", SGLANG_FOO="1")
-    assert "--sleep-on-idle is accepted without an effect" in done.stderr
-    assert "SGLANG_FOO is set and has no effect" in done.stderr
+    assert "--sleep-on-idle is accepted but has no effect" in done.stderr
+    assert "SGLANG_FOO is set but has no effect" in done.stderr
 
 
 def test_a_key_shows_in_no_output() -> None:

@@ -64,9 +64,8 @@ class EngineHandle(Protocol):
 
 
 StartEngine = Callable[[Config, ModelConfig, str, Callable[[str], None]], EngineHandle]
-"""(resolved config, model config, link address, on_death) -> handle. Called in the main thread, once
-per engine; returns at once. `on_death(reason)` is called from any thread when the engine ends by
-itself."""
+"""(resolved config, model config, link address, on_death) -> handle. Called in the main thread for
+each engine; returns at once. Any thread calls `on_death(reason)` when the engine ends by itself."""
 
 
 def open_client(config: Config, address: str) -> EngineClient:
@@ -77,9 +76,8 @@ def open_client(config: Config, address: str) -> EngineClient:
         heartbeat_timeout_s=config.server.heartbeat_timeout_s,
         watchdog_s=schedule.watchdog_s,
         max_open=MAX_OPEN,
-        max_queued=0
-        if schedule.priorities
-        else schedule.max_queued,  # a higher priority evicts from the queue
+        # With priorities a full queue evicts a lower one instead of refusing.
+        max_queued=0 if schedule.priorities else schedule.max_queued,
         is_kept_up=config.server.engine_restarts > 0,
     )
 
@@ -127,7 +125,7 @@ class Supervisor:
         self._is_settled = True
         self._served_s = time.monotonic()
         self._start_s = self._served_s - self._start_s
-        self._folder.close()  # both ends are connected; nothing is left behind, not even after SIGKILL
+        self._folder.close()  # both ends are connected: even a SIGKILL leaves no file
 
     def recordings(self) -> dict[int, Callable[[], bytes]]:
         """Replica -> reads the flight recorder of its engine."""

@@ -117,7 +117,7 @@ def test_a_warning_is_logged_once_and_the_start_goes_on(model, caplog) -> None:
 def test_variables_of_the_devices_libraries_have_no_effect_elsewhere_only(model) -> None:
     environment = read_environment({"HCCL_BUFFSIZE": "400", "TASK_QUEUE_ENABLE": "1"})
     elsewhere = parse([model, "--device", "cpu"], environment).observe.notes
-    assert len([note for note in elsewhere if "is set without an effect" in note]) == 2
+    assert len([note for note in elsewhere if "is set but has no effect" in note]) == 2
     assert parse([model, "--device", "npu"], environment).observe.notes == ()
 
 

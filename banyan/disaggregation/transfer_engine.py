@@ -1,4 +1,4 @@
-"""Carrier: what writes pages into the memory of another server. One protocol; rooms do the rest.
+"""TransferEngine: writes pages into the memory of another server.
 
 A server that takes lands pages in slots of memory that it keeps for them, and for nothing else: a
 transfer engine lets whoever reaches it write there. So a slot's bytes are copied out of it first,
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 LANDING_BYTES = 64 << 20
-"""Memory that pages land in; at least one batch of them."""
+"""Bytes of memory that pages land in; at least one batch of them."""
 BATCH = 16
 """Pages that travel together."""
 CODE_BYTES = 16
@@ -36,7 +36,7 @@ class Landing(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Memory(Protocol):
+class TransferMemory(Protocol):
     """Memory that an engine reads or writes: the host's, or a device's."""
 
     @property
@@ -51,7 +51,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Satisfies Memory. Zeros at first."""
+    """Satisfies TransferMemory. Zeros at first."""
 
     def __init__(self, size_bytes: int) -> None:
         self._bytes = np.zeros(size_bytes, np.uint8)
@@ -80,10 +80,10 @@ class Fabric:
     device: int
     protocol: str
     store: str
-    allocate: Callable[[int], Memory]
+    allocate: Callable[[int], TransferMemory]
 
 
-class Carrier(Protocol):
+class TransferEngine(Protocol):
     """A transfer engine. OSError when it cannot do what it is asked for."""
 
     @property
@@ -91,7 +91,7 @@ class Carrier(Protocol):
         """What people call it."""
         ...
 
-    def land(self, size_bytes: int) -> tuple[bytes, Memory]:
+    def land(self, size_bytes: int) -> tuple[bytes, TransferMemory]:
         """The engine's address, and memory that others may write to from now on."""
         ...
 
@@ -110,11 +110,11 @@ def code_of(page: np.ndarray, key: bytes, number: int) -> bytes:
 
 
 @dataclass
-class Slots:
+class LandingSlots:
     """Memory that pages land in, cut into slots of one size. Belongs to one event loop."""
 
-    carrier: Carrier
-    memory: Memory
+    engine: TransferEngine
+    memory: TransferMemory
     page_bytes: int
     """Of the longest page."""
     landing: Landing
@@ -142,19 +142,19 @@ class Slots:
         return self.memory.read(self.offset(slot), size_bytes)
 
 
-def open_slots(carrier: Carrier, page_bytes: int) -> Slots:
+def open_slots(engine: TransferEngine, page_bytes: int) -> LandingSlots:
     """
     Args:
         page_bytes: of the longest page.
     """
     count = max(BATCH, LANDING_BYTES // page_bytes)
-    address, memory = carrier.land(count * page_bytes)
+    address, memory = engine.land(count * page_bytes)
     landing = Landing(address, memory.address, memory.size_bytes)
-    return Slots(carrier, memory, page_bytes, landing, list(reversed(range(count))))
+    return LandingSlots(engine, memory, page_bytes, landing, list(reversed(range(count))))
 
 
-def write_beside(
-    carrier: Carrier, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]
+def write_in_thread(
+    engine: TransferEngine, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]
 ) -> "asyncio.Future[None]":
     """Write in a thread of its own: an engine that hangs holds up nobody else, and no exit."""
     done: Future[None] = Future()
@@ -162,7 +162,7 @@ def write_beside(
 
     def write() -> None:
         try:
-            carrier.write(landing, pages)
+            engine.write(landing, pages)
         except Exception as error:  # told by whoever waits
             done.set_exception(error)
         else:
