@@ -21,7 +21,7 @@ _ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _HERE = ("routed_dp_rank", "data_parallel_rank")
 """Two names, the first one counts."""
 _THERE = "disagg_prefill_dp_rank"
-HEADER = b"x-data-parallel-rank"
+HEADER = "x-data-parallel-rank"
 FIELDS = (*_ROOMS, *_HERE, _THERE)
 DEFAULT_PORT = 8998
 _MOST_REPLICAS = 1 << 16

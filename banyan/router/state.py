@@ -12,7 +12,7 @@ from banyan.router.gate import Gate
 from banyan.router.worker_pool import Fleet
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import RequestScope
-from banyan.server.http.request_context import RETRY_AFTER_S
+from banyan.server.http.exchange import RETRY_AFTER_S
 
 
 @dataclass

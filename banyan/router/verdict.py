@@ -4,8 +4,8 @@ import orjson
 
 from banyan.base.json_types import is_object
 from banyan.router.upstream import Answer, Headers
+from banyan.server.http.exchange import OF_LOAD
 from banyan.server.http.limits import DEADLINE
-from banyan.server.http.request_context import OF_LOAD
 
 FAILED = (502, 503, 504)
 """Statuses that a worker at fault answers, or a proxy in front of it."""

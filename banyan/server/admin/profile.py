@@ -1,14 +1,18 @@
-"""/start_profile and /stop_profile: a file of what the steps did between them."""
+"""Recordings into files: the phases of steps (/start_profile, /stop_profile) and the choices of
+experts (/start_expert_distribution_record, /stop_…, /dump_…).
+"""
+
+from functools import partial
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
 
 _START_S = 60.0
-"""Longest wait for the recording to begin."""
+"""Longest wait for the profile to start."""
 _WRITE_S = 120.0
 """Longest wait for the file."""
 
@@ -16,17 +20,16 @@ _WRITE_S = 120.0
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_dir: str | None = None
     num_steps: int | str | None = None
-    """The recording ends by itself after so many; a text where it comes in the query."""
+    """The profile stops after this many steps. A text if it comes in the query."""
     profile_prefix: str | None = None
 
 
-async def start_profile(context: RequestContext, state: ServerState) -> None:
+async def start_profile(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    raw = await context.optional_object()
+    raw = await exchange.optional_object()
     for name, value in raw.items():
         if name not in ProfileRequest.__struct_fields__ and value:
-            strict = state.config.server.strict_requests
-            context.warn_or_refuse(name, "a profile has phases and ops alone", strict)
+            exchange.context.warn_or_refuse(name, "a profile has phases and ops alone")
     asked = typed(raw, ProfileRequest)
     args: dict[str, str | int | float | bool] = {
         name: value
@@ -40,14 +43,14 @@ async def start_profile(context: RequestContext, state: ServerState) -> None:
     reply = await service.client.control("start_profile", _START_S, **args)
     if not reply.ok:
         raise RequestError(reply.text)
-    await context.text(f"{reply.text}\n")
+    await exchange.text(f"{reply.text}\n")
 
 
-async def stop_profile(context: RequestContext, state: ServerState) -> None:
+async def stop_profile(exchange: HttpExchange, state: ServerState) -> None:
     reply = await state.admit().client.control("stop_profile", _WRITE_S)
     if not reply.ok:
         raise RequestError(reply.text)
-    await context.text(f"Stop profiling. {reply.text}\n")
+    await exchange.text(f"Stop profiling. {reply.text}\n")
 
 
 def _steps(given: int | str | None) -> int | None:
@@ -58,3 +61,21 @@ def _steps(given: int | str | None) -> int | None:
     if given is not None and not 1 <= given < 10**9:
         raise RequestError(f"num_steps must be at least 1, got {given}.", param="num_steps")
     return given
+
+
+async def _record(exchange: HttpExchange, state: ServerState, verb: str) -> None:
+    """Run a control op on all replicas. The response has a line for each different reply; it is an
+    error if no replica succeeded."""
+    found = await state.admit().client.ask(verb, _WRITE_S)
+    done = [reply.text for _, reply in found if reply.ok and reply.text]
+    if not done:
+        why = next((reply.text for _, reply in found), "No replica is ready.")
+        raise RequestError(why, status=400 if found else 503)
+    refused = [f"replica {number}: {reply.text}" for number, reply in found if not reply.ok]
+    lines = dict.fromkeys([*done, *refused])
+    await exchange.text("".join(f"{line}\n" for line in lines))
+
+
+start_record = partial(_record, verb="start_expert_record")
+stop_record = partial(_record, verb="stop_expert_record")
+dump_record = partial(_record, verb="dump_expert_record")

@@ -23,6 +23,7 @@ from banyan.requests.embeddings import (
 from banyan.requests.generate_request import MAX_SCORE_IDS
 from banyan.requests.generation import ScoreOptions, TextChunk, TextRequest, collect
 from banyan.requests.long_texts import check_total
+from banyan.server.context import RequestContext
 from banyan.server.embeddings.sglang import (
     COMMON,
     VectorRequest,
@@ -34,7 +35,7 @@ from banyan.server.embeddings.sglang import (
     vectors_of,
 )
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import check_count, text_ids
 from banyan.server.state import ServerState, Service
@@ -62,9 +63,8 @@ _SCORE_FIELDS = frozenset((*COMMON, *ScoreRequest.__struct_fields__))
 _RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
 
 
-async def score(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
-    strict = state.config.server.strict_requests
+async def score(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[ScoreRequest, str, list[TextRequest]]:
         if raw.get("score_extraction_token"):
@@ -73,32 +73,32 @@ async def score(context: RequestContext, state: ServerState) -> None:
                 param="score_extraction_token",
                 code="not_available",
             )
-        refuse_fields(raw, _SCORE_FIELDS, context, strict)
+        refuse_fields(raw, _SCORE_FIELDS, exchange.context)
         request = typed(raw, ScoreRequest)
         queries, _ = prompts_of(request.query, "query", service.limits)
         empty = request.items == []
         items = [] if empty else prompts_of(request.items, "items", service.limits)[0]
         if len(queries) != 1:
             raise RequestError("query must be one text or one list of token ids.", param="query")
-        model, adapters = model_and_adapters_of(context, state, request, len(items))
+        model, adapters = model_and_adapters_of(exchange.context, state, request, len(items))
         ask = _for_classes if service.model_config.labels else _for_labels
-        origin = origin_of(context, request, "score")
+        origin = origin_of(exchange.context, request, "score")
         return request, model, ask(state, service, request, origin, queries[0], items, adapters)
 
-    request, model, requests = await context.read(read)
+    request, model, requests = await exchange.read(read)
     if service.model_config.labels:
-        body = _classes(request, await vectors_of(context, state, service, requests))
+        body = _classes(request, await vectors_of(exchange.context, state, service, requests))
     else:
-        body = await _label_tokens(context, state, service, request, requests)
-    await context.json({**body, "model": model, "object": "scoring"})
+        body = await _label_tokens(exchange.context, state, service, request, requests)
+    await exchange.json({**body, "model": model, "object": "scoring"})
 
 
-async def rerank(context: RequestContext, state: ServerState) -> None:
+async def rerank(exchange: HttpExchange, state: ServerState) -> None:
     """Documents by the score that a cross-encoder gives them with the query, best first."""
-    service = state.take_in(context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[RerankRequest, list[TextRequest]]:
-        refuse_fields(raw, _RERANK_FIELDS, context, state.config.server.strict_requests)
+        refuse_fields(raw, _RERANK_FIELDS, exchange.context)
         request = typed(raw, RerankRequest)
         if not request.query or not request.documents or not all(request.documents):
             raise RequestError("query and documents cannot be empty.", param="documents")
@@ -114,12 +114,12 @@ async def rerank(context: RequestContext, state: ServerState) -> None:
             )
         check_count(len(request.documents), service, "documents", "documents")
         pairs = [(request.query, document) for document in request.documents]
-        _, adapters = model_and_adapters_of(context, state, request, len(pairs))
-        origin = origin_of(context, request, "rerank")
+        _, adapters = model_and_adapters_of(exchange.context, state, request, len(pairs))
+        origin = origin_of(exchange.context, request, "rerank")
         return request, vector_service(service, state).read(pairs, origin, adapters)
 
-    request, requests = await context.read(read)
-    found = await vectors_of(context, state, service, requests)
+    request, requests = await exchange.read(read)
+    found = await vectors_of(exchange.context, state, service, requests)
     scores = [sigmoid(vector.values[0]) for vector in found]
     ranked = sorted(range(len(found)), key=lambda index: (-scores[index], index))
     entries: list[Json] = [
@@ -127,11 +127,14 @@ async def rerank(context: RequestContext, state: ServerState) -> None:
             "score": scores[index],
             "document": request.documents[index] if request.return_documents else None,
             "index": index,
-            "meta_info": {"id": context.id, "prompt_tokens": found[index].usage.prompt_tokens},
+            "meta_info": {
+                "id": exchange.context.id,
+                "prompt_tokens": found[index].usage.prompt_tokens,
+            },
         }
         for index in ranked[: request.top_n]
     ]
-    await context.json(entries)
+    await exchange.json(entries)
 
 
 def _for_classes(

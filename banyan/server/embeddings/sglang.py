@@ -16,8 +16,9 @@ from banyan.requests.embeddings import (
 )
 from banyan.requests.generate_request import checked_rid, checked_salt, namespace_of
 from banyan.requests.generation import TextRequest
+from banyan.server.context import RequestContext
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.lora import model_and_adapters
 from banyan.server.state import ServerState, Service
@@ -47,54 +48,56 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
     input: object
 
 
-async def encode(context: RequestContext, state: ServerState) -> None:
+async def encode(exchange: HttpExchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.take_in(context.id)
+    service = state.admit_to_queue(exchange.context.id)
     vectors = vector_service(service, state)
 
     def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
         known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
-        refuse_fields(raw, known, context, state.config.server.strict_requests)
+        refuse_fields(raw, known, exchange.context)
         request = typed(raw, NativeRequest)
         if (request.text is None) == (request.input_ids is None):
             raise RequestError("Exactly one of text and input_ids must be given.", param="text")
         name = "text" if request.input_ids is None else "input_ids"
         value = request.text if request.input_ids is None else request.input_ids
         prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
-        _, adapters = model_and_adapters_of(context, state, request, len(prompts))
-        origin = origin_of(context, request, "encode")
+        _, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
+        origin = origin_of(exchange.context, request, "encode")
         return request, vectors.read(prompts, origin, adapters), is_list
 
-    request, requests, is_list = await context.read(read)
-    with state.open.holding(requests, context.tenant):
+    request, requests, is_list = await exchange.read(read)
+    with state.open.holding(requests, exchange.context.tenant):
         answers = await vectors.answer(requests, request.dimensions)
-    await context.json(answers if is_list else answers[0])
+    await exchange.json(answers if is_list else answers[0])
 
 
-async def classify(context: RequestContext, state: ServerState) -> None:
+async def classify(exchange: HttpExchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.take_in(context.id)
+    service = state.admit_to_queue(exchange.context.id)
     labels = labels_of(service)
 
     def read(raw: Json) -> tuple[str, list[TextRequest]]:
-        strict = state.config.server.strict_requests
-        refuse_fields(raw, {*COMMON, "input"}, context, strict)
+        refuse_fields(raw, {*COMMON, "input"}, exchange.context)
         request = typed(raw, ClassifyRequest)
         prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
-        model, adapters = model_and_adapters_of(context, state, request, len(prompts))
-        vectors, origin = vector_service(service, state), origin_of(context, request, "classify")
+        model, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
+        vectors, origin = (
+            vector_service(service, state),
+            origin_of(exchange.context, request, "classify"),
+        )
         return model, vectors.read(prompts, origin, adapters)
 
-    model, requests = await context.read(read)
-    found = await vectors_of(context, state, service, requests)
+    model, requests = await exchange.read(read)
+    found = await vectors_of(exchange.context, state, service, requests)
     entries: list[Json] = []
     for index, vector in enumerate(found):
         probs = softmax(vector.values)
         label = labels[probs.index(max(probs))]
         entries.append({"index": index, "label": label, "probs": probs, "num_classes": len(labels)})
-    await context.json(
+    await exchange.json(
         {
-            "id": context.id,
+            "id": exchange.context.id,
             "object": "list",
             "created": int(time.time()),
             "model": model,
@@ -133,7 +136,7 @@ def model_and_adapters_of(
     context: RequestContext, state: ServerState, request: VectorRequest, count: int
 ) -> tuple[str, tuple[str, ...]]:
     """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
-    named = (request.model, state, context.warn, request.lora_path)
+    named = (request.model, state, context, request.lora_path)
     return model_and_adapters(*named, count)
 
 
@@ -150,7 +153,9 @@ def vector_service(service: Service, state: ServerState) -> VectorService:
     return VectorService(service.generator, service.tokenizer, service.limits, version)
 
 
-def refuse_fields(raw: Json, known: Collection[str], context: RequestContext, strict: bool) -> None:
+def refuse_fields(
+    raw: Json, known: Collection[str], context: RequestContext, is_strict: bool = False
+) -> None:
     """Refuse fields that would change the vectors; report the others that nothing reads."""
     for name, value in raw.items():
         if name in known or value in (None, False, "", [], {}):
@@ -159,4 +164,4 @@ def refuse_fields(raw: Json, known: Collection[str], context: RequestContext, st
             raise RequestError(
                 f"{name} is not available in this build", param=name, code="not_available"
             )
-        context.warn_or_refuse(name, "not used", strict)
+        context.warn_or_refuse(name, "not used", is_strict)

@@ -22,7 +22,7 @@ from banyan.server.context import RequestContext
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler
 from banyan.server.http import auth
-from banyan.server.http.limits import DEADLINE, deadline_of, too_late
+from banyan.server.http.limits import deadline_of, too_late
 from banyan.server.http.listen import CLOSING_S, address_of
 from banyan.server.state import ServerState
 
@@ -203,7 +203,8 @@ class Calls:
                     code="too_many_requests",
                     hint="Send it again when one of them has ended",
                 )
-        context.deadline_s = deadline_of(context.headers.get(DEADLINE), call.began_s)
+        raw = {key.encode(): value.encode() for key, value in context.headers.items()}
+        context.deadline_s = deadline_of(raw, call.began_s)
 
 
 class GrpcListener:

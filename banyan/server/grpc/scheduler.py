@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.json_format import ParseDict
@@ -156,7 +156,7 @@ class SglangScheduler(service.SglangSchedulerServicer):
         self, request: pb.GetLoadsRequest, rpc: grpc.aio.ServicerContext
     ) -> pb.GetLoadsResponse:
         async with self._calls.enter(rpc, "GetLoads"):
-            rank = request.dp_rank if request.HasField("dp_rank") else None
+            rank = str(request.dp_rank) if request.HasField("dp_rank") else None
             return _loads(loads.all_loads(self._state, request.include or ("all",), rank))
 
     async def FlushCache(
@@ -269,7 +269,7 @@ def _server_info(state: ServerState, service: Service) -> pb.GetServerInfoRespon
     return info
 
 
-def _plain(value: Json) -> Json:
+def _plain(value: Json) -> dict[str, Any]:
     """`value` with JSON types only, as a protobuf Struct needs."""
     return json.loads(json.dumps(value, default=str))
 
@@ -298,7 +298,7 @@ def _loads(found: Json) -> pb.GetLoadsResponse:
     return message
 
 
-def _without_none(value: object) -> object:
+def _without_none(value: Any) -> Any:
     """`value` without the members of objects that are None, which proto3 fields cannot be."""
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
@@ -317,7 +317,5 @@ def _tokenizer_archive(folder: Path) -> bytes:
             if file.is_file():
                 archive.write(file, file.name)
         if not archive.namelist():
-            raise RequestError(
-                "the model has no tokenizer files", status=404, code="no_tokenizer"
-            )
+            raise RequestError("the model has no tokenizer files", status=404, code="no_tokenizer")
     return content.getvalue()

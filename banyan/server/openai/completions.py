@@ -21,7 +21,7 @@ from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -48,32 +48,36 @@ DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
-async def completions(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
+async def completions(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
-        request = read_fields(raw, CompletionRequest, context, server.strict_requests)
+        request = read_fields(raw, CompletionRequest, exchange.context)
         try:
-            asked = (request.model, state, context.warn, request.lora_path)
+            asked = (request.model, state, exchange.context, request.lora_path)
             count = _count(service, request.prompt)
             model, adapters = model_and_adapters(*asked, count)
-            origin = origin_of(context, request, "completion", adapters)
-            report = partial(context.warn_or_refuse, strict=server.strict_requests)
-            return request, model, origin, _plan(service, raw, request, origin, report)
+            origin = origin_of(exchange.context, request, "completion", adapters)
+            return (
+                request,
+                model,
+                origin,
+                _plan(service, raw, request, origin, exchange.context.warn_or_refuse),
+            )
         except RequestError as error:
             raise in_openai_words(error) from None
 
-    request, model, origin, plan = await context.read(read)
+    request, model, origin, plan = await exchange.read(read)
     extension = Extension(request, state.config.cache.store)
     told = (server.cache_report, extension)
     answer = CompletionAnswer(service, origin.rid, plan, request, model, *told)
-    with state.open.holding(plan.asked, context.tenant):
+    with state.open.holding(plan.asked, exchange.context.tenant):
         if request.stream:
-            await _stream(context, service, request, answer, plan)
+            await _stream(exchange, service, request, answer, plan)
         else:
             chunks = await collect(service.generator, plan.asked)
-            await context.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
+            await exchange.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
 
 
 class Plan:
@@ -322,7 +326,9 @@ class CompletionAnswer:
     def _choice(self, index: int, text: str, chunk: TextChunk) -> Json:
         logprobs = None
         if self._top is not None:
-            logprobs = completion_logprobs(self._service.words(), chunk, self._top, self._echo)
+            logprobs = completion_logprobs(
+                self._service.required_tokenizer(), chunk, self._top, self._echo
+            )
         return {
             "index": index,
             "text": text,
@@ -341,7 +347,7 @@ class CompletionAnswer:
 
 
 async def _stream(
-    context: RequestContext,
+    exchange: HttpExchange,
     service: Service,
     request: CompletionRequest,
     answer: CompletionAnswer,
@@ -349,9 +355,9 @@ async def _stream(
 ) -> None:
     options = request.stream_options
     async with aclosing(run(service.generator, plan.asked)) as chunks:
-        await follow(context, chunks, answer.frames)
+        await follow(exchange, chunks, answer.frames)
     for body in answer.last():
-        await context.event(body)
+        await exchange.event(body)
     if options and options.include_usage:
-        await context.event(answer.total())
-    await context.end_events()
+        await exchange.event(answer.total())
+    await exchange.end_events()

@@ -26,8 +26,8 @@ from banyan.requests.generate_request import (
 )
 from banyan.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.requests.sampling_params import ParsedSampling
+from banyan.server.context import RequestContext
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
 
 R = TypeVar("R", bound=CommonRequest)
@@ -54,14 +54,10 @@ def typed(raw: Mapping[str, object], kind: type[T]) -> T:
         raise RequestError(f"the request cannot be read: {error}") from None
 
 
-def read_fields(raw: Json, kind: type[R], context: RequestContext, strict: bool) -> R:
+def read_fields(raw: Json, kind: type[R], context: RequestContext) -> R:
     """The typed request; every field of `raw` is honoured, refused or reported."""
     known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
-
-    def report(field: str, why: str) -> None:
-        context.warn_or_refuse(field, why, strict)
-
-    account_for(raw, known, REFUSED, HARMLESS, report)
+    account_for(raw, known, REFUSED, HARMLESS, context.warn_or_refuse)
     return typed(raw, kind)
 
 
@@ -163,7 +159,8 @@ def origin_of(
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
         first_experts(partial(getattr, request)),
         rooms.with_replica(
-            {name: getattr(request, name) for name in rooms.FIELDS}, context.header(rooms.HEADER)
+            {name: getattr(request, name) for name in rooms.FIELDS},
+            context.headers.get(rooms.HEADER, ""),
         ),
         adapters,
     )
@@ -218,14 +215,14 @@ def sequences(
     return [replace(r, id=RequestId(f"{r.id}_{i}")) for i, r in enumerate(found)]
 
 
-def check_model(name: str, served: str, warn: Callable[[str], None], strict: bool) -> str:
+def check_model(name: str, served: str, context: RequestContext) -> str:
     """The model name to answer with; RequestError 404 for impossible names."""
     if not name or name in (served, "default"):
         return name or served
     legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name
-    if strict or not legal:
+    if context.is_strict or not legal:
         raise no_such_model(name)
-    warn(f"model: {name!r} is not served; {served!r} answers")
+    context.warn(f"model: {name!r} is not served; {served!r} answers")
     return name
 
 

@@ -1,7 +1,6 @@
-"""One HTTP request and its one answer, written straight to the ASGI `send`.
+"""HttpExchange: one HTTP request and its one answer, written straight to the ASGI `send`.
 
-An answer is a whole body or a stream of events; whichever it is, `fail` ends it in order. Knows no
-routes and no models.
+An answer is a whole body or a stream of events. `fail` ends either of them in order.
 """
 
 import asyncio
@@ -21,10 +20,10 @@ from urllib.parse import parse_qsl
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import fresh_id
 from banyan.base.log import printable
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.engine_client.throughput_estimate import UNKNOWN_S
+from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
 from banyan.server.http.limits import ClientGone, json_object
@@ -50,13 +49,15 @@ WRITE = "banyan.write"
 says whether it did; it does not where that would have to wait."""
 
 
-class RequestContext:
-    """What a handler gets: the request, and the means to answer it.
+class HttpExchange:
+    """What a handler gets: the request, and the means to answer it. `context` holds the part that
+    does not depend on HTTP.
 
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
         words_wait: reading a text waits for other requests or processes, whatever its size.
+        is_strict: fields without effect are refused (--strict-requests).
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class RequestContext:
         send: Send,
         send_timeout_s: float = SEND_TIMEOUT_S,
         words_wait: bool = False,
+        is_strict: bool = False,
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.peer: str = (scope.get("client") or ("", 0))[0]
-        self.id = fresh_id()
+        names = {k.decode("latin-1"): v.decode("latin-1") for k, v in self.headers.items()}
+        self.context = RequestContext(headers=names, is_strict=is_strict)
         self.dialect = OPENAI
         self.body = b""
         """Until `read` has understood it."""
@@ -78,18 +81,12 @@ class RequestContext:
         """Told when the body is no longer held."""
         self.tail = ""
         """Rest of the path below a route that ends in "/"."""
-        self.tenant = b""
-        """Digest of the key that was presented: the owner of what the request makes, and part of
-        its prefix-cache namespace."""
-        self.is_admin = False
-        """What others own may be ended."""
         self.retry_after_s: Callable[[], int] = lambda: RETRY_AFTER_S
         """When it may be better, for refusals because of the load."""
         self.page = ""
         """Origin of the web page that asks, where it may read the answer."""
         self.is_probe = False
         """A health check; draining does not wait for it."""
-        self.warnings: list[str] = []
         self.began_s = time.monotonic()
         self.status = 0
         """Of the answer; 0 until it starts."""
@@ -161,21 +158,6 @@ class RequestContext:
     async def optional_object(self) -> Json:
         """As json_object, with an empty body for {}; fields may come as a query string instead."""
         return {**self.query, **(await self.json_object() if self.body else {})}
-
-    def warn(self, text: str) -> None:
-        """Report in the answer something of the request that was not honoured."""
-        self.warnings.append(text)
-
-    def warn_or_refuse(self, field: str, why: str, strict: bool) -> None:
-        """Report a field without effect, or refuse the request under --strict-requests."""
-        if strict:
-            raise RequestError(
-                f"{field[:80]!r} is not honoured by this server",
-                param=field[:80],
-                code="field_not_honoured",
-                hint="Leave it out, or start without --strict-requests",
-            )
-        self.warn(f"{field[:80]}: {why}")
 
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the exchange from outside; what the work holds is released by its cancellation."""
@@ -256,7 +238,7 @@ class RequestContext:
     def _head(self, kind: str) -> list[tuple[bytes, bytes]]:
         lines = [
             (b"content-type", kind.encode()),
-            (b"x-request-id", self.id.encode()),
+            (b"x-request-id", self.context.id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
         if given := self.headers.get(b"x-request-id"):
@@ -264,8 +246,10 @@ class RequestContext:
         if self.trace:
             lines.append((b"traceresponse", self.trace.encode()))
         lines += _for_pages(self.page)
-        if self.warnings:
-            lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))
+        if self.context.warnings:
+            lines.append(
+                (b"x-banyan-warnings", _ascii("; ".join(self.context.warnings), WARNINGS_CHARS))
+            )
         return lines
 
     def cut(self) -> None:
