@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from banyan.base.log import logger, printable, start_logging, tell
+from banyan.base.os import check_system
 from banyan.base.slow_gc import report_slow_gc
-from banyan.base.system import check_system
 from banyan.config.cli import help_text, parse
 from banyan.config.devices import facts_of
 from banyan.config.disposal import ANY

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.base.named_code import split_name
-from banyan.base.system import check_system
+from banyan.base.os import check_system
 from banyan.chat_template.named_templates import fill_in_form, template_source
 from banyan.config import resolve
 from banyan.config.devices import facts_of

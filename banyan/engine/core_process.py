@@ -15,17 +15,18 @@ import msgspec
 import torch
 import zmq
 
+from banyan.base.child_process import Process
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import let_go
 from banyan.base.log import logger
 from banyan.base.trace import Marks
+from banyan.base.wake import WakeEvent
 from banyan.config.defaults import with_settings
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.dp_attention.network_clock import open_far_step_clock
 from banyan.dp_attention.step_clock import StepClock, open_step_clock
-from banyan.engine.child_processes import Process
 from banyan.engine.core import EngineCore
 from banyan.engine.core_spec import core_spec
 from banyan.engine.flight_recorder import Recorders
@@ -34,7 +35,7 @@ from banyan.engine.grammar_setup import open_grammars
 from banyan.engine.kv_events import Publisher
 from banyan.engine.kv_transfer_setup import Served, arrange, mover_of, store_preparers
 from banyan.engine.launcher import Fanout, Launcher, Threaded
-from banyan.engine.loop import EngineLoop, Link, Wake
+from banyan.engine.loop import EngineLoop, Link
 from banyan.engine.model_loader import (
     OpenModel,
     Phases,
@@ -75,8 +76,7 @@ from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.balancer import balance_between_steps, open_balancer
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
@@ -141,10 +141,10 @@ def run_engine(
         memory = plan_the_memory(model_config, opened)
         sizes = runner_sizes(model_config, opened, memory)
         rank_access = ranks.send_sizes(sizes)
-        wake = Wake()
+        wake = WakeEvent()
         cleanup.callback(wake.close)
         served = _served(config, model_config, opened, memory.groups)
-        open_mover = mover_of(served, wake.ring, secret, rank_access)
+        open_mover = mover_of(served, wake.wake, secret, rank_access)
         lora_pool = open_lora_pool(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
@@ -155,14 +155,14 @@ def run_engine(
         kernels, marks = opened.kernels, Marks("engine")
         switching = store_preparers(served, runner.mover)
         obeying = _with_orders(config, model_config, opened, runner, [marks], lora_pool, switching)
-        launcher = _open_launcher(model_config, opened, runner, obeying, ranks, wake.ring)
-        balancer = open_balancer(config, model_config, opened.build, wake.ring)
+        launcher = _open_launcher(model_config, opened, runner, obeying, ranks, wake.wake)
+        balancer = open_balancer(config, model_config, opened.build, wake.wake)
         del opened, served  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         first, laid_out = (lora_pool.first, lora_pool.laid_out_bytes) if lora_pool else ((), 0)
         spec = core_spec(config, model_config, memory, first, are_laid_out=laid_out > 0)
         recorders = Recorders(config.observe, spec, recording, cleanup)
-        grammars = open_grammars(config, model_config, wake.ring)
+        grammars = open_grammars(config, model_config, wake.wake)
         desk = _desk_of(grammars, cleanup)
         step_clock = _step_clock(config.parallel, ranks.meeting, secret)
         tells = kv_events(config.observe) is not None
@@ -338,8 +338,8 @@ def _with_orders(
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush
     if lora_pool is not None:
-        preparers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
-        preparers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+        preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
+        preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
     return ControlOpExecutor(
         runner, preparers, opened.build.groups.world, opened.build.device, profiler.stepped
     )

@@ -106,7 +106,7 @@ class StepTensors:
             zeros(max_rows, 2, dtype=torch.int32) if store.rollback_checkpoints else None
         )
         slots = table.adapters if has_adapters else None
-        self._adapters = None if slots is None else slots.room(max_tokens, max_outputs)
+        self._adapters = None if slots is None else slots.new_step(max_tokens, max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
@@ -138,8 +138,8 @@ class StepTensors:
     def whole(self, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
         """Inputs of the full size. narrows: to the tokens of outputs (`StepInputs.chosen`)."""
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.show(self._adapters)
-            self._table.adapters.show_outputs(self._adapters.outputs)
+            self._table.adapters.use(self._adapters)
+            self._table.adapters.use_outputs(self._adapters.outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(
             *(self.row_starts, self.context_lengths, tuple(views)),
@@ -203,14 +203,14 @@ class StepTensors:
         if adapters is not None and self._adapters is not None and adapters.has_outputs:
             is_more = len(tokens) > self.max_outputs
             outputs = AdapterTokens(len(tokens)) if is_more else self._adapters.outputs
-            adapters.choose(outputs, tokens)
+            adapters.fill_outputs(outputs, tokens)
 
     def choose_of(self, batch: Batch) -> None:
         """Enter where a batch samples, which has been entered before and need not be the last one
         that was. It has no drafts."""
         count = len(batch.last)
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.turn_to(np.repeat(batch.slots, batch.counts))
+            self._table.adapters.select_step(np.repeat(batch.slots, batch.counts))
         self.choose(batch.last)
         self.chosen[:count] = sent(batch.last, self._device)
         self.to_slots[:count] = sent(batch.to_slots, self._device)
@@ -367,7 +367,7 @@ class StepTensors:
         self.tokens[:tokens] = self._table.tokens[slot_of, positions]
         self.positions[:tokens] = positions
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.mark(self._adapters, slot_of)
+            self._table.adapters.fill_on_device(self._adapters, slot_of)
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
@@ -377,7 +377,7 @@ class StepTensors:
         """The same of a divided step, of the positions of all shares."""
         self.locate(slot_of, positions)
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.mark_all(self._adapters, slot_of)
+            self._table.adapters.fill_all_on_device(self._adapters, slot_of)
 
     def locate(self, slot_of: Tensor, positions: Tensor) -> None:
         """Enter where keys and values of these positions go."""

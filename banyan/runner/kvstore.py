@@ -17,6 +17,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
+from banyan.base.os import anonymous_memory
 from banyan.layers.cache_spec import LayerCache
 from banyan.messages.plan import PageCopy
 from banyan.model_config.model_config import STATE
@@ -111,7 +112,7 @@ class KVStore:
         """The pages lie in memory of the host."""
         self.is_shared = is_shared
         is_mapped = is_shared and self.is_host
-        self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_mapped else -1
+        self.file = anonymous_memory("banyan-pages") if is_mapped else -1
         self.places: dict[int, dict[str, int]] = {}
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}

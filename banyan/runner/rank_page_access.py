@@ -25,6 +25,7 @@ import zmq
 from banyan.base.errors import DeviceError
 from banyan.base.ids import PageId
 from banyan.base.log import logger
+from banyan.base.os import anonymous_memory
 from banyan.runner.kvstore import KVStore
 from banyan.runner.page_layout import PageLayout, page_layouts_of, window_layouts
 
@@ -48,8 +49,7 @@ class PageWindow:
     def __init__(self, store: KVStore) -> None:
         self._store = store
         size = max(store.page_bytes(group) for group in range(len(store.groups)))
-        self.file = os.memfd_create("banyan-window", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, max(size, 1))
+        self.file = anonymous_memory("banyan-window", max(size, 1))
         self.memory = np.frombuffer(mmap.mmap(self.file, max(size, 1)), np.uint8)
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None:

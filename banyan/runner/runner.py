@@ -44,7 +44,7 @@ from banyan.messages.plan import (
 )
 from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
-from banyan.moe.returned_experts import told_experts
+from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
@@ -312,7 +312,7 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
             if begun.chosen is not None:
-                told = told_experts(self._build.watch, begun.chosen, batch, self._model_config)
+                told = returned_experts(self._build.watch, begun.chosen, batch, self._model_config)
                 hidden = (hidden or {}) | told
         outcome = StepOutputs(sampled, scores, vectors, hidden or {}, verified, multi_step)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self.platform))

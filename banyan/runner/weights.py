@@ -15,7 +15,7 @@ from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
-from banyan.lora.load import open_projections
+from banyan.lora.load import enable_lora
 from banyan.messages.control_ops import (
     KV_CACHE,
     MEMORY_TAGS,
@@ -87,7 +87,7 @@ def load_weights(
     if blocks is not None:
         blocks.settle(model)
     if build.adapters is not None:
-        open_projections(model, build.adapters, build.ops)
+        enable_lora(model, build.adapters, build.ops)
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
@@ -182,7 +182,7 @@ class LoadedWeights:
         self._model_config = model_config
         self._build = build
         self._runner = runner
-        self._stamp = self._stamp_of(config, model_config)
+        self._stamp = self._file_states(config, model_config)
         self._may_release = may_release
         self._released: list[str] = []
 
@@ -196,7 +196,7 @@ class LoadedWeights:
         assert isinstance(order, TakeWeights)
         model_config = self._model_config_at(order.path)
         config = replace(self._config, load_format="auto", path=model_config.path)
-        stamp = self._stamp_of(config, model_config)
+        stamp = self._file_states(config, model_config)
         loaded = [load_weights(config, model_config, self._build, self._offload)]
 
         def take() -> RankReply:
@@ -292,7 +292,7 @@ class LoadedWeights:
         Raises:
             ModelError, ConfigError: the files are not those that the weights were read from.
         """
-        if self._stamp_of(self._config, self._model_config) != self._stamp:
+        if self._file_states(self._config, self._model_config) != self._stamp:
             raise ConfigError(
                 f"the files at {printable(self._model_config.path)!r} are not those that the "
                 "weights were "
@@ -301,7 +301,7 @@ class LoadedWeights:
             )
 
     @staticmethod
-    def _stamp_of(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
+    def _file_states(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
         return [] if config.load_format == "dummy" else stamp_of(model_config)
 
     def _model_config_at(self, path: str) -> ModelConfig:

@@ -7,7 +7,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.messages.events import LiveRequest, Reply
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed

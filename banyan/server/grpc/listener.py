@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 from banyan.base.errors import CapacityError, ConfigError, RequestError
 from banyan.base.log import logger, printable
 from banyan.config.serving import ServerConfig
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler
 from banyan.server.http import auth

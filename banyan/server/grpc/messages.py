@@ -8,10 +8,10 @@ from google.protobuf.json_format import MessageToDict
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeSequence
 from banyan.requests.generate_response import split_states
 from banyan.requests.generation import Finish, TextChunk, TokenScore
-from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 
 _CONSTRAINTS = {

@@ -27,12 +27,11 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import off_loop
-from banyan.requests.embeddings import Origin
-from banyan.requests.generate_request import NativeRequest, checked_rid, namespace_of
+from banyan.requests.context import RequestContext
+from banyan.requests.generate_request import NativeRequest
 from banyan.requests.generation import TextChunk, at_once, join, run, shown_bytes
 from banyan.requests.sampling_params import merged
 from banyan.server.admin import health, loads, memory, requests, server_info
-from banyan.server.context import RequestContext
 from banyan.server.embeddings.sglang import vector_service
 from banyan.server.errors import Json
 from banyan.server.grpc.messages import chunk_of, complete_of, native_body, token_ids
@@ -85,7 +84,7 @@ class SglangScheduler(service.SglangSchedulerServicer):
             started = state.admit_to_queue(context.id)
             native = native_service(started, state)
             body = native_body(request, context)
-            asked = await native.read(body, context.tenant, request.ByteSize())
+            asked = await native.read(body, context, request.ByteSize())
             for name, why in merged(s.not_honoured for s in asked.sequences).items():
                 context.warn_or_refuse(name, why)
             with state.open.holding([s.request for s in asked.sequences], context.tenant):
@@ -104,13 +103,8 @@ class SglangScheduler(service.SglangSchedulerServicer):
                     hint="Score pairs with POST /v1/rerank or /v1/score.",
                 )
             vectors = vector_service(state.admit_to_queue(context.id), state)
-            origin = Origin(
-                rid=checked_rid(request.request_id) if request.request_id else context.id,
-                namespace=namespace_of(context.tenant, None, None),
-                caller=context.tenant,
-                route="embed",
-            )
-            asked = vectors.read([token_ids(request.tokenized)], origin)
+            fields = {"rid": request.request_id or context.id}
+            asked = vectors.read(context, fields, [token_ids(request.tokenized)], "embed")
             with state.open.holding(asked, context.tenant):
                 (vector,) = await vectors.vectors(asked)
             return pb.EmbedResponse(
