@@ -380,7 +380,7 @@ def test_an_embedding_is_the_vector_of_the_tokens(served) -> None:
     request = pb.EmbedRequest(request_id="e", tokenized=pb.TokenizedInput(input_ids=[65, 66]))
     stub.Embed(request, timeout=WAIT_S)
     asked = site.generator.asked[-1]
-    assert asked.pool and asked.prompt == [65, 66] and asked.id == "e"
+    assert asked.message.pool and asked.prompt == [65, 66] and asked.id == "e"
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
