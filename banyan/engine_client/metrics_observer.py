@@ -9,8 +9,7 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, watched
 from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"

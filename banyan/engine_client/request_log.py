@@ -19,8 +19,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
 from banyan.config.serving import ObserveConfig
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Finish, Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Finish, Generator, TextChunk, Usage, watched
 from banyan.requests.request_spec import RequestSpec
 
 log = logger(__name__)

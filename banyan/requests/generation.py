@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.config.hicache import HOST
 from banyan.messages.events import DraftReport
 from banyan.requests.chunks import Chunks, Through
 from banyan.requests.request_spec import RequestSpec
@@ -272,3 +273,81 @@ def _in_pieces(generator: Generator, request: RequestSpec) -> Chunks[TextChunk]:
     chunks = generator.generate(request)
     stride = request.message.stride
     return InStrides(chunks, stride) if stride > 1 else chunks
+
+
+def cached_details(usages: Sequence[Usage], store: str) -> dict[str, object]:
+    """How many cached tokens of these prompts lay in memory, on the host and in a store.
+
+    Args:
+        store: where pages of the cache outlive the engine; "" = nowhere.
+    """
+    cached = sum(usage.cached_tokens for usage in usages)
+    stored = sum(usage.stored_tokens for usage in usages)
+    told: dict[str, object] = {
+        "device": cached - stored,
+        "host": stored if store == HOST else 0,
+    }
+    if store:
+        told["storage"] = 0 if store == HOST else stored
+        told["storage_backend"] = store
+    return told
+
+
+def cache_miss(usages: Sequence[Usage]) -> dict[str, object]:
+    """`cache_miss` as a field to add: why no more of these prompts came from the cache, each reason
+    once (kv_cache/misses.py); none where everything came that could."""
+    reasons = dict.fromkeys(usage.cache_miss for usage in usages if usage.cache_miss)
+    return {"cache_miss": ",".join(reasons)} if reasons else {}
+
+
+class RequestObserver(Protocol):
+    """Of one request."""
+
+    def take(self, chunk: TextChunk) -> None: ...
+
+    def refuse(self, error: RequestError) -> None:
+        """It fails; `end` follows."""
+        ...
+
+    def end(self) -> None:
+        """Its last chunk was taken, or its reader went away before."""
+        ...
+
+
+def watched(onlooker: RequestObserver, begin: Callable[[], Chunks[TextChunk]]) -> Chunks[TextChunk]:
+    """What `begin` gives, seen by `onlooker`, who is also told when it raises RequestError."""
+    try:
+        return _Watched(begin(), onlooker)
+    except RequestError as error:
+        onlooker.refuse(error)
+        onlooker.end()
+        raise
+
+
+class _Watched(Through[TextChunk]):
+    def __init__(self, inner: Chunks[TextChunk], onlooker: RequestObserver) -> None:
+        super().__init__(inner)
+        self._onlooker = onlooker
+        self._has_ended = False
+
+    def take(self) -> TextChunk | None:
+        try:
+            chunk = self.inner.take()
+        except RequestError as error:
+            self._onlooker.refuse(error)
+            self._end()
+            raise
+        if chunk is not None:
+            self._onlooker.take(chunk)
+            if chunk.finish is not None:
+                self._end()
+        return chunk
+
+    def close(self) -> None:
+        self.inner.close()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._onlooker.end()

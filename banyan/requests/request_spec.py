@@ -21,7 +21,7 @@ from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
-from banyan.requests.input_embeds import namespace_with
+from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 

@@ -13,7 +13,7 @@ from banyan.server.openai.fields import (
     in_openai_words,
     read_fields,
 )
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import Extension
 from banyan.server.state import ServerState, Service
