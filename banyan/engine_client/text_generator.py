@@ -73,8 +73,8 @@ class TextGenerator:
         check_spec(request, self._limits, self._tokenizer is not None)
         words = None
         if self._tokenizer is not None and not request.message.pool:
-            words = Words(request, self._tokenizer)
-        reader = OutputReader(request, words, told_width(request, self._limits))
+            words = TextDecoder(request, self._tokenizer)
+        reader = OutputReader(request, words, position_width(request, self._limits))
         request = with_room(request, self._limits)
         weight = self._weight_of(request.message.caller)
         if weight != request.message.weight:
@@ -115,8 +115,8 @@ class _Output(Chunks[TextChunk]):
             self._client.stop_at(stream.request, reader.num_tokens)
         return reader.chunk()
 
-    def tell(self, more: Callable[[], None] | None) -> None:
-        self._stream.tell(more)
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        self._stream.on_more(more)
 
     def close(self) -> None:
         self._stream.close()
@@ -149,7 +149,7 @@ def with_log(
     return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
 
 
-class Words:
+class TextDecoder:
     """Token ids to text that is cut at stops, one token at a time."""
 
     def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
@@ -177,7 +177,7 @@ class Words:
 class OutputReader:
     """Collects the events of one request; `chunk` gives what is new."""
 
-    def __init__(self, request: RequestSpec, words: Words | None, width: int = 0) -> None:
+    def __init__(self, request: RequestSpec, words: TextDecoder | None, width: int = 0) -> None:
         self.stopped_by: str | None = None
         """Stop text that ended the request; later tokens are not taken in."""
         self.num_tokens = 0
@@ -197,7 +197,7 @@ class OutputReader:
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
-        self._hidden = ToldPositions(request, width)
+        self._hidden = PositionValues(request, width)
         self._latest: Tokens | Finished | None = None
         """What tells how much of the prompt was cached."""
         self._finish: Finish | None = None
@@ -331,7 +331,7 @@ class OutputReader:
         return Usage(num_prompt, self.num_tokens, *told)
 
 
-class ToldPositions:
+class PositionValues:
     """Hidden states of one request, or the experts that it chose, as they arrive, position by
     position.
 
@@ -372,6 +372,6 @@ class ToldPositions:
         return {"experts": found[: positions * self._state_bytes]}
 
 
-def told_width(request: RequestSpec, limits: Limits) -> int:
+def position_width(request: RequestSpec, limits: Limits) -> int:
     """Numbers that are told of a position."""
     return limits.hidden_size if request.hidden else limits.expert_choices

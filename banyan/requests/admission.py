@@ -56,7 +56,7 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
             code="not_available",
             hint="Start the server with --enable-return-hidden-states.",
         )
-    if request.message.tells_experts:
+    if request.message.wants_experts:
         _check_experts(request, limits)
     if request.message.embeds:
         _check_embedded(request)
@@ -155,7 +155,7 @@ def _positions(request: RequestSpec) -> int:
 
 def _told_positions(request: RequestSpec) -> int:
     message = request.message
-    return _positions(request) - message.hidden_from if message.tells_experts else 0
+    return _positions(request) - message.hidden_from if message.wants_experts else 0
 
 
 def _width(request: RequestSpec) -> int:

@@ -162,7 +162,7 @@ class NativeService:
             meta |= self._scores(sequence, chunk)
         if sequence.request.hidden and chunk.finish is not None:
             meta["hidden_states"] = self._hidden_states(sequence, chunk)
-        if sequence.request.message.tells_experts and chunk.finish is not None:
+        if sequence.request.message.wants_experts and chunk.finish is not None:
             meta["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
         if sequence.show_prompt_ids:
             meta["prompt_token_ids"] = sequence.request.prompt

@@ -126,7 +126,7 @@ def specs_of(
         fields["return_hidden_states"] = LAST_HIDDEN
     num = len(prompts) if len(prompts) > 1 else None
     specs = build_specs(context, Fields(fields, num), prompts, route)
-    if len(specs) > 1 and specs[0].message.tells_experts:
+    if len(specs) > 1 and specs[0].message.wants_experts:
         raise RequestError(
             f"return_routed_experts is of one sequence on this route, and these are {len(specs)}",
             param="return_routed_experts",
