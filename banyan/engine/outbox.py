@@ -1,7 +1,8 @@
 """Outbox: what goes to the front with each round of the loop, in few frames where nobody waits.
 
 A request whose reader takes nothing before its end (`Generate.stream_interval` 0) has its tokens
-sent a few times a second instead of at every step: each event costs the front more than a small model's step.
+sent a few times a second instead of at every step: each event costs the front more than a small
+model's step.
 One whose tokens are told while their plan still runs does not get them again. Knows no link.
 """
 

@@ -349,7 +349,7 @@ async def test_a_look_that_fails_is_told_and_not_the_last_one(caplog):
         stream = client.submit(generate())
         await until(lambda: engine.received)
         clock.to_fail = 1
-        await until(lambda: "a look at the engine failed" in caplog.text)
+        await until(lambda: "a health check of the engine failed" in caplog.text)
         clock.advance_to(101.0)
         assert [e.code for e in await events_of(stream)] == ["engine_stuck"]
 
