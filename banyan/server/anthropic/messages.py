@@ -28,7 +28,7 @@ from banyan.server.openai.fields import (
     in_words,
     typed,
 )
-from banyan.server.openai.lora import model_and_adapter
+from banyan.server.openai.models import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState
 

@@ -20,7 +20,7 @@ from banyan.requests.embeddings import (
 )
 from banyan.requests.generate_request import MAX_SCORE_IDS
 from banyan.requests.generation import TextChunk, collect
-from banyan.requests.long_texts import check_total
+from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import (
     Fields,
     PromptSpec,
