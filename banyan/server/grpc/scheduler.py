@@ -29,7 +29,7 @@ from banyan.base.errors import RequestError
 from banyan.base.thread_pool import off_loop
 from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeRequest
-from banyan.requests.generation import TextChunk, at_once, join, run, shown_bytes
+from banyan.requests.generation import TextChunk, join, run, shown_bytes, unstreamed
 from banyan.requests.sampling_params import merged
 from banyan.server.admin import health, loads, memory, requests, server_info
 from banyan.server.embeddings.sglang import vector_service
@@ -186,7 +186,7 @@ async def _answers(service: Service, asked: NativeRequest) -> AsyncIterator[pb.G
     wanted = [sequence.request for sequence in asked.sequences]
     received: list[list[TextChunk]] = [[] for _ in wanted]
     width = service.limits.hidden_size
-    chunks = run(service.generator, wanted if asked.stream else at_once(wanted))
+    chunks = run(service.generator, wanted if asked.stream else unstreamed(wanted))
     async with aclosing(chunks):
         async for index, chunk in chunks:
             sequence, parts = asked.sequences[index], received[index]
