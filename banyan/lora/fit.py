@@ -1,6 +1,6 @@
-"""Whether an adapter belongs to a model: every tensor has its place, and every projection that it
-claims has its tensors. Knows names and sizes, no numbers.
-"""
+"""FitCheck: whether an adapter fits a model. Every tensor needs a place, and every projection that
+the
+configuration names needs tensors. Checks names and shapes only."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -47,11 +47,11 @@ _END_KINDS = {"embedding": EMBEDDING, **dict.fromkeys(HEADS, HEAD)}
 
 @dataclass(frozen=True)
 class Base:
-    """What an adapter must fit: the model of one rank, without its weights.
+    """The model of one rank, without weights, that adapters must fit.
 
     Attributes:
-        stage: the layers that the rank has.
-        shares: what it has of the vocabulary.
+        stage: the layers of this rank.
+        shares: this rank's part of the vocabulary.
         experts: the projections of experts.
     """
 
@@ -63,9 +63,10 @@ class Base:
 
 
 def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
-    """An adapter with the names of a whole model: made for the body alone (`AutoModel`), it leaves
-    out what stands in front of them. What it does to the pooler of an encoder without classes,
-    which no vector goes through, counts for nothing."""
+    """An adapter with the module names of the whole model. An adapter for the body alone
+    (`AutoModel`)
+    lacks their prefix. Changes to the pooler of an encoder without classes have no effect and are
+    dropped."""
     names = FAMILIES.load(base.model_config.architecture).names.get(adapter_config.format)
     if names is None:
         return adapter_config
@@ -91,7 +92,7 @@ def _is_known(name: str, names: NameMap) -> bool:
 
 
 class FitCheck:
-    """Whether an adapter belongs to a model."""
+    """Where each tensor of an adapter goes in a model."""
 
     def __init__(self, base: Base, adapter_config: AdapterConfig) -> None:
         self._adapter_config = adapter_config
@@ -112,8 +113,9 @@ class FitCheck:
         self.is_interleaved = self._names.has_gates_between
 
     def _check_tokenizer(self) -> None:
-        """ConfigError where a tokenizer came with the adapter that has tokens beyond the base's; of
-        some bases the tokenizer itself has such."""
+        """ConfigError if the adapter's own tokenizer has tokens beyond the base model's vocabulary.
+        Some base
+        tokenizers have such tokens too; those are accepted."""
         base, highest = self._base.model_config, self._adapter_config.highest_token
         if highest < base.vocab_size or names_token(base.path, highest):
             return
@@ -127,7 +129,7 @@ class FitCheck:
             ) from None
 
     def expert_place(self, name: str, low_rank: LowRank) -> ExpertPlace | None:
-        """Where the matrices of experts go; None for those of anything else.
+        """Where matrices of experts go; None if they are for something else.
 
         Raises:
             ConfigError: the model has no such experts.
@@ -149,10 +151,10 @@ class FitCheck:
         return place
 
     def place_of(self, name: str, low_rank: LowRank) -> Place | None:
-        """Where a module's matrices go; None on another rank.
+        """Where the matrices of a module go; None if on another rank.
 
         Raises:
-            ConfigError: the model has no such projection, or one of another size.
+            ConfigError: the model has no such projection, or one with another size.
         """
         place = module_place(name, self._names)
         if place is not None and place.module in self._base.shares:
@@ -204,10 +206,10 @@ class FitCheck:
         )
 
     def place_of_whole(self, name: str, whole: ReplacedWeight) -> Place:
-        """Where a weight that the adapter brings goes.
+        """Where a replaced weight goes.
 
         Raises:
-            ConfigError: no weight of the base may be replaced there, or by that.
+            ConfigError: this weight of the base model cannot be replaced.
         """
         heads = {CLASSES, ENCODER_CLASSES}.intersection(name.split("."))
         if heads and not self._base.model_config.labels:
@@ -245,7 +247,7 @@ class FitCheck:
         )
 
     def _ends_here(self) -> str:
-        """What of this model may be replaced as a whole."""
+        """The weights of this model that can be replaced."""
         if HEADS[2] in self._base.shares:
             return f"{EMBEDDING} and {ENCODER_CLASSES}"
         if "head" not in self._base.shares:
@@ -253,11 +255,12 @@ class FitCheck:
         return f"{EMBEDDING} and {CLASSES if self._base.model_config.labels else HEAD}"
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
-        """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
-        has it, unless the adapter brings others for the head.
+        """Where rows of single tokens go. If embedding and head are tied, to both, as in PEFT,
+        unless the
+        adapter has separate rows for the head.
 
         Raises:
-            ConfigError: the base has no such tokens there.
+            ConfigError: the base model has no such tokens there.
         """
         place = place_of(f"{name}.weight", self._names)
         if place is None or place.module not in self._base.shares:
@@ -306,13 +309,14 @@ class FitCheck:
             flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)} ({kind}), and the server "
-                "was started without room for that",
+                "was started without memory for that",
                 hint=f"name such an adapter in --lora-paths at the start{flag}",
             )
 
     def check_claims(self) -> None:
-        """ConfigError when a layer lacks a projection that the adapter says it changes, or a head
-        one of the two that it brings."""
+        """ConfigError if a layer lacks a projection that the configuration names, or if the adapter
+        replaces
+        only one of the two projections of a head."""
         there = {module_place(name, self._names) for name in self._adapter_config.modules}
         claimed: dict[Place | None, str] = {}  # a body may have two names
         for name in self._claimed():
@@ -361,7 +365,7 @@ class FitCheck:
         module = "" if place is None else place.module
         hint = MERGE
         if ".attention.indexer." in module:
-            why = "what an indexer reads takes no adapters here"
+            why = "projections of an indexer take no adapters here"
         else:
             why = f"the model has no such projection{self._made_for()}"
             hint = "serve the model that it was made for"

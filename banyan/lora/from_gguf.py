@@ -1,6 +1,6 @@
-"""Adapters in llama.cpp's form: one GGUF file with `adapter.type` lora, and two matrices for each
-weight. Reads its header, no tensors.
-"""
+"""Reads LoRA adapters in llama.cpp's format: a GGUF file with `adapter.type` lora and two matrices
+per
+weight. Reads the header only."""
 
 import math
 import re
@@ -15,10 +15,10 @@ _MATRIX = re.compile(r"(.+)\.weight\.lora_(a|b)")
 
 
 def read_gguf(path: str) -> AdapterConfig:
-    """The configuration of the adapter in a file.
+    """Read the configuration of an adapter from a GGUF file.
 
     Raises:
-        ConfigError, ModelError: one that cannot be served; says which and why.
+        ConfigError, ModelError: the adapter cannot be served.
     """
     folder = printable(path, 200)
     with GGUFFile.open(path, has_words=False) as file:
@@ -40,7 +40,7 @@ def read_gguf(path: str) -> AdapterConfig:
 
 
 def _alpha(file: GGUFFile, folder: str) -> float:
-    """0 means a factor of 1."""
+    """Return alpha; 0 means that the scale is 1."""
     kind = (file.metadata.get("general.type"), file.metadata.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise ConfigError(
@@ -50,7 +50,7 @@ def _alpha(file: GGUFFile, folder: str) -> float:
         )
     if "adapter.alora.invocation_tokens" in file.metadata:
         raise ConfigError(
-            f"adapter {folder!r} counts from some token of the prompt on only (aLoRA), which is "
+            f"adapter {folder!r} applies only after some token of the prompt (aLoRA), which is "
             "not available here",
             hint="merge it into the weights",
         )

@@ -1,6 +1,5 @@
-"""Adapters in PEFT's form: a folder with a configuration and safetensors. Reads headers, no
-tensors, and says of what is not served why.
-"""
+"""Reads LoRA adapters in PEFT's format: a folder with `adapter_config.json` and safetensors. Reads
+headers only, and refuses unsupported features by name."""
 
 import os
 import re
@@ -45,22 +44,22 @@ _ABSENT_FEATURES = {
     "lora_bias": "its matrices have biases",
     "fan_in_fan_out": "its matrices are transposed",
     "layer_replication": "it adds layers to the base",
-    "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
+    "alora_invocation_tokens": "it applies only after some token of the prompt (aLoRA)",
     "megatron_config": "it belongs to Megatron's layers",
     "arrow_config": "its parts are chosen for each token",
     "use_bdlora": "its matrices are made of blocks",
     "monteclora_config": "its matrices are drawn at random",
 }
-"""Keys that ask for what is not computed here, and what they ask for."""
+"""Configuration key of an unsupported feature -> reason for the error message."""
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that change the base's weights too."""
+"""Prefixes of `init_lora_weights` values that also change the base model's weights."""
 
 
 def read_peft(path: str) -> AdapterConfig:
-    """The configuration of the adapter in a folder.
+    """Read the configuration of the adapter in a folder.
 
     Raises:
-        ConfigError, ModelError: one that cannot be served; says which and why.
+        ConfigError, ModelError: the adapter cannot be served.
     """
     folder = printable(path, 200)
     _check_files(path, folder)
@@ -131,7 +130,7 @@ def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
 
 
 class _Scales:
-    """Rank and scale of each projection, as the configuration has them."""
+    """Rank and scale of each projection, from `r`, `lora_alpha` and their patterns."""
 
     def __init__(self, facts: Facts) -> None:
         self._rank = facts.integer("r", 1, MAX_RANK, 8)
@@ -141,7 +140,7 @@ class _Scales:
         self._alphas = _patterns(facts, "alpha_pattern")
 
     def of(self, module: str) -> tuple[int, float, float]:
-        """Rank, alpha and the factor that they come to."""
+        """Rank, alpha and the resulting scale."""
         rank = int(_matching(self._ranks, module, self._rank))
         alpha = _matching(self._alphas, module, self._alpha)
         return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
@@ -159,10 +158,11 @@ def _patterns(facts: Facts, key: str) -> dict[str, float]:
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of the name; "^" in front: all of it.
+    r"""The value of the first pattern that matches the end of the name, or all of it after "^".
 
-    Only plain names are patterns here, behind ".*\\." too, which PEFT writes for stacked experts: a
-    stranger's regular expression is not run.
+    Only plain names, optionally after ".*\\.", are patterns here; PEFT writes that prefix for
+    stacked
+    experts. Regular expressions from strangers are not executed.
     """
     for pattern, value in patterns.items():
         plain = pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$")
@@ -237,8 +237,8 @@ def _with_bias(
     check_types((bias,), folder)
     if bias.shape != whole.shape[:1]:
         raise ConfigError(
-            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and the "
-            f"weight beside it {list(whole.shape)}",
+            f"adapter {folder!r}: {printable(name, 120)} has shape {list(bias.shape)}, and its "
+            f"weight {list(whole.shape)}",
             hint="save or download it again",
         )
     return replace(whole, bias=name)
@@ -279,7 +279,7 @@ def _low_rank(
 
 
 def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """Names that the configuration says it adapts in every layer."""
+    """Names that `target_modules` adapts in every layer."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if any(raw.get(key) not in (None, []) for key in narrowed):
         return ()
@@ -290,7 +290,7 @@ def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _parameters(facts: Facts) -> tuple[str, ...]:
-    """Names of parameters that it adapts, or ends of them."""
+    """Names in `target_parameters`, or suffixes of them."""
     claimed = facts.any("target_parameters")
     if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
         return ()
@@ -298,7 +298,8 @@ def _parameters(facts: Facts) -> tuple[str, ...]:
 
 
 def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """The same, of those that it adapts in every layer: a name with a number is of one."""
+    """Names in `target_parameters` that apply to every layer; a name with a number is for one
+    layer."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     claimed = raw.get("target_parameters")
     is_restricted = any(raw.get(key) not in (None, []) for key in narrowed)
@@ -318,7 +319,7 @@ _ROWS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
 _ID = re.compile(r"[0-9]{1,18}")
 _MAX_TOKENS = 1 << 16
 _MAX_TOKENIZER_BYTES = 128 << 20
-"""Of a tokenizer.json."""
+"""Limit for the size of a tokenizer.json."""
 
 
 class _Added(msgspec.Struct):
@@ -326,17 +327,17 @@ class _Added(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is read of a tokenizer.json."""
+    """The part of a tokenizer.json that is read here."""
 
     added_tokens: list[_Added] = []
 
 
 def highest_token(path: str) -> int:
-    """The highest id that the tokenizer in a folder gives to a token beside its words
-    (`added_tokens.json`, `tokenizer_config.json`, `tokenizer.json`); -1 where there is none.
+    """The highest id of a token that the tokenizer in a folder adds to its vocabulary
+    (`added_tokens.json`, `tokenizer_config.json`, `tokenizer.json`); -1 if there is none.
 
     Raises:
-        ConfigError, ModelError: a file of the tokenizer cannot be read.
+        ConfigError, ModelError: a tokenizer file cannot be read.
     """
     plain = read_json(os.path.join(path, "added_tokens.json"), is_needed=False)
     config = read_json(os.path.join(path, "tokenizer_config.json"), is_needed=False)
@@ -372,7 +373,7 @@ def _tokenizer(path: str) -> _Tokenizer:
 
 
 def module_of_tokens(name: str) -> str:
-    """The module whose rows a tensor of a file brings; "" for other tensors."""
+    """The module whose token rows a tensor holds; "" for other tensors."""
     match = _ROWS.fullmatch(name)
     return match.group(1) if match else ""
 
@@ -380,13 +381,13 @@ def module_of_tokens(name: str) -> str:
 def token_rows(
     file: SafetensorsFile, names: Mapping[str, str], raw: Mapping[str, object], folder: str
 ) -> dict[str, TokenRows]:
-    """By module, with the ids that the configuration names.
+    """Token rows by module, with the ids from the configuration.
 
     Args:
-        names: module -> its tensor.
+        names: module -> tensor name.
 
     Raises:
-        ConfigError: configuration and tensors do not belong together.
+        ConfigError: the configuration and the tensors do not match.
     """
     asked = _asked(raw.get(_KEY), folder)
     found: dict[str, TokenRows] = {}
@@ -412,7 +413,7 @@ def token_rows(
 
 
 def _asked(given: object, folder: str) -> dict[str, tuple[int, ...]]:
-    """Last parts of modules' names -> ids."""
+    """Last part of a module's name -> ids, from `trainable_token_indices`."""
     if given in (None, [], {}):
         return {}
     by_name = given if is_object(given) else {EMBEDDING: given}
@@ -440,7 +441,7 @@ _FIRST = ("gate_up_proj", "up_proj")
 
 
 def is_stack(module: str) -> bool:
-    """Whether a module is a parameter of all experts of a layer."""
+    """Whether a module is a parameter that holds all experts of a layer."""
     return bool(_STACK.fullmatch(module))
 
 
@@ -450,14 +451,14 @@ def stacks_by_parameter(
     parameters: tuple[str, ...],
     folder: str,
 ) -> dict[str, dict[str, str]]:
-    """Modules by name, with the names of parameters instead of those of what PEFT wraps them in:
-    one around the other, the first parameter innermost, ".experts.base_layer" and ".experts".
+    """Rename PEFT's wrapper modules to the parameters that they adapt. PEFT nests the wrappers
+    (".experts.base_layer", ".experts") with the first parameter innermost.
 
     Args:
-        parameters: names that the configuration has, or ends of them.
+        parameters: names from `target_parameters`, or suffixes of them.
 
     Raises:
-        ConfigError: they cannot be told from one another.
+        ConfigError: the number of wrappers and of parameters differ.
     """
     plain = {name: both for name, both in found.items() if not _WRAPPED.fullmatch(name)}
     wrapped: dict[str, list[str]] = {}
@@ -486,8 +487,9 @@ def stacks_by_parameter(
 def _is_reversed(
     file: SafetensorsFile, found: Mapping[str, dict[str, str]], layers: list[str]
 ) -> bool:
-    """Whether the innermost of two parameters is the one behind the activation, which has half of
-    the other's outputs as its inputs."""
+    """Whether the innermost of two parameters is the down projection, whose inputs are half of the
+    other
+    one's outputs."""
     shapes = [
         (file.tensors[both["A"]].shape, file.tensors[both["B"]].shape)
         for both in (found[layer] for layer in layers)

@@ -1,5 +1,6 @@
-"""Projections beside which adapters may lie: the weight that adds them. A model that is built
-without adapters has none of this.
+"""Layers with adapters: wrappers around packed weights that add the adapter's part of each token.
+
+Models without --enable-lora use none of these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +22,15 @@ from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 
 Projection = ColumnLinear | RowLinear
 EXPANSION_SUFFIX = ".attention.expansion"
-"""Of the module's name in the model."""
+"""End of the module's name in the model."""
 ROUTER_SUFFIX = ".mlp.router"
 
 
 class AdaptedLinear:
-    """A packed weight with the adapters beside it.
+    """A packed weight plus the adapters of a projection.
 
     Args:
-        gathers: the rows that come to it were gathered.
+        gathers: its input rows were gathered from all ranks.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class AdaptedLinear:
 
 
 class AdaptedEmbedding:
-    """A packed embedding with the adapters beside it."""
+    """A packed embedding plus the adapters' changes."""
 
     def __init__(
         self, rows: PackedEmbedding, table: RowTable, lora_targets: LoRATargets, ops: Ops
@@ -72,10 +73,10 @@ class AdaptedEmbedding:
 
 
 class AdaptedLogits:
-    """The packed weight of the logits, or of scores of classes, with the adapters beside it.
+    """The packed weight of logits or class scores plus the adapters' changes.
 
     Args:
-        tables: what is done to the outputs, one after another.
+        tables: changes to the outputs, applied in this order.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class AdaptedLogits:
 
 
 def wrap(lora_targets: LoRATargets, name: str, projection: Projection, ops: Ops) -> None:
-    """Let adapters lie beside a filled projection; weights that come later find the same ones."""
+    """Wrap a filled projection. Later weight updates replace the weight inside the wrapper's model
+    slot."""
     lora_targets.add_table(name)
     assert projection.weight is not None
     has_gains = GAINS in lora_targets.kinds
@@ -108,8 +110,7 @@ def wrap(lora_targets: LoRATargets, name: str, projection: Projection, ops: Ops)
 def wrap_ends(
     lora_targets: LoRATargets, embedding: Embedding, head: nn.Module | None, ops: Ops
 ) -> None:
-    """The same for the embedding and the head, of logits or of classes, where they were asked
-    for."""
+    """Wrap the embedding and the head, of logits or classes, if adapters may change them."""
     if EMBEDDING in lora_targets.kinds and embedding.rows is not None:  # of later stages it is None
         table = lora_targets.rows.setdefault("embedding", RowTable(lora_targets.capacity))
         embedding.rows = AdaptedEmbedding(embedding.rows, table, lora_targets, ops)
@@ -124,10 +125,10 @@ def wrap_head(
     ops: Ops,
     has_bias: bool = False,
 ) -> None:
-    """Let adapters lie beside a filled head.
+    """Wrap a filled head.
 
     Args:
-        has_bias: what they bring in its place has one too.
+        has_bias: adapters replace its bias too.
     """
     assert head.weight is not None
     names = [name, bias_of(name)] if has_bias else [name]
@@ -136,19 +137,19 @@ def wrap_head(
 
 
 def bias_of(head: str) -> str:
-    """Where the biases lie that adapters bring with a head."""
+    """Key of the biases that adapters bring with a head."""
     return f"{head}.bias"
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
-    """Every projection within a model's blocks, by name."""
+    """Every projection within the model's blocks, by name."""
     for name, module in model.named_modules():
         if name.startswith("layers.") and isinstance(module, ColumnLinear | RowLinear):
             yield name, module
 
 
 class AdaptedExperts:
-    """Packed experts with the adapters beside them."""
+    """Packed experts plus the adapters of each (token, expert) pair."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class AdaptedExperts:
         return self._packed(x, ids, weights, own)
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
-        raise AssertionError("experts with adapters lie in their order (lora/rules.py)")
+        raise AssertionError("experts with adapters are never moved (lora/rules.py)")
 
     def parts(self, at: int) -> list[Tensor]:
         return self._packed.parts(at)
@@ -178,14 +179,14 @@ class AdaptedExperts:
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, ExpertBlock]]:
-    """Every block of experts, by name."""
+    """Every MoE block, by name."""
     for name, module in model.named_modules():
         if name.startswith("layers.") and isinstance(module, ExpertBlock):
             yield name, module
 
 
 def add_expert_tables(name: str, experts: Experts, lora_targets: LoRATargets) -> None:
-    """Make room for what adapters bring for a layer's experts."""
+    """Create the tables of a layer's experts."""
     for side, weights in (("gate_up", experts.gate_up), ("down", experts.down)):
         width = lora_targets.max_rank * len(weights.parts)
         lora_targets.experts.setdefault(
@@ -201,7 +202,7 @@ def add_expert_tables(name: str, experts: Experts, lora_targets: LoRATargets) ->
 
 
 def wrap_experts(name: str, experts: Experts, lora_targets: LoRATargets) -> None:
-    """Let adapters lie beside filled experts; weights that come later find the same ones."""
+    """Wrap filled experts. Weights that are loaded later use the same tables."""
     add_expert_tables(name, experts, lora_targets)
     assert experts.packed is not None
     gate_up, down = (lora_targets.experts[f"{name}.{side}"] for side in ("gate_up", "down"))
@@ -216,7 +217,9 @@ def own_inputs(weights: ExpertWeights) -> int:
 
 
 class AdaptedHeadLinear:
-    """A packed matrix per head with the adapters beside it.
+    """Packed matrices, one per head, plus the adapters: the absorbed projections of latent
+    attention
+    (MLA), which map queries into the latent space and values out of it.
 
     Args:
         tables: by head.
@@ -241,7 +244,7 @@ class AdaptedHeadLinear:
 
 
 def expansions(model: nn.Module) -> Iterator[tuple[str, HeadExpansion]]:
-    """Every expansion of latents within a model's blocks, by name."""
+    """Every latent expansion (kv_b_proj) within the model's blocks, by name."""
     for name, module in model.named_modules():
         if name.startswith("layers.") and isinstance(module, HeadExpansion):
             yield name, module
@@ -250,7 +253,7 @@ def expansions(model: nn.Module) -> Iterator[tuple[str, HeadExpansion]]:
 def add_head_tables(
     name: str, expansion: HeadExpansion, lora_targets: LoRATargets
 ) -> tuple[list[AdapterTable], list[AdapterTable]]:
-    """Room for what adapters bring for the heads of this rank: into the latent space, and back."""
+    """Create the tables for this rank's heads: into the latent space, and back."""
     facts, found = expansion.facts, ([], [])
     for head in range(heads_of(expansion)):
         sizes = (facts.plain_dim, facts.rank), (facts.rank, facts.value_dim)
@@ -263,7 +266,7 @@ def add_head_tables(
 
 
 def wrap_heads(name: str, expansion: HeadExpansion, lora_targets: LoRATargets, ops: Ops) -> None:
-    """Let adapters lie beside a filled expansion; weights that come later find the same ones."""
+    """Wrap a filled expansion. Weights that are loaded later use the same tables."""
     assert expansion.into is not None and expansion.back is not None
     into, back = add_head_tables(name, expansion, lora_targets)
     expansion.into = AdaptedHeadLinear(expansion.into, into, lora_targets, ops)
@@ -271,13 +274,13 @@ def wrap_heads(name: str, expansion: HeadExpansion, lora_targets: LoRATargets, o
 
 
 def heads_of(expansion: HeadExpansion) -> int:
-    """How many of them this rank has."""
+    """Number of heads on this rank."""
     first, last = expansion.rule.span(expansion.shape[0], expansion.group)
     return (last - first) // expansion.rule.unit
 
 
 def enable_heads(model: nn.Module, lora_targets: LoRATargets, ops: Ops) -> None:
-    """Wrap expansions, where they were asked for."""
+    """Wrap all expansions if adapters may change them."""
     for name, expansion in expansions(model):
         lora_targets.slots[name] = expansion.slots()["weight"]
         if EXPANSION in lora_targets.kinds:
@@ -285,14 +288,14 @@ def enable_heads(model: nn.Module, lora_targets: LoRATargets, ops: Ops) -> None:
 
 
 def declare_heads(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """The same for a model without weights."""
+    """`enable_heads` for a model without weights."""
     for name, expansion in expansions(model):
         lora_targets.slots[name] = expansion.slots()["weight"]
         add_head_tables(name, expansion, lora_targets)
 
 
 def enable_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """Let adapters lie beside experts and routers, where they were asked for."""
+    """Wrap experts and routers if adapters may change them."""
     for name, block in expert_blocks(model):
         router = f"{name}.router"
         lora_targets.slots[router] = block.router.slots()["weight"]
@@ -305,7 +308,7 @@ def enable_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
 
 
 def declare_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """The same for a model without weights."""
+    """`enable_experts` for a model without weights."""
     for name, block in expert_blocks(model):
         lora_targets.slots[f"{name}.router"] = block.router.slots()["weight"]
         lora_targets.add_table(f"{name}.router")

@@ -1,7 +1,6 @@
-"""From an adapter's tensors to this rank's share of them, by projection of the model.
+"""Loads an adapter: reads its tensors and cuts this rank's part for each layer of the model.
 
-Knows names, files and cuts; what is done with the matrices is the op's. An adapter fits wholly or
-not at all: every tensor has its projection, and every projection that it claims has its tensors.
+An adapter fits completely or is refused: `lora/fit.py`.
 """
 
 import hashlib
@@ -70,19 +69,18 @@ from banyan.ops.stored import StoredWeight
 _DIGEST_BYTES = 16
 _BLOCK = 1 << 20
 _LATENT = ("squeeze", "query", "latent", "out")
-"""Projections of latent attention that are products by themselves."""
+"""Projections of latent attention that are plain matrix products."""
 _SHORT = 64
-"""Tokens of a model that is never run."""
+"""Context length of a model that is never run."""
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """
-    Attributes:
-        parts: projection of the model -> what the adapter adds there on this rank.
-        experts: the same of projections of experts, by expert.
-        rows: what it does to whole rows; projection, "embedding" or "head" -> what.
-        digest: of the files; the same on every rank.
+    """Attributes:
+    parts: projection of the model -> this rank's matrices.
+    experts: the same for projections of experts, by expert.
+    rows: changes to whole rows, by projection, "embedding" or a head.
+    digest: hash of the files; the same on every rank.
     """
 
     parts: Mapping[str, list[Part]]
@@ -93,7 +91,7 @@ class LoadedAdapter:
 
 
 def enable_lora(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
-    """Wrap the projections that adapters may change."""
+    """Wrap the layers of a loaded model that adapters may change."""
     assert isinstance(model, DecoderLM | EncoderLM)
     for name, projection in _open(model, lora_targets):
         wrap(lora_targets, name, projection, ops)
@@ -106,7 +104,7 @@ def enable_lora(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
 
 
 def base_without_weights(model_config: ModelConfig, ops: Ops) -> Base:
-    """What adapters of a model must fit, without its weights."""
+    """What adapters of a model must fit, without loading its weights."""
     model: DecoderLM | EncoderLM
     if model_config.is_encoder:
         model = EncoderLM(model_config, Build(ops))
@@ -125,7 +123,7 @@ def base_without_weights(model_config: ModelConfig, ops: Ops) -> Base:
 def _open(
     model: DecoderLM | EncoderLM, lora_targets: LoRATargets
 ) -> Iterator[tuple[str, Projection]]:
-    """The projections that adapters may change; of those that are closed, the sizes are kept."""
+    """The projections that adapters may change. The sizes of all others are recorded too."""
     named = _named(model.model_config)
     for name, projection in projections(model):
         if stems := named.get(_template(name), ()):
@@ -135,7 +133,7 @@ def _open(
 
 
 def base_of(model: Model, lora_targets: LoRATargets) -> Base:
-    """What adapters of `model` must fit, once its projections are open."""
+    """What adapters of `model` must fit, after its tables have been created."""
     assert isinstance(model, DecoderLM | EncoderLM)
     return Base(
         model.model_config, model.stage, lora_targets, shares_of(model), expert_slots(model)
@@ -143,7 +141,7 @@ def base_of(model: Model, lora_targets: LoRATargets) -> Base:
 
 
 def load_adapter(path: str, base: Base) -> LoadedAdapter:
-    """This rank's share of the adapter in a folder.
+    """Load this rank's part of an adapter.
 
     Raises:
         ConfigError: it cannot be served, or does not fit the model.
@@ -205,10 +203,10 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
 def _gains(
     adapter_config: AdapterConfig, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
 ) -> dict[str, RowPart]:
-    """Rows of weight and matrices together are brought to the lengths that the adapter says.
+    """Scales that bring the rows of weight plus update to the adapter's magnitudes (DoRA).
 
     Args:
-        scaled: name of a weight -> its place, what the adapter adds to it, the lengths.
+        scaled: name of a weight -> its place, the adapter's update, the magnitudes.
     """
     if not scaled:
         return {}
@@ -222,7 +220,7 @@ def _gains(
 
 
 def check_numbers(adapter_config: AdapterConfig) -> None:
-    """ConfigError when a number of the adapter is none."""
+    """ConfigError if a number of the adapter is not finite."""
     with _opened(adapter_config) as file:
         for low_rank in adapter_config.modules.values():
             for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
@@ -241,7 +239,7 @@ def _opened(adapter_config: AdapterConfig) -> MappedFile:
 
 
 def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> StoredWeight:
-    """In memory of its own, as the file may be written anew while it is used."""
+    """Copied to memory, as the file may be overwritten while the adapter is used."""
     tensor = file.tensors[name]
     raw = as_tensor(file.bytes_of(name)).clone()
     stored = StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
@@ -255,7 +253,7 @@ def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> Store
 
 
 def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
-    """ConfigError when an adapter does not belong to a model; says why."""
+    """ConfigError with the reason if an adapter does not fit a model."""
     adapter_config = with_full_names(adapter_config, base)
     fit = FitCheck(base, adapter_config)
     for name, low_rank in adapter_config.modules.items():
@@ -269,8 +267,9 @@ def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
 
 
 def _named(model_config: ModelConfig) -> dict[str, list[str]]:
-    """Projections of blocks that take adapters, with {} for the layer -> the last parts of the
-    names under which checkpoints have them."""
+    """Projections of blocks that take adapters, with {} for the layer -> last parts of their names
+    in
+    checkpoints."""
     names = FAMILIES.load(model_config.architecture).names["safetensors"]
     found: dict[str, list[str]] = {}
     for template, target in names.modules.items():
@@ -292,7 +291,7 @@ def _template(module: str) -> str:
 def _parts(
     slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
 ) -> list[Part]:
-    """What lies beside this rank's share of a projection, by part."""
+    """This rank's part of a projection's matrices, by part of the projection."""
     found: list[Part] = []
     for part, first, rows in own_rows(slot, place, up):
         rule = slot.rules[part]
@@ -303,7 +302,7 @@ def _parts(
 
 
 def _digest(adapter_config: AdapterConfig) -> str:
-    """Of the configuration and the weights: equal ones mean equal answers."""
+    """Hash of configuration and weights: equal hashes mean equal outputs."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in adapter_config.files:
         with Path(name).open("rb") as file:
@@ -320,8 +319,11 @@ def head_parts(
     up: StoredWeight,
     scale: float,
 ) -> Iterator[tuple[str, list[Part]]]:
-    """By table: what lies beside the heads of this rank. The matrix of the keys is used turned
-    round, and so are those of the adapter.
+    """Matrices for this rank's heads of `kv_b_proj`, by table.
+
+    Latent attention (MLA) absorbs the keys' matrix into the queries and the values' matrix into the
+    output, so both are separate per head. The keys' matrix is used transposed, and so are the
+    adapter's.
 
     down: [rank, latent]; up: [heads · (plain_dim + value_dim), rank].
     """

@@ -54,32 +54,32 @@ def test_an_adapter_that_waits_for_room_is_read_once(base, read, tmp_path):
     path, other = (str(write_adapter(tmp_path / name, at)) for at, name in enumerate("ab"))
     for _ in range(2):
         with pytest.raises(NoRoom) as told:
-            lora_pool.prepare_take(TakeAdapter(1, path, room_bytes=100))
+            lora_pool.prepare_load(TakeAdapter(1, path, room_bytes=100))
     size = told.value.size_bytes
-    taken = lora_pool.prepare_take(TakeAdapter(1, path, room_bytes=size))()
+    taken = lora_pool.prepare_load(TakeAdapter(1, path, room_bytes=size))()
     assert read == [path] and lora_pool.has(1) and taken.size_bytes == size
-    lora_pool.prepare_take(TakeAdapter(2, path))()
+    lora_pool.prepare_load(TakeAdapter(2, path))()
     assert read == [path, path], "what was taken is nobody else's"
     with pytest.raises(NoRoom):
-        lora_pool.prepare_take(TakeAdapter(3, path, room_bytes=0))
-    lora_pool.prepare_take(TakeAdapter(3, other))()
+        lora_pool.prepare_load(TakeAdapter(3, path, room_bytes=0))
+    lora_pool.prepare_load(TakeAdapter(3, other))()
     with pytest.raises(ConfigError, match="is not what it was"):
-        lora_pool.prepare_take(TakeAdapter(4, other, digest="0"))
+        lora_pool.prepare_load(TakeAdapter(4, other, digest="0"))
     assert read == [path, path, path, other, other]
 
 
 def test_an_adapter_that_was_written_anew_while_it_waited_is_read_again(base, read, tmp_path):
     lora_pool = LoRAPool(base)
     path, other = (write_adapter(tmp_path / name, at) for at, name in enumerate("ab"))
-    expected = lora_pool.prepare_take(TakeAdapter(1, str(other)))().body
+    expected = lora_pool.prepare_load(TakeAdapter(1, str(other)))().body
     with pytest.raises(NoRoom):
-        lora_pool.prepare_take(TakeAdapter(2, str(path), room_bytes=0))
+        lora_pool.prepare_load(TakeAdapter(2, str(path), room_bytes=0))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(other / name, path / name)
-    assert lora_pool.prepare_take(TakeAdapter(2, str(path)))().body == expected
+    assert lora_pool.prepare_load(TakeAdapter(2, str(path)))().body == expected
     shutil.rmtree(path)
     with pytest.raises(ConfigError, match="it is not a folder"):
-        lora_pool.prepare_take(TakeAdapter(3, str(path)))
+        lora_pool.prepare_load(TakeAdapter(3, str(path)))
 
 
 class Others(Group):
@@ -101,8 +101,8 @@ def test_adapters_of_the_start_are_the_same_for_all_ranks(base, tmp_path):
     places = [AdapterPlace(name, str(write_adapter(tmp_path / name, 0)), False) for name in "ab"]
     lora_pool.load_first(places)
     sizes = [first.size_bytes for first in lora_pool.first]
-    lora_pool.agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
+    lora_pool.check_ranks_agree(places, Others({17: sizes[1] / 1024 + 5}), cpu)
     assert [first.size_bytes for first in lora_pool.first] == [sizes[0], sizes[1] + 5120]
     wrong = 255 - bytes.fromhex(lora_pool.first[1].digest)[3]
     with pytest.raises(ConfigError, match="b' is another one for rank 1 than for rank 0. Copy"):
-        lora_pool.agree(places, Others({17 + 1 + 3: wrong}), cpu)
+        lora_pool.check_ranks_agree(places, Others({17 + 1 + 3: wrong}), cpu)

@@ -377,7 +377,7 @@ def without_a_layer(tensors):
         (renamed("q_proj", "query"), "self_attn.query: the model has no such projection"),
         (
             renamed("model.layers.0.self_attn.q_proj", "lm_head"),
-            "started without room for that.*modules all lm_head",
+            "started without memory for that.*modules all lm_head",
         ),
         (without_a_layer, "lacks the matrices of 1 projections.*model.layers.1.self_attn.q_proj"),
     ],

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import one_each
-from banyan.server.context import RequestContext
 from banyan.server.openai.fields import check_model
 from banyan.server.state import ServerState
 

@@ -15,7 +15,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.chat_template.template import ChatTemplate
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
@@ -25,7 +25,6 @@ from banyan.server.openai.fields import (
     account_for,
     account_for_members,
     in_words,
-    origin_of,
     typed,
 )
 from banyan.server.openai.files import listed, page
@@ -88,8 +87,9 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange.context, chat, "responses", (asked.adapter,))
-            return plan_chat(service, body, chat, origin, report)
+            return plan_chat(
+                exchange.context, service, body, chat, "responses", asked.adapter, report
+            )
         except RequestError as error:
             raise in_words(error, WORDS) from None
 
