@@ -21,7 +21,7 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.metrics_observer import Meter, Metrics, tell_refused
+from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_records import Recent
 from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
@@ -70,7 +70,7 @@ class Service:
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
     """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
     draw_seed: DrawSeed = fresh_seed
-    meters: Sequence[Meter] = ()
+    metrics_observers: Sequence[MetricsObserver] = ()
     """Told of requests that `generator`, which has the like, does not get."""
 
     @property
@@ -212,7 +212,7 @@ class ServerState:
     adapters: AdapterNames = field(init=False)
     """Those that requests may name."""
     responses: ResponseStore = field(default_factory=ResponseStore)
-    metrics: Metrics | None = None
+    metrics: MetricsExporter | None = None
     """None where nothing is counted."""
     labels: "RequestScope | None" = None
     """None where requests bring no labels for what is counted."""
@@ -272,7 +272,7 @@ class ServerState:
         try:
             service.client.refuse_if_full()
         except RequestError as error:
-            tell_refused(service.meters, RequestId(request), error.code)
+            report_refused(service.metrics_observers, RequestId(request), error.code)
             raise
         return service
 
