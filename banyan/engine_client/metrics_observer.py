@@ -9,8 +9,7 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"
@@ -85,7 +84,7 @@ class ObservedGenerator:
         if request.route in OWN:
             return self._inner.generate(request)
         figures = _RequestFigures(request, self._metrics_observers)
-        return watched(figures, lambda: self._inner.generate(request))
+        return observed(figures, lambda: self._inner.generate(request))
 
 
 class _RequestFigures:

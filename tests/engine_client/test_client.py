@@ -56,7 +56,7 @@ async def test_what_comes_is_told_in_the_call_that_brings_it_and_taken_without_w
         engine.hold = True
         stream = client.submit(generate())
         told = []
-        stream.tell(lambda: told.append(stream.take()))
+        stream.on_more(lambda: told.append(stream.take()))
         assert stream.take() is None and not stream.is_over
         engine.say(Tokens(RequestId("r"), 0, b"\1\0\0\0"), Tokens(RequestId("r"), 1, b"\2\0\0\0"))
         await until(lambda: told)
