@@ -73,8 +73,7 @@ from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.balancer import balance_between_steps, open_balancer
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
@@ -82,8 +81,8 @@ from banyan.parallel.collectives import Meeting
 from banyan.parallel.gloo import own_address
 from banyan.parallel.process_group import open_store
 from banyan.pipeline.launcher import PipelineLauncher
-from banyan.pipeline.runner_stage import PipelineStage
-from banyan.runner.control_ops import ControlOpExecutor, PrepareOp
+from banyan.pipeline.runner_stage import PipelineStage, serve_stage
+from banyan.runner.control_ops import ControlOpExecutor, PrepareOp, serve_rank
 from banyan.runner.kvstore import KVStore
 from banyan.runner.op_timer import OpTimer
 from banyan.runner.profiler import Profiler
@@ -97,8 +96,8 @@ from banyan.runner.rank_page_access import (
     rank_addresses_of,
 )
 from banyan.runner.rank_pages import EarlyMover
-from banyan.runner.rank_worker import serve_line, serve_rank
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.weights import LoadedWeights
 
@@ -145,7 +144,7 @@ def run_engine(
         open_mover = mover_of(replica, wake.wake, secret, rank_access)
         lora_pool = open_lora_pool(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = _open_runner(opened, runner_config, open_mover, lora_pool)
-        runner.bell = wake.fd
+        runner.wake_fd = wake.fd
         config, settings = _settle_multi_step(config, settings, runner)
         marks = Marks("engine")
         store_ops = store_preparers(replica, runner.mover)
@@ -199,7 +198,7 @@ def run_engine(
                 publisher=publisher,
                 balancer=balancer,
                 interrupt=runner.interrupt if config.schedule.multi_step > 1 else None,
-                so_far=runner.told,
+                so_far=runner.tokens_so_far,
                 go_on=launcher.go_on if isinstance(launcher, PipelineLauncher) else None,
                 on_rest=let_go,
             ),
@@ -225,8 +224,8 @@ def run_rank(
     def publish(store: KVStore) -> None:
         """Give rank 0 access to this rank's pages: it moves the pages of all ranks."""
         arrange(opened_config, store)
-        if rank in runner_config.places:
-            publish_pages_remotely(store, runner_config.places[rank])
+        if rank in runner_config.rank_addresses:
+            publish_pages_remotely(store, runner_config.rank_addresses[rank])
         else:
             publish_pages(store, pages_file_of(address))
 
@@ -246,7 +245,7 @@ def run_rank(
         return codec.decode(frame) if frame else None
 
     if stage is not None:
-        serve_line(stage, receive)
+        serve_stage(stage, receive)
     else:
         serve_rank(executor, lambda: next(iter(receive() or ()), None))
 
@@ -263,9 +262,9 @@ def _open_runner(
     if speculative.drafts:
         open_drafter = partial(DRAFTERS.load(speculative.algorithm), speculative)
     return ModelRunner(
-        opened.model,
-        opened.build,
-        runner_config,
+        model=opened.model,
+        build=opened.build,
+        config=runner_config,
         platform=opened.platform,
         open_mover=open_mover,
         open_drafter=open_drafter,
@@ -321,8 +320,8 @@ def _open_executor(
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush
     if lora_pool is not None:
-        preparers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
-        preparers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+        preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
+        preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
     return ControlOpExecutor(runner, preparers, build.groups.world, build.device, profiler.stepped)
 
 
@@ -342,8 +341,8 @@ def _open_launcher(
         executor,
         wake,
         is_async=opened.platform.traits.async_launch,
-        inside=runner.home.stay,
-        wake_next=runner.ring_next,
+        inside=runner.device_thread.hold,
+        wake_next=runner.wake_next_step,
     )
     if parallel.world == 1:
         return threaded
@@ -544,7 +543,9 @@ class OtherRanks:
             Access to the pages of each rank, in order; [] if pages are not moved.
         """
         rank_access = self._rank_access() if sizes.shares_pages else []
-        self._send(msgspec.json.encode(replace(sizes, places=rank_addresses_of(rank_access))))
+        self._send(
+            msgspec.json.encode(replace(sizes, rank_addresses=rank_addresses_of(rank_access)))
+        )
         return rank_access
 
     def _rank_access(self) -> list[RankAccess]:

@@ -21,32 +21,31 @@ from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch, what_branches
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
-from banyan.layers.build import Build
+from banyan.layers.build import Build, SideStream
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
-from banyan.layers.side_stream import Lane
 from banyan.lora.pool import open_lora_targets
-from banyan.lora.targets import Stacked
+from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.base import Model
-from banyan.moe.dispatch_check import check_the_sending, exchanged_tokens, fused_mode
+from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
 from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
-from banyan.moe.initial_placement import open_expert_map
+from banyan.moe.expert_location import open_expert_map
 from banyan.moe.routing_record import open_expert_watch
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.choose_forward import RunnerConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
-    load_the_ahead,
-    load_the_blocks,
-    load_the_eagle,
+    load_dflash_drafter,
+    load_eagle_drafter,
+    load_mtp,
     load_weights,
 )
 from banyan.scheduler.budget import DRAFT_ROOM
@@ -155,7 +154,7 @@ def open_model(
         config.model.rounds or not model_config.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
-    stacked = Stacked(dtype, device)
+    stacked = StackLayout(dtype, device)
     lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
     build = Build(
         ops=ops,
@@ -169,7 +168,7 @@ def open_model(
         sends_rows=sends_rows(config),
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
-        lane=_open_side_stream(config, model_config, platform),
+        side_stream=_open_side_stream(config, model_config, platform),
     )
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
@@ -206,7 +205,9 @@ def open_model(
     )
 
 
-def _open_side_stream(config: Config, model_config: ModelConfig, platform: Platform) -> Lane | None:
+def _open_side_stream(
+    config: Config, model_config: ModelConfig, platform: Platform
+) -> SideStream | None:
     """Open the stream for shared experts; None if they run before the routed ones."""
     if not config.experts.has_lane:
         return None
@@ -239,17 +240,17 @@ def _open_draft(
         mine = replace(mine, groups=own_groups, sends_rows=False, exchanged=0)
     if is_ahead:
         log.info("draft layer=%d", model_config.num_layers)
-        ahead = load_the_ahead(model, model_config, target, mine, config.cache.page_size)
+        ahead = load_mtp(model, model_config, target, mine, config.cache.page_size)
         return DraftModel(ahead, mine, ahead)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
-        eagle = load_the_eagle(
+        eagle = load_eagle_drafter(
             model, model_config, target, mine, config.cache.page_size, config.model
         )
         return DraftModel(eagle, mine, eagle)
     log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
     if config.speculative.is_block:
-        blocks = load_the_blocks(model, model_config, target, mine)
+        blocks = load_dflash_drafter(model, model_config, target, mine)
         return DraftModel(blocks, mine, blocks=blocks)
     return DraftModel(load_weights(model, model_config, mine), mine)
 
@@ -394,7 +395,7 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
-        check_the_sending(config, model_config, traits)
+        check_dispatch(config, model_config, traits)
     check_the_rounding(config.model.quantization, model_config, traits)
 
 

@@ -1,8 +1,8 @@
 """EventOutbox: decides which events each iteration of the loop sends to the client.
 
-A request that is not streamed (`Generate.stride` 0) gets its tokens a few times a second instead of
-at every step: an event costs the client more than a step of a small model. Tokens that were sent
-while their multi-step plan was still running are not sent again when it is committed.
+A request that is not streamed (`Generate.stream_interval` 0) gets its tokens a few times a second
+instead of at every step: an event costs the client more than a step of a small model. Tokens that
+were sent while their multi-step plan was still running are not sent again when it is committed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ class EventOutbox:
 
     def expect(self, message: Generate) -> None:
         """Register a request before its first token."""
-        if message.stride == 0:
+        if message.stream_interval == 0:
             self._held[message.request] = []
 
     def filter(self, events: Sequence[Event], now: float) -> list[Event]:
