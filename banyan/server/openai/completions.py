@@ -268,6 +268,8 @@ class CompletionAnswer:
             body = self._chunk(index, chunk, is_first)
             if self._counts_along:
                 body["usage"] = self.usage.of(index)
+            if chunk.finish:
+                body |= self._extension.echoed
             bodies.append(body)
         bodies += self._hidden(index, chunk)
         return b"".join(map(OPENAI.frame, bodies))
@@ -290,8 +292,13 @@ class CompletionAnswer:
             | hidden_states(chunks[at])
             for i, at in enumerate(kept)
         ]
-        told = self._extension.of(self.usage)
-        return {**self._head(), "choices": choices, "usage": self.usage.total(), **told}
+        return {
+            **self._head(),
+            "choices": choices,
+            "usage": self.usage.total(),
+            **self._extension.echoed,
+            **self._extension.of(self.usage),
+        }
 
     def _chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
         text = (self._plan.echo_of(index) if is_first else "") + chunk.text

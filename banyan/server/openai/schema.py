@@ -26,6 +26,8 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     priority: int | None = None
+    metadata: dict[str, str] | None = None
+    """Repeated in the answer; in a stream, in the event that closes a choice."""
     max_tokens: int | None = None
     return_hidden_states: bool | str | None = False
     return_routed_experts: bool | None = False
@@ -130,7 +132,6 @@ HARMLESS = frozenset(
     (
         "user",
         "store",
-        "metadata",
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",

@@ -90,6 +90,8 @@ class Extension:
     def __init__(self, request: CommonRequest, store: str) -> None:
         self._store = store if request.return_cached_tokens_details else None
         self._told: Json = {}
+        self.echoed: Json = {"metadata": request.metadata} if request.metadata else {}
+        """Fields of the request that the answer repeats."""
 
     def take(self, chunk: TextChunk) -> None:
         if chunk.experts:

@@ -108,6 +108,7 @@ class ChatAnswer:
             **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage.total(),
+            **self._extension.echoed,
             **self._extension.of(self.usage),
         }
 
@@ -169,7 +170,8 @@ class ChatAnswer:
     def _last(self, index: int, choice: Choice, finish: Finish) -> Json:
         """The chunk that closes a choice: nothing but why it ended."""
         delta: Json = {"content": None, "reasoning_content": None}
-        return self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
+        body = self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
+        return {**body, **self._extension.echoed}
 
     def _choice(self, index: int, choice: Choice) -> Json:
         return {
