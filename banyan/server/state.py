@@ -81,7 +81,7 @@ class Service:
             return None
         return self.parsers.tools.tag
 
-    def words(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, or RequestError 400 when the server runs without one."""
         if self.tokenizer is None:
             raise RequestError(

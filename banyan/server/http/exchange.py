@@ -56,7 +56,7 @@ class HttpExchange:
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
-        words_wait: reading a text waits for other requests or processes, whatever its size.
+        tokenizer_waits: reading a text waits for other requests or processes, whatever its size.
         is_strict: fields without effect are refused (--strict-requests).
     """
 
@@ -65,7 +65,7 @@ class HttpExchange:
         scope: Scope,
         send: Send,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        words_wait: bool = False,
+        tokenizer_waits: bool = False,
         is_strict: bool = False,
     ) -> None:
         self.method: str = scope["method"]
@@ -111,7 +111,7 @@ class HttpExchange:
         """Writes a frame if that needs no waiting, and says so; its caller counts the bytes."""
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
-        self._words_wait = words_wait
+        self._words_wait = tokenizer_waits
         self._send_timeout_s = send_timeout_s
 
     def header(self, name: bytes) -> str:
