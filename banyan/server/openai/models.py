@@ -1,4 +1,4 @@
-"""/v1/models, in the form of OpenAI and Anthropic at once; the model and LoRA adapter of a request."""
+"""/v1/models in the form of OpenAI and Anthropic at once; the model and adapter of a request."""
 
 import re
 from collections.abc import Sequence
