@@ -20,7 +20,7 @@ from banyan.requests.generation import (
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.event_writer import Later, follow
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import (
@@ -47,7 +47,7 @@ MAX_LOGPROBS = 20
 
 
 async def completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server, context = state.config.server, exchange.context
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
@@ -245,7 +245,7 @@ class CompletionAnswer:
         self._model = model
         self._created = int(time.time())
         self._opened: set[int] = set()
-        self._molds: dict[int, Mold] = {}
+        self._templates: dict[int, FrameTemplate] = {}
         """By choice: template of the events that have only text."""
 
     def frames(self, arrival: Arrival) -> bytes | Later:
@@ -275,11 +275,11 @@ class CompletionAnswer:
 
     def _plain(self, index: int, text: str) -> bytes:
         """The event of a chunk that has only text."""
-        mold = self._molds.get(index)
-        if mold is None:
-            body = self._chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
-            mold = self._molds[index] = Mold(OPENAI.frame(body))
-        return mold.fill(text)
+        template = self._templates.get(index)
+        if template is None:
+            body = self._chunk(index, TextChunk(FrameTemplate.GAP, [], Usage(0, 0)), False)
+            template = self._templates[index] = FrameTemplate(OPENAI.frame(body))
+        return template.fill(text)
 
     def whole(self, chunks: list[TextChunk]) -> Json:
         for index, chunk in enumerate(chunks):
@@ -334,7 +334,7 @@ class CompletionAnswer:
         logprobs = None
         if self._top is not None:
             logprobs = completion_logprobs(
-                self._service.require_tokenizer(), chunk, self._top, self._echo
+                self._service.required_tokenizer(), chunk, self._top, self._echo
             )
         return {
             "index": index,

@@ -184,7 +184,7 @@ class ResponseAnswer:
     def _logprobs(self, chunk: TextChunk) -> list[Json]:
         if self._plan.top is None or not chunk.output_scores:
             return []
-        tokenizer = self._service.require_tokenizer()
+        tokenizer = self._service.required_tokenizer()
         found = chat_logprobs(tokenizer, chunk.output_scores, self._plan.top)["content"]
         assert isinstance(found, list)
         return found
