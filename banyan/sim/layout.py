@@ -1,4 +1,4 @@
-"""ParallelLayout: how a model is divided over devices, and the memory that is left for the cache."""
+"""ParallelLayout: how a model is divided over devices, and the memory left for the cache."""
 
 from dataclasses import dataclass
 
