@@ -157,7 +157,7 @@ def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
         if not stream:
             answer = http.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["message"]["content"] == expected
+            assert whole(answer.json()["choices"][0]["message"]["content"]) == whole(expected)
             assert answer.json()["usage"]["completion_tokens"] == 8
             return
         with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
@@ -165,7 +165,12 @@ def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         deltas = [json.loads(line)["choices"] for line in lines[:-1]]
         got = "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
-        assert got == expected
+        assert whole(got) == whole(expected)
+
+
+def whole(text: str) -> str:
+    """The text without an unfinished character at its end, which the gateway leaves out."""
+    return text.rstrip("\ufffd")
 
 
 def _answers(url: str) -> bool:
