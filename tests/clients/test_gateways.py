@@ -154,8 +154,14 @@ def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
     direct = httpx.post(f"http://127.0.0.1:{http_port}/v1/chat/completions", json=CHAT, timeout=60)
     expected = direct.json()["choices"][0]["message"]["content"]
     with started("smg", words, tmp_path, num_workers=1) as http:
+
+        def asked() -> httpx.Response:
+            return http.post("/v1/chat/completions", json=CHAT)
+
+        # The gateway lists the worker before it has loaded the tokenizer.
+        wait_until(lambda: asked().status_code != 503, START_S, "the gateway's tokenizer")
         if not stream:
-            answer = http.post("/v1/chat/completions", json=CHAT)
+            answer = asked()
             assert answer.status_code == 200, answer.text
             assert whole(answer.json()["choices"][0]["message"]["content"]) == whole(expected)
             assert answer.json()["usage"]["completion_tokens"] == 8
