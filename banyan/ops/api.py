@@ -1,8 +1,9 @@
 """The operations that layers and the runner call: signatures, shapes and dtypes, nothing else.
 
-`ops/reference.py` defines what is correct; `ops/bind.py` chooses what runs and hands out one bound
-`Ops` object. Letters: tokens, rows, heads, kv_heads, head_dim, pages; T is the activation dtype.
-Every result of a token depends on its own sequence only, whatever else is in the batch.
+`ops/reference.py` defines the correct results; `ops/bind.py` chooses the kernels and returns one
+bound `Ops` object. `experts_api.py`, `state_api.py` and `lora.py` have the operations of their
+subjects. Letters: tokens, rows, heads, kv_heads, head_dim, pages; T is the activation dtype. Every
+result of a token depends on its own sequence only, whatever else is in the batch.
 """
 
 import math
@@ -15,15 +16,163 @@ import torch
 from torch import Tensor
 
 from banyan.ops.experts_api import ExpertOps
-from banyan.ops.index_api import IndexOps
-from banyan.ops.logits_api import LogitOps
-from banyan.ops.lora import AdapterOps
-from banyan.ops.lora_rows import AdapterRowOps
-from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
-from banyan.ops.prologue_api import PrologueOps
+from banyan.ops.lora import AdapterOps, AdapterRowOps
 from banyan.ops.sampling import SampleRows
 from banyan.ops.state_api import StateOps
 from banyan.ops.stored import StoredWeight
+
+
+class PackedLinear(Protocol):
+    """A weight in the form of the kernel that multiplies with it, chosen once at load."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + bias.
+
+        x: [tokens, in] T; bias: [out] T or None.
+        returns: [tokens, out] T, accumulated in fp32 or better.
+        """
+        ...
+
+
+class PackedEmbedding(Protocol):
+    """This rank's rows of an embedding, in the form of the kernel that reads them."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The row of each token; ids of other ranks give zeros.
+
+        tokens: [tokens] int64.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+
+class PackedHeadLinear(Protocol):
+    """A matrix for each head, in the form of the kernel that multiplies with them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Each head through a matrix of its own: x[t, h] · weight[h]ᵀ.
+
+        x: [tokens, heads, in] T, tokens and heads may lie apart.
+        returns: [tokens, heads, out] T, summed in fp32 or better.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """
+    Attributes:
+        heads, dim: of the indexer.
+        top: positions that it chooses.
+        rank, rope_dim: of the latent attention that reads them.
+    """
+
+    heads: int
+    dim: int
+    top: int
+    rank: int
+    rope_dim: int
+
+
+class IndexOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        """Whether pages keep both parts of such an indexer's keys side by side; then `write_latent`
+        and `choose_positions` get the same pages for both."""
+        ...
+
+
+class LogitOps(Protocol):
+    """What may be done to logits before a token is drawn."""
+
+    def scale_logits(self, logits: Tensor, scale: float, soft_cap: float) -> Tensor:
+        """logits · scale, then cap·tanh(logits/cap) unless the cap is 0, in fp32.
+
+        logits: [n, ids] T.
+        returns: [n, ids] fp32.
+        """
+        ...
+
+    def spread_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
+        """Logits of some ids among those of all, where the others can never be drawn.
+
+        x: [n, ids] fp32; columns: [ids] int64, where each goes, below `width`.
+        returns: [n, width] fp32, −∞ elsewhere.
+        """
+        ...
+
+
+SQUEEZE, QUERY, LATENT, KEYS = PARTS = ("squeeze", "query", "latent", "keys")
+"""Its weights: x to squeezed queries, those to the heads, x to latent and key, heads' keys."""
+
+
+@dataclass(frozen=True)
+class PrologueShape:
+    """
+    Attributes:
+        dim: of the residual stream.
+        query_rank: width that queries are squeezed through, 0 = none.
+        heads: of this rank.
+        rank, plain_dim, rope_dim: as of `config.model_config.LatentFacts`.
+        query_eps, latent_eps: of the norms of squeezed queries and of latents.
+        reads_squeezed: somebody else reads squeezed queries.
+        obstacle: what this layer does that no operator of them all does, "" = nothing.
+    """
+
+    dim: int
+    query_rank: int
+    heads: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    query_eps: float
+    latent_eps: float
+    reads_squeezed: bool = False
+    obstacle: str = ""
+
+
+class LatentPrologue(Protocol):
+    """One layer's projections, norms and rotation, and the writing of its pages."""
+
+    def take(self, part: str, weight: StoredWeight) -> None:
+        """Called at load, once per part, and again when weights are replaced.
+
+        weight: of SQUEEZE [query_rank, dim]; of QUERY [heads · (plain_dim + rope_dim), query_rank]
+        and of LATENT [rank + rope_dim, dim], whose rows that rotate lie as halves; of KEYS [heads,
+        plain_dim, rank].
+        """
+        ...
+
+    def is_ready(self) -> bool:
+        """It has all parts and can do with these; where it cannot, the log says why."""
+        ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        gammas: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor] | None,
+        pages: tuple[Tensor, Tensor],
+        flat_locations: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write latents and turned keys of the step into `pages`, and return its queries.
+
+        x: [tokens, dim]; gammas: [query_rank], [rank]; angles: [tokens, rope_dim / 2] fp32 each;
+        pages: as for `write_latent`; flat_locations: as for write_kv.
+        returns: [tokens, heads, rank], [tokens, heads, rope_dim], and what was squeezed and normed,
+        [tokens, query_rank], or anything where nobody reads it.
+        """
+        ...
+
+
+class PrologueOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def open_prologue(self, shape: PrologueShape) -> LatentPrologue | None:
+        """None where several ops come before latent attention; the log says why where one was
+        asked for."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertSides
+from banyan.ops.lora import AdapterTable, AdapterTokens, ExpertSides
 from banyan.ops.stored import StoredWeight
 
 

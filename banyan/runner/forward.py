@@ -18,7 +18,7 @@ from banyan.layers.step_inputs import Taps
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import SampleRows
 from banyan.parallel.groups import Group
 from banyan.runner.attention.base import AttentionBackend
@@ -193,12 +193,12 @@ class EagerForward:
         if stages.rank < stages.size - 1:
             found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
         else:
-            found = self._hidden[sent(_places(tokens, self._kept), self._device)]  # [n, hidden]
+            found = self._hidden[copy_to(_places(tokens, self._kept), self._device)]  # [n, hidden]
         return stages.broadcast(found, stages.size - 1)
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         assert self._taps is not None, "no layer is tapped"
-        return self._taps.of(sent(tokens, self._device))
+        return self._taps.of(copy_to(tokens, self._device))
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._step.targets(len(batch.last))

@@ -46,7 +46,7 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
 from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
@@ -397,7 +397,7 @@ class ModelRunner:
             rows = batch.outputs_at(builder.row[entries], builder.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
-            chosen = sent(rows, self._device)
+            chosen = copy_to(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
@@ -425,7 +425,7 @@ class ModelRunner:
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
             where = np.stack([batch.slots[row], position])
-            slots, positions = sent(where, self._device)
+            slots, positions = copy_to(where, self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
 

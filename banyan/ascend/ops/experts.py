@@ -13,9 +13,9 @@ from banyan.ascend.ops.products import product_of
 from banyan.ascend.ops.toolkit import NpuToolkit, declines
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
+from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import Kernel
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight, stack
 from banyan.platform.expert_exchange import Dispatch
 

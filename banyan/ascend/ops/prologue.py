@@ -26,8 +26,8 @@ from banyan.ascend.ops.latent_contracts import (
     PrologWeights,
 )
 from banyan.ascend.ops.operators import Operators
-from banyan.ops.prologue_api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, PrologueShape
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
+from banyan.ops.activation_quant import DYNAMIC, Rounding
+from banyan.ops.api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 _MODES = {

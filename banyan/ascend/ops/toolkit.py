@@ -12,10 +12,8 @@ from banyan.ascend.ops.latent_contracts import INDEX_DIM, MOST_INDEX_HEADS, coun
 from banyan.ascend.ops.operators import Fuser, Operators
 from banyan.ascend.ops.prologue import open_prologue
 from banyan.base.errors import ConfigError
-from banyan.ops.api import Recorder
+from banyan.ops.api import IndexShape, LatentPrologue, PrologueShape, Recorder
 from banyan.ops.bind import OpSpec, Toolkit
-from banyan.ops.index_api import IndexShape
-from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.platform.expert_exchange import Dispatch
 
 

@@ -15,11 +15,10 @@ from torch.nn.functional import pad
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.lora import make as make_adapt
+from banyan.ops.cpu.lora import make_adapt as make_adapt
 from banyan.ops.cpu.weights import Arena, PackedWeight, pack, rounding_of
 from banyan.ops.experts_api import ExpertPlaces, Routing, StoredExperts
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertSides, ExpertTable
+from banyan.ops.lora import AdapterTable, AdapterTokens, ExpertSides, ExpertTable
 from banyan.ops.stored import StoredWeight
 
 _CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in

@@ -24,10 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
-from banyan.ops.api import MultiStepInputs, NotRecordable, OpTime
+from banyan.ops.api import (
+    IndexShape,
+    LatentPrologue,
+    MultiStepInputs,
+    NotRecordable,
+    OpTime,
+    PrologueShape,
+)
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
-from banyan.ops.index_api import IndexShape
-from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
