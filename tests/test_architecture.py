@@ -49,7 +49,8 @@ ARROWS = {
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
-    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_location"
+    "layers": "parallel ops platform.base base model_config.model_config"
+    " lora.targets moe.expert_location"
     " moe.expert_watch",
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",

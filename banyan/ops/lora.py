@@ -116,12 +116,12 @@ class AdapterStack:
 
 
 MAX_PARTS = 4
-"""Parts of one projection; csrc/adapters.h has the same number."""
+"""Parts of one projection; csrc/lora.h has the same number."""
 _WORDS = 5 + 4 * MAX_PARTS
 _PIECE = 32
 """Most tokens that share one reading of an adapter's matrices."""
 _TILE, _RANKS = 16, 8
-"""How matrices lie in memory: as csrc/adapters.h says."""
+"""How matrices lie in memory: as csrc/lora.h says."""
 _PROGRESS = 16
 _MOST_TWOS = 60
 """Powers that float32 holds, two of them together too."""
@@ -133,7 +133,7 @@ _LANES, _BLOCK, _MOST_PADDING = 16, 32, 1.34
 """Ranks and inputs of a tile of csrc/linear.h, and how much of it may be for nothing."""
 _TILED = 4
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Numbers of csrc/adapters.h."""
+"""Numbers of csrc/lora.h."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class AdapterTable:
         self.width = width
         self.parts: list[tuple[AdapterPart, ...]] = [()] * (capacity + 1)
         self.entries = torch.zeros((capacity + 1, _WORDS), dtype=torch.int64)
-        """AdapterPair of csrc/adapters.h."""
+        """AdapterPair of csrc/lora.h."""
         self.progress = torch.zeros(_PROGRESS, dtype=torch.int64)
         """AdapterState: how far the threads of a run are."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
@@ -223,7 +223,7 @@ class PlacedParts:
 
     Attributes:
         tensors: what must stay where it is, or is to go to a stack.
-        head: the first words of AdapterPair (csrc/adapters.h); [] for a stack.
+        head: the first words of AdapterPair (csrc/lora.h); [] for a stack.
         ranges: of each part, its words there.
         rank: of all parts together.
         parts: as they were given, where they are kept.
@@ -315,7 +315,7 @@ def _weight_tiles(down: Tensor) -> Tensor | None:
 
 
 def part_words(head: Sequence[int], ranges: Sequence[tuple[int, int, int, int]] = ()) -> list[int]:
-    """An AdapterPair of csrc/adapters.h."""
+    """An AdapterPair of csrc/lora.h."""
     words = [*head, *(word for range_ in ranges for word in range_)]
     return words + [0] * (_WORDS - len(words))
 
@@ -453,7 +453,7 @@ class AdapterOps(Protocol):
 
 
 LOOKED_UP, PRODUCT, GAIN, SOME_LOOKED_UP, SOME_OUTPUTS = 1, 2, 3, 4, 5
-"""Kinds of parts; csrc/adapter_rows.cpp has the same numbers."""
+"""Kinds of parts; csrc/lora_rows.cpp has the same numbers."""
 _ROW_WORDS = 8
 
 
@@ -496,7 +496,7 @@ class RowTable:
     def __init__(self, capacity: int) -> None:
         self.parts: list[RowPart | None] = [None] * (capacity + 1)
         self.entries = torch.zeros((capacity + 1, _ROW_WORDS), dtype=torch.int64)
-        """RowEntry of csrc/adapter_rows.cpp."""
+        """RowEntry of csrc/lora_rows.cpp."""
 
     def enter(self, number: int, part: RowPart | None) -> None:
         """Take an adapter's part in the place of what had the number; None lets go of it. Nothing
@@ -560,7 +560,7 @@ class ExpertTable:
         self.parts: list[Mapping[int, Sequence[ExpertPart]]] = [{}] * (capacity + 1)
         """By adapter: expert, counted from the first one here -> its parts."""
         self.entries = torch.zeros(capacity + 1, dtype=torch.int64)
-        """By adapter: the address of AdapterPair [experts] of csrc/adapters.h, or 0."""
+        """By adapter: the address of AdapterPair [experts] of csrc/lora.h, or 0."""
         self._kept: dict[int, list[Tensor]] = {}
 
     def place(self, parts: Mapping[int, Sequence[ExpertPart]], arena: Arena) -> "PlacedExperts":

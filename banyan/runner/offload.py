@@ -24,7 +24,7 @@ from banyan.layers.build import Build
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
-from banyan.platform.base import Lane, Platform
+from banyan.platform.base import Platform, SideStream
 
 log = logger(__name__)
 
@@ -161,7 +161,7 @@ class OffloadedBlocks:
         away = [self._away[layer] for layer in layers]
         for at, one in enumerate(away):
             one.lie_in(slots[at % buffers])
-        _Turns(away, slots, self._platform.lane()).hang(
+        _Turns(away, slots, self._platform.side_stream()).hang(
             model.layers[model.stage[0]], [model.layers[layer] for layer in layers]
         )
         log.info(
@@ -260,10 +260,12 @@ class _Turns:
     buffer after it is on its way, on a stream of its own.
     """
 
-    def __init__(self, blocks: Sequence[_Away], slots: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(
+        self, blocks: Sequence[_Away], slots: Sequence[Tensor], stream: SideStream
+    ) -> None:
         self._blocks = blocks
         self._slots = slots
-        self._lane = lane
+        self._stream = stream
         self._there: list[object] = [None] * len(blocks)
         """Marks behind the copies of this pass."""
 
@@ -275,21 +277,21 @@ class _Turns:
             block.register_forward_hook(partial(self._leave, number))
 
     def _begin(self, *_: object) -> None:
-        mark = self._lane.mark()  # what the pass before has read
+        mark = self._stream.record_event()  # what the pass before has read
         for number in range(len(self._slots)):
             self._send(number, mark)
 
     def _enter(self, number: int, *_: object) -> None:
-        self._lane.wait(self._there[number])
+        self._stream.wait(self._there[number])
 
     def _leave(self, number: int, *_: object) -> None:
         if number + len(self._slots) < len(self._blocks):
-            self._send(number + len(self._slots), self._lane.mark())
+            self._send(number + len(self._slots), self._stream.record_event())
 
     def _send(self, number: int, after: object) -> None:
         host, slot = self._blocks[number].host, self._slots[number % len(self._slots)]
         work = partial(slot[: len(host)].copy_, host, non_blocking=True)
-        self._there[number] = self._lane.run(work, after)
+        self._there[number] = self._stream.run(work, after)
 
 
 def _tensors_of(modules: Iterable[nn.Module], build: Build) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from banyan.base.log import logger, start_logging
@@ -29,9 +29,10 @@ from banyan.ops.cpu.build import (
     OFTEN_RUN,
     OPTIONS_BY_ISA,
     SELDOM_RUN,
-    SOURCES,
     STAND_INS,
     Compiler,
+    Source,
+    all_sources,
 )
 
 _TIMEOUT_S = 600
@@ -64,46 +65,35 @@ class Job:
     compilers: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file to compile.
-
-    Attributes:
-        is_seldom_run: so it need not be quick.
-    """
-
-    path: Path
-    is_seldom_run: bool = False
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        how = SELDOM_RUN if self.is_seldom_run else OFTEN_RUN
-        return (how, *OPTIONS_BY_ISA.get(_isa(self.path.stem), ()))
-
-    @property
-    def expected_s(self) -> float:
-        family, isa = _family(self.path.stem), _isa(self.path.stem)
-        seconds = _LOOPS_S.get(family, _FILE_S) if isa else _FILE_S
-        return seconds * (_SELDOM if self.is_seldom_run else 1)
-
-
 def sources_for(isa: str) -> list[Source]:
     """What a library for an instruction set is made of, the longest first: the best of each family
     there, what stands in for that, plain code, and what no instruction set matters to."""
-    paths = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
+    by_name = {source.name: source for source in all_sources()}
     best: dict[str, str] = {}
     for level in ISAS[: ISAS.index(isa) + 1]:
-        best |= {_family(stem): stem for stem in paths if _isa(stem) == level}
-    seldom = {STAND_INS[stem] for stem in best.values() if stem in STAND_INS}
-    seldom |= {f"{family}_{ISAS[0]}" for family in best} & paths.keys() - {*best.values()}
-    often = {*best.values(), *(stem for stem in paths if not _isa(stem))}
-    found = [Source(paths[stem], stem in seldom) for stem in sorted(often | seldom)]
-    return sorted(found, key=lambda source: -source.expected_s)
+        best |= {each.family: name for name, each in by_name.items() if each.isa == level}
+    seldom = {STAND_INS[name] for name in best.values() if name in STAND_INS}
+    seldom |= {f"{family}_{ISAS[0]}" for family in best} & by_name.keys() - {*best.values()}
+    often = {*best.values(), *(name for name, each in by_name.items() if not each.isa)}
+    found = [
+        replace(by_name[name], is_seldom_run=name in seldom) for name in sorted(often | seldom)
+    ]
+    return sorted(found, key=lambda source: -_expected_s(source))
+
+
+def _options(source: Source) -> tuple[str, ...]:
+    how = SELDOM_RUN if source.is_seldom_run else OFTEN_RUN
+    return (how, *OPTIONS_BY_ISA.get(source.isa, ()))
+
+
+def _expected_s(source: Source) -> float:
+    seconds = _LOOPS_S.get(source.family, _FILE_S) if source.isa else _FILE_S
+    return seconds * (_SELDOM if source.is_seldom_run else 1)
 
 
 def definitions_for(isa: str) -> tuple[str, ...]:
-    """What the sources are told of that: BN_LINEAR_VNNI and so on (csrc/runtime.h)."""
-    held = [s.path.stem.upper() for s in sources_for(isa) if _isa(s.path.stem)]
+    """Macros that tell the sources which tables are there: BN_LINEAR_VNNI … (csrc/runtime.h)."""
+    held = [source.name.upper() for source in sources_for(isa) if source.isa]
     return (f"-DBN_BUILT_FOR={ISAS.index(isa)}", *(f"-DBN_{name}" for name in held))
 
 
@@ -153,13 +143,13 @@ class _Progress:
     def __init__(self, sources: list[Source]) -> None:
         self._waiting = len(sources)
         self._number = len(sources)
-        self._left_s = sum(source.expected_s for source in sources)
+        self._left_s = sum(_expected_s(source) for source in sources)
         self._all_s = self._left_s
         self._began = self._told = time.monotonic()
 
     def one_more(self, source: Source) -> None:
         self._waiting -= 1
-        self._left_s -= source.expected_s
+        self._left_s -= _expected_s(source)
         now = time.monotonic()
         if now - self._told < _TELL_S or not self._waiting:
             return
@@ -213,16 +203,16 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     """Build with one compiler; "" or why that failed."""
     command = (*compiler.compile(work), *definitions_for(isa))
     sources = sources_for(isa)
-    outputs = [work / f"{source.path.stem}.o" for source in sources]
+    outputs = [work / f"{source.name}.o" for source in sources]
     cores = num_cores()
-    expected_s = sum(source.expected_s for source in sources) / cores
+    expected_s = sum(_expected_s(source) for source in sources) / cores
     told = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
     _log.info(told, compiler.name, len(sources), expected_s, cores)
     progress, began = _Progress(sources), time.monotonic()
     with ThreadPoolExecutor(cores) as threads:
         running: dict[Future[str], Source] = {}
         for source, output in zip(sources, outputs, strict=True):
-            words = (*command, *source.options, "-c", str(source.path), "-o", str(output))
+            words = (*command, *_options(source), "-c", *source.words, "-o", str(output))
             running[threads.submit(commands.run, words, work)] = source
         for done in as_completed(running):
             if reason := done.result():
@@ -235,16 +225,6 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
         os.replace(library, target)  # whole or not at all
         _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
     return reason
-
-
-def _isa(stem: str) -> str:
-    """The instruction set that a file's name says it is for, "" for none."""
-    last = stem.rpartition("_")[2]
-    return last if last in ISAS else ""
-
-
-def _family(stem: str) -> str:
-    return stem.rpartition("_")[0]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ def make_adapt(library: Library) -> Callable[..., object]:
     def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
         assert x.dtype == out.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
         library.call(
-            "bn_adapters",
+            "bn_lora",
             x.shape[0],
             table.entries.data_ptr(),
             *(tokens.pieces.data_ptr(), tokens.order.data_ptr(), tokens.numbers.data_ptr()),
@@ -42,7 +42,7 @@ def _make_adapt_rows(library: Library) -> Callable[..., object]:
         assert out.dtype == torch.float32 and out.stride(1) == 1
         assert x.dtype == (torch.int64 if x.dim() == 1 else torch.float32) and x.stride(-1) == 1
         library.call(
-            "bn_adapter_rows",
+            "bn_lora_rows",
             out.shape[0],
             *(table.entries.data_ptr(), tokens.pieces.data_ptr(), tokens.order.data_ptr()),
             *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
