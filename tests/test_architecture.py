@@ -110,8 +110,8 @@ DOOR_IMPORTS = (
     ),
 )
 COMPOSITION_ROOTS = (
-    *("cli", "llm.py", "config/prepare.py", "server/processes.py", "ascend/doctor.py"),
-    *("ascend/selfcheck.py", "engine/core_process.py", "engine/model_loader.py"),
+    *("cli", "llm.py", "config/prepare.py", "server/processes.py"),
+    *("engine/core_process.py", "engine/model_loader.py"),
     *("engine/kv_transfer_setup.py", "engine/grammar_setup.py"),
     *("__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),

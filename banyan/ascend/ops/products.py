@@ -252,7 +252,7 @@ def _declines(spec: OpSpec) -> str | None:
 
 
 def _linear(toolkit: NpuToolkit) -> Callable[..., PackedLinear]:
-    def pack_four_bits(
+    def pack(
         weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
     ) -> PackedLinear:
         if weight.type == FOUR_BITS:
@@ -267,7 +267,7 @@ def _linear(toolkit: NpuToolkit) -> Callable[..., PackedLinear]:
             return PlainLinear(weight.dense.to(device, dtype))
         return RoundedLinear(toolkit.operators, found, dtype, device)
 
-    return pack_four_bits
+    return pack
 
 
 linear_kernel = Kernel(supports=_declines, make=_linear, rounds_activations=True)

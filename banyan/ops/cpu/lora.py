@@ -34,7 +34,7 @@ def _supports(spec: OpSpec) -> str | None:
     )
 
 
-adapt = Kernel(supports=_supports, make_adapt=make_adapt)
+adapt = Kernel(supports=_supports, make=make_adapt)
 
 
 def _make_adapt_rows(library: Library) -> Callable[..., object]:

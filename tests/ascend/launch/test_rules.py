@@ -11,8 +11,7 @@ from banyan.ascend.launch.expert_rules import MIB, buffer_bytes, buffer_of, toke
 from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, Model
 from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
 from banyan.ascend.launch.reading import arguments_of_words
-from banyan.ascend.launch.rules import RULES, check, left_out
-from banyan.ascend.launch.runtime_rules import read_pairs
+from banyan.ascend.launch.rules import RULES, check, left_out, read_pairs
 from banyan.config.env import Environment
 
 V32, V3, R1 = KNOWN
