@@ -531,11 +531,11 @@ def route(
     correction: Tensor | None,
     rule: Routing,
     bias: Tensor | None = None,
-    beside: tuple[AdapterTable, AdapterTokens] | None = None,
+    adapters: tuple[AdapterTable, AdapterTokens] | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = functional.linear(x.float(), weight, bias)
-    if beside is not None:
-        adapt(logits, x, *beside)
+    if adapters is not None:
+        adapt(logits, x, *adapters)
     if rule.scoring == "sparsemixer":
         return _sparsemixer(logits, rule)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
@@ -624,7 +624,7 @@ class DenseExperts:
     def _outputs(
         self, x: Tensor, ids: Tensor, sides: ExpertSides | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """By expert: its tokens, which of their choices it is, and what it makes of them."""
+        """By expert: its tokens, which of their choices it is, and its results."""
         for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             in_bias, out_bias = self.biases[at]
             tokens, places = torch.where(ids == self.first + at)

@@ -63,7 +63,7 @@ class Forward(Protocol):
 
         Args:
             step_id: of the plan.
-            report_every, wake_fd: as `tell` and `bell` of MultiStepInputs.
+            report_every, wake_fd: as in MultiStepInputs.
 
         Returns:
             None, with nothing done, if this batch cannot run several steps.

@@ -351,7 +351,7 @@ class ModelRunner:
         recorder = self._build.ops.recorder
         if recorder is None or self.wake_fd is None:
             return False
-        recorder.ring_next(self.wake_fd)
+        recorder.wake_next(self.wake_fd)
         return True
 
     # -- parts of `begin` ---------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Builds the compiled kernels: C++ sources to one shared library, cached by what went into it.
 
-A library is built for one instruction set, so nobody waits for code that does not run: it holds the
-best of each family there, and plain code to check that against. Compilers are tried in order: the
-one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a wheel). Nothing is
-downloaded. The cache is keyed by sources, options and instruction set, so an unchanged library is
-built once per user, by a process of its own (`build_process`). A wheel may bring libraries along
-under the same keys (`prebuild`): those of other sources or options are not found there.
+A library is built for one instruction set, so that no time goes into code that does not run: it has
+the best kernels of each family, and plain code to check them against. Compilers are tried in
+order: the one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a
+wheel). Nothing is downloaded. The cache is keyed by sources, options and instruction set, so an
+unchanged library is built once per user, by a process of its own (`build_process`). A wheel may
+contain libraries under the same keys (`prebuild`); libraries of other sources or options are not
+found.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""What a wheel brings along; not there in a source tree."""
+"""Libraries of a wheel; absent in a source tree."""
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -59,7 +60,7 @@ source, is called <family>_<set>. A set with a file of its own (linear_amx.cpp) 
 OFTEN_RUN, SELDOM_RUN = "-O3", "-O1"
 """How hard to optimise what serves; and what only checks that, or serves odd shapes."""
 STAND_INS = {"attention_avx512": "attention_avx2"}
-"""Sources -> what serves the heads that they do not: those of 8, 24, 40 … numbers."""
+"""Kernels -> the kernels that serve other head sizes: 8, 24, 40 … numbers."""
 _ZIG = (
     # Its own defaults are this machine's instruction set and checks for undefined behaviour.
     *("-mcpu=baseline", "-fno-sanitize=all", "-g0"),
@@ -73,7 +74,7 @@ _NEEDS = {
     "vnni": {"avx512_vnni"},
     "amx": {"amx_tile", "amx_int8", "amx_bf16"},
 }
-"""What /proc/cpuinfo must list, beside what the sets below need."""
+"""What /proc/cpuinfo must list, in addition to the needs of lower sets."""
 _log = logger("banyan.ops.cpu.build")
 
 
@@ -194,7 +195,7 @@ def library_paths(isa: str, compiler: str) -> Iterator[Path]:
 def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[None]:
     """Build what `cached_library` will ask for, here or in another process, during the block.
 
-    Says nothing of a failure: whoever needs the library meets it again.
+    A failure is not reported here: `cached_library` fails again and reports it.
     """
     isa = usable_isa(wished_isa)
     target = _target(None, isa)

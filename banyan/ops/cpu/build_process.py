@@ -55,7 +55,7 @@ class Job:
     """What to build: arguments of this process.
 
     Attributes:
-        target: path of the library; beside it lie the lock and the work.
+        target: path of the library; the lock and the work are in the same folder.
         isa: which of ISAS to build for.
         compilers: command lines, tried in order.
     """
@@ -98,7 +98,7 @@ def definitions_for(isa: str) -> tuple[str, ...]:
 
 
 class _Commands:
-    """Runs compilers until told to stop."""
+    """Runs compilers until `stop` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class _Commands:
                 )
             with process:
                 try:
-                    _, told = process.communicate(timeout=_TIMEOUT_S)
+                    _, messages = process.communicate(timeout=_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     return f"no end after {_TIMEOUT_S} s"
@@ -127,7 +127,7 @@ class _Commands:
             return str(error)
         if process.returncode == 0:
             return ""
-        errors = [line for line in told.splitlines() if "error" in line] or ["no message"]
+        errors = [line for line in messages.splitlines() if "error" in line] or ["no message"]
         return f"exit {process.returncode}: {errors[0].strip()}"
 
     def stop(self) -> None:
@@ -145,18 +145,18 @@ class _Progress:
         self._number = len(sources)
         self._left_s = sum(_expected_s(source) for source in sources)
         self._all_s = self._left_s
-        self._began = self._told = time.monotonic()
+        self._began = self._logged_at = time.monotonic()
 
     def one_more(self, source: Source) -> None:
         self._waiting -= 1
         self._left_s -= _expected_s(source)
         now = time.monotonic()
-        if now - self._told < _TELL_S or not self._waiting:
+        if now - self._logged_at < _TELL_S or not self._waiting:
             return
-        self._told = now
+        self._logged_at = now
         left_s = (now - self._began) * self._left_s / (self._all_s - self._left_s)
-        told = "compiling the CPU kernels: %d of %d files, about %.0f s left"
-        _log.info(told, self._number - self._waiting, self._number, left_s)
+        line = "compiling the CPU kernels: %d of %d files, about %.0f s left"
+        _log.info(line, self._number - self._waiting, self._number, left_s)
 
 
 def build(job: Job, commands: _Commands) -> str:
@@ -186,15 +186,15 @@ def build(job: Job, commands: _Commands) -> str:
 def _locked(path: Path, commands: _Commands) -> Iterator[None]:
     """Hold the lock of the folder, or be stopped while another process has it."""
     with open(path, "w") as lock:
-        is_told = False
+        is_logged = False
         while not commands.is_stopped:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not is_told:
+                if not is_logged:
                     _log.info("waiting for the CPU kernels, which another process compiles")
-                is_told = True
+                is_logged = True
                 time.sleep(_POLL_S)
         yield
 
@@ -206,8 +206,8 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     outputs = [work / f"{source.name}.o" for source in sources]
     cores = num_cores()
     expected_s = sum(_expected_s(source) for source in sources) / cores
-    told = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
-    _log.info(told, compiler.name, len(sources), expected_s, cores)
+    line = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
+    _log.info(line, compiler.name, len(sources), expected_s, cores)
     progress, began = _Progress(sources), time.monotonic()
     with ThreadPoolExecutor(cores) as threads:
         running: dict[Future[str], Source] = {}
