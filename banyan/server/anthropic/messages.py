@@ -36,7 +36,7 @@ R = TypeVar("R", bound=CountRequest)
 
 
 async def messages(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = _reporter(context)

@@ -49,7 +49,7 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
 
 async def encode(exchange: HttpExchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     vectors = vector_service(service, state)
 
     def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
@@ -73,7 +73,7 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
 
 async def classify(exchange: HttpExchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     labels = labels_of(service)
 
     def read(raw: Json) -> tuple[str, list[RequestSpec]]:

@@ -47,7 +47,7 @@ MAX_LOGPROBS = 20
 
 
 async def completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server, context = state.config.server, exchange.context
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
@@ -327,7 +327,9 @@ class CompletionAnswer:
     def _choice(self, index: int, text: str, chunk: TextChunk) -> Json:
         logprobs = None
         if self._top is not None:
-            logprobs = completion_logprobs(self._service.words(), chunk, self._top, self._echo)
+            logprobs = completion_logprobs(
+                self._service.required_tokenizer(), chunk, self._top, self._echo
+            )
         return {
             "index": index,
             "text": text,

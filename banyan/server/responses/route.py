@@ -154,7 +154,7 @@ class _Asked:
 
 
 async def create(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     report = _reporter(exchange.context)
 

@@ -30,7 +30,7 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, together
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 VOCAB, PAGE, TOKENS = 97, 128, 9
 SHAPES = (1, 2, 4)

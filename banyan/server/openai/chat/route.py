@@ -20,7 +20,7 @@ from banyan.server.state import ServerState, Service
 
 
 async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = context.warn_or_refuse
