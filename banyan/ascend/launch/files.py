@@ -32,7 +32,7 @@ def mounts(model: str) -> tuple[str, ...]:
 
 
 def docker_run(soc: Soc, model: str, name: str, command: Sequence[str]) -> str:
-    """What starts one container by hand, beside its file of variables."""
+    """The command that starts one container, with its file of variables."""
     lines = [
         f"docker run --rm --name {name} --privileged --network host --ipc host",
         f"--shm-size {SHARED_MEMORY_GB}g --ulimit memlock=-1 --env-file {name}.env",

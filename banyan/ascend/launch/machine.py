@@ -29,7 +29,7 @@ PACKAGES = ("memfabric_hybrid", "torch_npu")
 
 
 def find_soc(root: str = "/") -> str:
-    """The chip of this machine, "" where none is seen: by the PCI bus, or by the devices."""
+    """The chip of this machine, by the PCI bus or by its device files; "" = none found."""
     base = Path(root)
     for device in sorted(base.glob("sys/bus/pci/devices/*")):
         if _read_file(device / "vendor") == _VENDOR and _read_file(device / "device") in _CHIPS:
@@ -102,7 +102,7 @@ class Box:
     shared_gib: float
 
     def read(self, path: str) -> str:
-        """A file's text, "" where it is not readable."""
+        """A file's text, "" = not readable."""
         try:
             return (Path(self.root) / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -122,7 +122,7 @@ class Box:
 
     @property
     def cann(self) -> str:
-        """Version of CANN, "" where none is found."""
+        """Version of CANN, "" = not found."""
         homes = [self.variables[name].lstrip("/") for name in _HOMES if self.variables.get(name)]
         for place in (*homes, *_CANN_PLACES):
             for pattern in _CANN_FILES:
@@ -133,7 +133,7 @@ class Box:
         return ""
 
     def package(self, folder: str) -> str:
-        """Version of the driver or the firmware, "" where it is not told."""
+        """Version of the driver or the firmware, "" = unknown."""
         found = _PACKAGE_VERSION.search(self.read(f"{folder}/version.info"))
         return found.group(1) if found else ""
 

@@ -1,4 +1,4 @@
-"""From a recipe and the nodes of each role to variables and a command line per node."""
+"""A launch plan: from a recipe and the nodes of each role to variables and a command per node."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
