@@ -343,7 +343,7 @@ def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "breach"
         if not any((file, at) in found for at in range(call.lineno, call.end_lineno + 1))
     ]
-    assert len(modules) > 3 and not quiet, f"no case reaches {', '.join(quiet)}"
+    assert len(modules) > 1 and found and not quiet, f"no case reaches {', '.join(quiet)}"
 
 
 @pytest.mark.parametrize("rule", KEPT)
