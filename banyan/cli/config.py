@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from banyan.ascend.launch.machine import find_soc
 from banyan.ascend.launch.support import device_outcomes
 from banyan.base.log import start_logging
-from banyan.config.cli import Given, read, value_of
+from banyan.config.cli import Given, read, shown, value_of
 from banyan.config.defaults import settle
-from banyan.config.described import shown
 from banyan.config.env import Environment, read_environment
 from banyan.config.flags.table import GROUPS
 from banyan.config.prepare import prepare_with_origins

@@ -14,7 +14,7 @@ from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.slow_gc import report_slow_gc
 from banyan.base.system import check_system
 from banyan.config.cli import help_text, parse
-from banyan.config.disposal import ANY
+from banyan.config.delete_checkpoint import ANY
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import Config
 

@@ -97,7 +97,7 @@ def can_have_store(config: Config, model_config: ModelConfig) -> bool:
     return config.cache.hierarchical and not why_no_store(config, model_config)
 
 
-def check_the_store(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+def check_hicache(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)

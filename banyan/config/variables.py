@@ -263,7 +263,7 @@ SETTINGS = {
         ),
         Flag(
             "SGLANG_NPU_USE_MULTI_STREAM",
-            "experts.has_lane",
+            "experts.has_side_stream",
             "run shared experts on a second stream, in parallel with the routed experts (CUDA, "
             "NPU)",
             kind=SWITCH,

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from banyan.base.log import logger
 from banyan.base.version import own_version
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine import snapshot
 from banyan.engine.core import CoreInput, EngineCore, Recorder
 from banyan.engine.core_spec import CoreSpec

@@ -17,7 +17,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
-from banyan.config.speculation import longest_branch, what_branches
+from banyan.config.speculation import branching_flag, longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build
@@ -30,9 +30,9 @@ from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.base import Model
 from banyan.moe.dispatch_check import check_the_sending, exchanged_tokens, fused_mode
-from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
 from banyan.moe.initial_placement import open_expert_map
 from banyan.moe.routing_record import open_expert_watch
+from banyan.moe.rules import check_exchange_size, is_fused, sends_rows, slot_bytes
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
@@ -135,7 +135,7 @@ def open_model(
         stages=parallel.pp,
         replica=parallel.replica if parallel.uses_dp_attention else 0,
         replicas=parallel.dp if parallel.uses_dp_attention else 1,
-        are_heads_apart=parallel.are_heads_apart,
+        replicates_lm_head=parallel.replicates_lm_head,
         is_dense_whole=parallel.dense_tp == 1,
         shares=parallel.cp,
         split=parallel.cp_split,
@@ -182,7 +182,7 @@ def open_model(
 
 def _lane(config: Config, model_config: ModelConfig, platform: Platform) -> Lane | None:
     """Where shared experts run beside the others; None where they run before them."""
-    if not config.experts.has_lane:
+    if not config.experts.has_side_stream:
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
@@ -203,7 +203,7 @@ def _open_draft(
 ) -> DraftModel:
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
-    is_ahead = config.speculative.is_ahead
+    is_ahead = config.speculative.is_mtp
     model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
     ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
@@ -323,7 +323,7 @@ def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPla
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     draft_room = draft_room_of(config, memory.max_running)
-    check_the_tokens(config, memory.max_running + draft_room)
+    check_exchange_size(config, memory.max_running + draft_room)
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
@@ -387,7 +387,7 @@ def check_drafts(
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
         )
-    if branching := what_branches(speculative):
+    if branching := branching_flag(speculative):
         raise ConfigError(
             f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
             hint="leave it at 1, or use --device cpu",

@@ -5,7 +5,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.flag_rules import without_a_server
+from banyan.config.rules.ignored import flags_that_need_a_server
 
 
 def notes(line: str) -> list[str]:
@@ -72,6 +72,6 @@ def test_functions_that_change_weights_are_refused_where_they_cannot_run() -> No
 
 
 def test_what_only_a_server_gives_is_told_where_there_is_none() -> None:
-    (line,) = without_a_server(parse(["--enable-metrics"], Environment()))
+    (line,) = flags_that_need_a_server(parse(["--enable-metrics"], Environment()))
     assert "--enable-metrics has no effect" in line
-    assert not list(without_a_server(parse([], Environment())))
+    assert not list(flags_that_need_a_server(parse([], Environment())))

@@ -54,7 +54,7 @@ class Layout:
     ranks: int = 1
     library: str = "shared"
     are_experts_apart: bool = False
-    are_heads_apart: bool = False
+    replicates_lm_head: bool = False
     is_dense_whole: bool = False
     sends_rows: bool = False
     copies: str = ""
@@ -69,13 +69,13 @@ TWO = (
     Layout("mistral"),
     Layout("mistral", is_eager=True),
     Layout("mistral", library="gloo"),
-    Layout("gemma2", are_heads_apart=True),
+    Layout("gemma2", replicates_lm_head=True),
     Layout("qwen3 moe, six of 21", are_experts_apart=True),
     Layout("deepseek v3", is_dense_whole=True),
 )
 FOUR = (
     Layout("gemma2", ranks=2),
-    Layout("mistral", ranks=2, are_heads_apart=True),
+    Layout("mistral", ranks=2, replicates_lm_head=True),
     Layout("deepseek v3", ranks=2, are_experts_apart=True),
 )
 
@@ -174,7 +174,7 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
             replica=replica,
             replicas=layout.replicas,
             are_experts_apart=layout.are_experts_apart,
-            are_heads_apart=layout.are_heads_apart,
+            replicates_lm_head=layout.replicates_lm_head,
             is_dense_whole=layout.is_dense_whole,
         ),
         0 if layout.is_eager and replica == 0 else 300,
@@ -280,7 +280,7 @@ def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
     """The groups are opened as the flags say; meeting is all that is left to do."""
 
     def tell(rank, size, address, libraries, timeout_s, **more):
-        names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
+        names = ("replica", "replicas", "replicates_lm_head", "is_dense_whole")
         raise TimeoutError((size, *(more[name] for name in names)))
 
     monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.server.http.request_context import RequestContext
 
 log = logger(__name__)

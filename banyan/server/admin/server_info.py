@@ -10,7 +10,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
-from banyan.config.described import described, origins
+from banyan.config.cli import described, origins
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica

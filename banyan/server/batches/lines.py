@@ -327,7 +327,9 @@ async def _ask(state: ServerState, line: Line) -> _Reply:
     reply = _Reply("", [])
     labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []
     scope = {"method": "POST", "path": line.url, "headers": labels}
-    context = RequestContext(scope, reply.send, words_wait=state.config.server.words_wait)
+    context = RequestContext(
+        scope, reply.send, tokenizing_waits=state.config.server.tokenizing_waits
+    )
     reply.id, reply.warnings = context.id, context.warnings
     context.tenant = line.tenant
     context.body = json.dumps(_body(state, line, context)).encode()

@@ -94,7 +94,7 @@ class App(Generic[S]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            waits = self.state.config.server.words_wait
+            waits = self.state.config.server.tokenizing_waits
             await self._answer(RequestContext(scope, send, self._send_timeout_s, waits), receive)
         elif scope["type"] == "lifespan":
             await _lifespan(receive, send)

@@ -56,7 +56,7 @@ class RequestContext:
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
-        words_wait: reading a text waits for other requests or processes, whatever its size.
+        tokenizing_waits: reading a text waits for other requests or processes, whatever its size.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RequestContext:
         scope: Scope,
         send: Send,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        words_wait: bool = False,
+        tokenizing_waits: bool = False,
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -114,7 +114,7 @@ class RequestContext:
         """Writes a frame if that needs no waiting, and says so; its caller counts the bytes."""
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
-        self._words_wait = words_wait
+        self._words_wait = tokenizing_waits
         self._send_timeout_s = send_timeout_s
 
     def header(self, name: bytes) -> str:

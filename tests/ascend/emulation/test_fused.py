@@ -23,7 +23,7 @@ from banyan.config.prepare import prepare
 from banyan.layers.build import Build
 from banyan.moe.all_to_all import Exchange
 from banyan.moe.dispatch_check import check_the_fusing, fused_mode
-from banyan.moe.dispatch_rules import LIMIT
+from banyan.moe.rules import LIMIT
 from banyan.ops import reference
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts

@@ -67,7 +67,7 @@ LAYOUTS = {
     ),
     "dp, heads apart": Layout(
         *("qwen3", ((5,), (7, 9, 40))),
-        {"replicas": 2, "are_heads_apart": True},
+        {"replicas": 2, "replicates_lm_head": True},
         {"head_dim": 128},
     ),
     "cp": Layout(*("qwen3", ((5, 30, 12),)), {"shares": 2, "split": "zigzag"}, {"head_dim": 128}),

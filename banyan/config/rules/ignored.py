@@ -11,7 +11,7 @@ from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
 from banyan.hub.sources import kind_of
 from banyan.model_config.kv_scales import FLOAT8
-from banyan.moe.dispatch_rules import FUSED, LIMIT
+from banyan.moe.rules import FUSED, LIMIT
 
 _KEPT = ("local", "demo", "pypi")
 """Sources that no hub is asked about."""
@@ -250,7 +250,7 @@ def _remarks(config: Config) -> Iterator[str]:
         )
 
 
-def without_a_server(config: Config) -> Iterator[str]:
+def flags_that_need_a_server(config: Config) -> Iterator[str]:
     """A line for what was asked for and only a server gives; for engines that run without one."""
     if config.observe.metrics:
         yield "--enable-metrics has no effect: figures are told at /metrics, and no server runs"
@@ -264,7 +264,7 @@ def without_a_server(config: Config) -> Iterator[str]:
         yield "--flight-recorder-bytes has no effect: a server holds the memory, and none runs"
 
 
-def check_companions(
+def ignored_flags(
     config: Config, origins: Mapping[str, str], environment: Environment
 ) -> Iterator[str]:
     """A line for each flag that was given and has no effect beside the others.
