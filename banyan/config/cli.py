@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-from banyan.ascend.variables import VARIABLES
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.argv import MODEL_HINT, plain, split
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
@@ -115,10 +115,10 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     config = build(values)
     origins = {**file.origins, **variables.origins, **command_line.origins}
     said = reading.notes
-    if config.device.name == "npu":
+    if own_variables := facts_of(config).variables:
         if environment.npu_refusals:
             raise ConfigError("; ".join(environment.npu_refusals))
-        others = (note for note in said if note.partition(" ")[0] not in VARIABLES)
+        others = (note for note in said if note.partition(" ")[0] not in own_variables)
         said = [*others, *environment.npu_notes]
     notes = (*said, *ignored_flags(config, origins, environment))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, SpeculativeConfig
@@ -80,7 +81,7 @@ def _choose_tree(config: Config, model_config: ModelConfig) -> SpeculativeConfig
         return speculative
     is_open = speculative.is_eagle and not (steps or topk or tokens)
     has_tree = model_config.architecture in _TREE_MODELS
-    can_branch = config.device.name in ("auto", "cpu") and config.parallel.cp == 1
+    can_branch = facts_of(config).drafts_trees and config.parallel.cp == 1
     if not is_open or not has_tree or not can_branch or _has_plugin_attention(config):
         return speculative
     log.info("drafts are trees of %d tokens: %d branches, %d levels", _TOKENS - 1, _TOPK, _STEPS)

@@ -48,7 +48,7 @@ class Rooms(Protocol):
     """A server's part in handing sequences over. Requests without a room pass it by."""
 
     orders: list[KVTransferOp]
-    """Outbox towards the mover."""
+    """EndedTransfers towards the mover."""
     late: list[Event]
     """Ends of requests that waited for their rooms, for the front."""
 

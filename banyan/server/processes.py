@@ -17,12 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from banyan.base.errors import BanyanError, ConfigError
-from banyan.base.log import logger, start_logging
-from banyan.base.slow_gc import report_slow_gc
-from banyan.config.schema import Config
-from banyan.dp_attention.remote_engines import FarEngines
-from banyan.engine.child_processes import (
+from banyan.base.child_process import (
     STACKS,
     Child,
     Process,
@@ -33,6 +28,11 @@ from banyan.engine.child_processes import (
     spawn,
     watch_parent,
 )
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import logger, start_logging
+from banyan.base.slow_gc import report_slow_gc
+from banyan.config.schema import Config
+from banyan.dp_attention.remote_engines import FarEngines
 from banyan.engine.flight_recorder_memory import RecordingMemory
 from banyan.engine.process_spec import ENGINE, NO_RECORDING, RANK, ProcessSpec
 from banyan.formats.shards import read_ahead

@@ -25,7 +25,7 @@ from banyan.server.embeddings import sglang as embeddings
 from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
-from banyan.server.http.request_context import SEND_TIMEOUT_S
+from banyan.server.http.exchange import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.chat.route import chat_completions

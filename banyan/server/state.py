@@ -28,8 +28,9 @@ from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.as_text import Tag
-from banyan.requests.generation import Generator, TextRequest
+from banyan.requests.generation import Generator
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
@@ -41,7 +42,7 @@ from banyan.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from banyan.server.http.app import RequestScope
-    from banyan.server.http.request_context import RequestContext
+    from banyan.server.http.exchange import HttpExchange
 
 PROBE_HOLDS_S = 1.0
 """How long a passed health check counts for later callers."""
@@ -107,7 +108,7 @@ class OpenRequests:
         return len(self._live)
 
     @contextlib.contextmanager
-    def holding(self, requests: Sequence[TextRequest], owner: bytes) -> Iterator[None]:
+    def holding(self, requests: Sequence[RequestSpec], owner: bytes) -> Iterator[None]:
         """Keep the ids of `requests` taken; RequestError 400 when one is."""
         added: list[RequestId] = []
         try:
@@ -174,7 +175,7 @@ class Tracing(Protocol):
     No span carries text of a request.
     """
 
-    def context(self, context: "RequestContext") -> AbstractContextManager[None]:
+    def context(self, exchange: "HttpExchange") -> AbstractContextManager[None]:
         """The span of one HTTP request, in the caller's trace if its headers name one."""
         ...
 
@@ -298,5 +299,5 @@ class ServerState:
         return self.config.model.served_name or self.config.model.source
 
 
-Handler = Callable[["RequestContext", ServerState], Coroutine[Any, Any, None]]
+Handler = Callable[["HttpExchange", ServerState], Coroutine[Any, Any, None]]
 """Handles the requests of one route."""

@@ -69,7 +69,7 @@ FLAGS = (
         kind=INT,
         low=0,
         high=65536,
-        proof="tests/moe/test_initial_placement.py::test_copies_are_of_the_first_experts",
+        proof="tests/moe/test_expert_location.py::test_copies_are_of_the_first_experts",
     ),
     Flag(
         "init-expert-location",
@@ -77,7 +77,7 @@ FLAGS = (
         "initial placement of experts: trivial (in order), or JSON or a file (.json, or the "
         "recorder's .safetensors) with physical_to_logical_map or logical_count",
         shown="trivial|FILE|JSON",
-        proof="tests/moe/test_initial_placement.py::test_a_location_is_read_from_json_and_files",
+        proof="tests/moe/test_expert_location.py::test_a_location_is_read_from_json_and_files",
     ),
     Flag(
         "ep-dispatch-algorithm",
@@ -85,7 +85,7 @@ FLAGS = (
         "which copy of an expert a token uses: static = by its position in the step, dynamic = in "
         "turn, fake = evenly spread wrong experts (benchmarks only); default: static",
         choices=("static", "dynamic", "fake"),
-        proof="tests/moe/test_initial_placement.py::test_the_algorithm_is_the_one_given",
+        proof="tests/moe/test_expert_location.py::test_the_algorithm_is_the_one_given",
     ),
     Flag(
         "enable-eplb",

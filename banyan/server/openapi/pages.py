@@ -15,7 +15,7 @@ from html import escape
 from banyan.server.admin.loads import living
 from banyan.server.console import files as console
 from banyan.server.http import auth
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
 from banyan.server.openapi.document import Document, openapi
 from banyan.server.state import ServerState, Service
@@ -79,10 +79,10 @@ def page_routes(others: Sequence[Route]) -> list[Route]:
     return list(table)
 
 
-async def _root(table: Sequence[Route], context: RequestContext, state: ServerState) -> None:
+async def _root(table: Sequence[Route], exchange: HttpExchange, state: ServerState) -> None:
     """A page for browsers, a line for everybody else."""
-    if not _is_browser(context):
-        await context.text("Banyan is running\n")
+    if not _is_browser(exchange):
+        await exchange.text("Banyan is running\n")
         return
     routes = "".join(
         f"<h3>{escape(group)}</h3><table>{_rows(routes)}</table>"
@@ -92,12 +92,12 @@ async def _root(table: Sequence[Route], context: RequestContext, state: ServerSt
         f"<h1>Banyan</h1><p>An LLM inference server. See the {_link('docs', 'API reference')} "
         f"and the {_link('openapi.json', 'OpenAPI document')}.</p>"
         f"<table>{_facts(state)}</table><h2>Try it</h2>"
-        f"<pre><code>{escape(_command(context, state))}</code></pre><h2>Routes</h2>{routes}"
+        f"<pre><code>{escape(_command(exchange, state))}</code></pre><h2>Routes</h2>{routes}"
     )
-    await _send_first(context, state, body)
+    await _send_first(exchange, state, body)
 
 
-async def _docs(described: Describe, context: RequestContext, state: ServerState) -> None:
+async def _docs(described: Describe, exchange: HttpExchange, state: ServerState) -> None:
     """The OpenAPI document as a page."""
     document = described(state.version, state.config.server.root_path)
     paths, schemas = document["paths"], document["components"]["schemas"]
@@ -113,38 +113,38 @@ async def _docs(described: Describe, context: RequestContext, state: ServerState
                 for method, operation in methods.items()
                 if operation["tags"] == [tag["name"]]
             ]
-    await _send(context, "Routes of Banyan", "".join(parts))
+    await _send(exchange, "Routes of Banyan", "".join(parts))
 
 
-async def _document(described: Describe, context: RequestContext, state: ServerState) -> None:
-    await context.json(described(state.version, state.config.server.root_path))
+async def _document(described: Describe, exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.json(described(state.version, state.config.server.root_path))
 
 
-async def _no_icon(context: RequestContext, state: ServerState) -> None:
-    await context.whole(b"", 204, "image/x-icon", {"cache-control": "max-age=86400"})
+async def _no_icon(exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.whole(b"", 204, "image/x-icon", {"cache-control": "max-age=86400"})
 
 
-async def _locked(context: RequestContext, state: ServerState) -> None:
+async def _locked(exchange: HttpExchange, state: ServerState) -> None:
     """Refuse with an explanation of how to send the key."""
     asks = {"www-authenticate": "Bearer"}
     line = "This server needs an API key: send the header Authorization: Bearer KEY."
-    if not _is_browser(context):
-        await context.json({"error": "Unauthorized", "message": line}, 401, asks)
+    if not _is_browser(exchange):
+        await exchange.json({"error": "Unauthorized", "message": line}, 401, asks)
         return
-    curl = f"curl {_address(context, state)}/v1/models -H 'Authorization: Bearer '$BANYAN_API_KEY"
+    curl = f"curl {_address(exchange, state)}/v1/models -H 'Authorization: Bearer '$BANYAN_API_KEY"
     body = f"<h1>Banyan</h1><p>{line}</p><pre><code>{escape(curl)}</code></pre>"
-    if context.route == "/":
-        await _send_first(context, state, body, 401, asks)
+    if exchange.route == "/":
+        await _send_first(exchange, state, body, 401, asks)
     else:
-        await _send(context, "Banyan", body, 401, asks)
+        await _send(exchange, "Banyan", body, 401, asks)
 
 
-def _is_browser(context: RequestContext) -> bool:
-    return "text/html" in context.header(b"accept")
+def _is_browser(exchange: HttpExchange) -> bool:
+    return "text/html" in exchange.header(b"accept")
 
 
 async def _send_first(
-    context: RequestContext,
+    exchange: HttpExchange,
     state: ServerState,
     body: str,
     status: int = 200,
@@ -152,14 +152,14 @@ async def _send_first(
 ) -> None:
     """Send the console with `body` as its content without scripts; only `body` if disabled."""
     if state.config.server.disable_console:
-        await _send(context, "Banyan", body, status, more)
+        await _send(exchange, "Banyan", body, status, more)
         return
     headers = {**HEADERS, **console.HEADERS, **(more or {})}
-    await context.whole(console.shell(body), status, "text/html; charset=utf-8", headers)
+    await exchange.whole(console.shell(body), status, "text/html; charset=utf-8", headers)
 
 
 async def _send(
-    context: RequestContext,
+    exchange: HttpExchange,
     title: str,
     body: str,
     status: int = 200,
@@ -171,7 +171,7 @@ async def _send(
         f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'
         f"<body><main>{body}</main></body></html>\n"
     )
-    await context.whole(
+    await exchange.whole(
         page.encode(), status, "text/html; charset=utf-8", {**HEADERS, **(more or {})}
     )
 
@@ -220,11 +220,11 @@ def _facts(state: ServerState) -> str:
     )
 
 
-def _command(context: RequestContext, state: ServerState) -> str:
+def _command(exchange: HttpExchange, state: ServerState) -> str:
     """A shell command with a request that this server can answer."""
     path, asked = _sample(state.service)
     key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if state.config.server.has_keys else ""
-    return f"curl {_address(context, state)}{path}{key} -d '{json.dumps(asked)}'"
+    return f"curl {_address(exchange, state)}{path}{key} -d '{json.dumps(asked)}'"
 
 
 def _sample(service: Service | None) -> tuple[str, Document]:
@@ -238,10 +238,10 @@ def _sample(service: Service | None) -> tuple[str, Document]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 64}
 
 
-def _address(context: RequestContext, state: ServerState) -> str:
+def _address(exchange: HttpExchange, state: ServerState) -> str:
     """The base URL under which the client reached this server."""
-    server, host = state.config.server, context.header(b"host")
-    scheme = "https" if context.header(b"x-forwarded-proto") == "https" else "http"
+    server, host = state.config.server, exchange.header(b"host")
+    scheme = "https" if exchange.header(b"x-forwarded-proto") == "https" else "http"
     if not _HOST.fullmatch(host):
         host = f"{server.host}:{server.port}"
     return f"{scheme}://{host}{server.root_path.rstrip('/')}"

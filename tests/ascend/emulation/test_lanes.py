@@ -26,13 +26,13 @@ def model(tmp_path_factory):
 @pytest.fixture
 def lanes(monkeypatch) -> list[int]:
     """Of each pass of a block: how many streams it has used."""
-    found, beside = list[int](), ExpertBlock._beside
+    found, forward = list[int](), ExpertBlock._with_shared_experts
 
     def watched(block: ExpertBlock, *given):
-        found.append(1 if block.lane is None else 2)
-        return beside(block, *given)
+        found.append(1 if block.side_stream is None else 2)
+        return forward(block, *given)
 
-    monkeypatch.setattr(ExpertBlock, "_beside", watched)
+    monkeypatch.setattr(ExpertBlock, "_with_shared_experts", watched)
     return found
 
 

@@ -19,12 +19,12 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, open_groups
-from banyan.pipeline.runner_stage import Line
+from banyan.pipeline.runner_stage import PipelineStage
 from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward
 from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny
@@ -137,7 +137,7 @@ class Ranks(Driver):
 class Staged:
     """A plan goes through all stages before the next one comes."""
 
-    def __init__(self, runner: ModelRunner, line: Line) -> None:
+    def __init__(self, runner: ModelRunner, line: PipelineStage) -> None:
         self.store = runner.store
         self._line = line
 
@@ -166,15 +166,17 @@ def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tup
     model = load_model(model_config, build)
     caches = group_caches(model.caches)
     pages = tuple(GroupLayout(each.kind, each.window, PAGE, 64) for each in caches)
-    sizes = RunnerSizes(8, 8 * PAGE, pages, max_tokens=128, shapes=shapes)
+    sizes = RunnerConfig(8, 8 * PAGE, pages, max_tokens=128, shapes=shapes)
     runner, talk = ModelRunner(model, build, sizes, platform), None
     if groups.joint is not None:
         talk = meet("gloo", rank, 2, f"{address}-talk")
     driver = Ranks(runner, talk, model_config.hidden_size)
     if groups.stages.size > 1:
         like = torch.empty(0, dtype=torch.float16, device=device)
-        taker = ControlOpExecutor(runner, {})
-        line = Line(runner, taker, groups.stages, groups.world, like, model_config.hidden_size)
+        executor = ControlOpExecutor(runner, {})
+        line = PipelineStage(
+            runner, executor, groups.stages, groups.world, like, model_config.hidden_size
+        )
         driver.runner = Staged(runner, line)
     return runner, driver
 

@@ -12,11 +12,10 @@ import torch
 
 import banyan
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.latent_operators import LatentOperators
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.latent_contracts import WHOLLY
+from banyan.ascend.ops.operators import LatentOperators, Operators
 from banyan.ascend.ops.prologue import Prologue, open_prologue
-from banyan.ascend.ops.prologue_cases import empty_pages, inputs
-from banyan.ascend.ops.prologue_contracts import WHOLLY
+from banyan.ascend.selfcheck.attention_cases import empty_pages, inputs
 from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
