@@ -597,6 +597,10 @@ class ServerConfig:
     """Reload the certificate when its file changes."""
     disable_console: bool = False
     """Serve a plain page at / instead of the console."""
+    grpc_mode: bool = False
+    """Serve gRPC on `port` instead of HTTP."""
+    grpc_http_port: int | None = None
+    """Serve HTTP on this port too, with `grpc_mode`."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
 

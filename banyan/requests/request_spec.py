@@ -21,7 +21,7 @@ from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
-from banyan.requests.input_embeds import namespace_with
+from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 
@@ -171,7 +171,7 @@ def build_specs(
     """
     ids = _ids(fields, [prompt.num_sequences for prompt in prompts])
     has_list = isinstance(fields.get("bootstrap_room"), list)
-    meetings = bootstrap.meetings_of(
+    rooms = bootstrap.bootstrap_rooms(
         fields.with_replica(context.headers.get(bootstrap.HEADER, "")).get,
         len(prompts) if has_list else fields.num,
     )
@@ -181,7 +181,7 @@ def build_specs(
     priority = checked_integer(fields.get("priority"), "priority") or 0
     specs: list[RequestSpec] = []
     for i, prompt in enumerate(prompts):
-        parsed, meeting = prompt.sampling, meetings[i]
+        parsed, room = prompt.sampling, rooms[i]
         namespace = namespace_of(context.tenant, salts[i], keys[i])
         specs += [
             spec_of(
@@ -200,11 +200,11 @@ def build_specs(
                 pool=prompt.pool,
                 caller=context.tenant,
                 embeds=prompt.embeds,
-                room=meeting.name(j),
-                peer=meeting.peer,
-                replica=meeting.replica,
-                giver=meeting.giver,
-                stride=parsed.stream_interval,
+                room=room.name(j),
+                peer=room.peer,
+                replica=room.replica,
+                prefill_replica=room.prefill_replica,
+                stream_interval=parsed.stream_interval,
             )
             for j in range(prompt.num_sequences)
         ]
@@ -247,7 +247,7 @@ def spec_of(
         score_top=scores.top if scores.start != NO_SCORES else 0,
         score_ids=scores.ids if scores.start != NO_SCORES else (),
         hidden_from=first_hidden,
-        tells_experts=experts_from != NO_HIDDEN,
+        wants_experts=experts_from != NO_HIDDEN,
         **fields,
     )
     return RequestSpec(message, prompt, text or TextOptions(), hidden, route)

@@ -57,7 +57,7 @@ EFFECTS = {
     "n": (1, lambda r: r.id.count("_"), 0),
     "routed_dp_rank": (3, lambda r: r.message.replica, 3),
     "data_parallel_rank": (3, lambda r: r.message.replica, 3),
-    "disagg_prefill_dp_rank": (3, lambda r: r.message.giver, 3),
+    "disagg_prefill_dp_rank": (3, lambda r: r.message.prefill_replica, 3),
     "input_ids": ([1, 2, 3], lambda r: r.prompt, [1, 2, 3]),
     "regex": ("a+", lambda r: r.message.grammar, "regex:a+"),
     "ebnf": ('root ::= "a"', lambda r: r.message.grammar, 'ebnf:root ::= "a"'),
