@@ -57,7 +57,7 @@ class HttpExchange:
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
-        tokenizing_waits: tokenizing waits for other requests or processes, whatever the size of the text.
+        tokenizing_waits: tokenizing waits for other requests or processes, of any size.
         is_strict: fields without effect are refused (--strict-requests).
     """
 
