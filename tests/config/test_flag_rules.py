@@ -60,14 +60,14 @@ def test_sizes_of_the_host_tier_count_on_devices_that_have_one(device: str) -> N
     line = f"--device {device} --hicache-ratio 3"
     assert notes(f"{line} --enable-hierarchical-cache") == []
     (note,) = notes(line)
-    assert "pages stay on the device without --enable-hierarchical-cache" in note
+    assert "there is no host tier without --enable-hierarchical-cache" in note
     (note,) = notes("--device cpu --hicache-ratio 3 --enable-hierarchical-cache")
     assert "a second tier would be the same memory again" in note
 
 
 def test_what_users_may_not_expect_is_said_at_start() -> None:
     (note,) = parse(["--enable-custom-logit-processor"], Environment()).observe.notes
-    assert "code that a request brings is never run" in note
+    assert "code in requests is never run" in note
 
 
 def test_a_default_is_not_worth_a_line() -> None:

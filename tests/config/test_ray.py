@@ -39,7 +39,7 @@ def test_ranks_that_ray_is_to_start_are_nodes(ray) -> None:
     ("flags", "match"),
     [
         ((), "there is one rank, and nothing for Ray to start"),
-        (("--tp", "2", "--dp", "2"), "--data-parallel-size cannot be combined with --use-ray"),
+        (("--tp", "2", "--dp", "2"), "--data-parallel-size 2 cannot be combined with --use-ray"),
         (
             ("--tp", "4", "--nnodes", "2", "--node-rank", "1"),
             "--use-ray cannot be combined with --node-rank 1",

@@ -96,7 +96,7 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("gguf", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("unquant", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("fp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
-        ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and none are rounded to fp8"),
+        ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and cannot be converted to fp8"),
         ("mxfp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
         ("moe_wna16", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, ""),
         ("w8a8_int8", {"quant": QuantFacts("compressed-tensors", "{}")}, ""),

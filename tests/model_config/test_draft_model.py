@@ -11,6 +11,7 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
+from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config, SpeculativeConfig
 from banyan.config.speculation import branching_flag, longest_branch, plan_drafts
 from banyan.formats.arrays import write_arrays
@@ -254,6 +255,7 @@ def test_other_attention_reads_no_trees(models):
         given = replace(given, **{name: getattr(config.speculative, name) for name in named})
         device = replace(config.device, attention="of a plug-in")
         config = replace(config, speculative=given, device=device)
+        refuse_conflicts(config, None, Environment())
         return plan_drafts(config, read_model_config(config.model.path), Environment())
 
     assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
