@@ -613,7 +613,7 @@ class ServerConfig:
         return "https" if self.ssl_cert else "http"
 
     @property
-    def tokenizing_waits(self) -> bool:
+    def tokenizer_waits(self) -> bool:
         """Whether tokenizing a text waits for other requests or processes."""
         return self.waiting_texts > 0
 
