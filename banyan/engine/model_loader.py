@@ -215,7 +215,7 @@ def _open_side_stream(
     if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no shared experts"
     if not why:
-        return platform.lane()
+        return platform.side_stream()
     log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
     return None
 
