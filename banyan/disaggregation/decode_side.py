@@ -19,14 +19,14 @@ from banyan.disaggregation.carrier import Carrier, Slots, code_of, open_slots
 from banyan.disaggregation.transfer import End, LoopThread, Outbox, RoomOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
+    CloseTransfer,
+    FindTransfer,
     KVTransferOp,
-    RoomFound,
-    RoomLost,
-    SeekRoom,
-    TakeRoom,
+    ReceiveTransfer,
+    TransferFailed,
+    TransferFound,
 )
-from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
+from banyan.messages.plan import CopyResult, Lookup, PageCopy, transfer_position
 
 log = logger(__name__)
 
@@ -112,7 +112,7 @@ class TakingRooms:
     def _expect(self, copies: list[PageCopy]) -> None:
         failed: list[int] = []
         for copy in copies:
-            sought = self._sought.get(place_of(copy.src.key)[0])
+            sought = self._sought.get(transfer_position(copy.src.key)[0])
             if sought is None:
                 failed.append(copy.id)
             else:
@@ -122,44 +122,44 @@ class TakingRooms:
             self._out.tell(CopyResult([], failed))
 
     def _obey(self, order: KVTransferOp) -> None:
-        sought = self._sought.get(order.room)
+        sought = self._sought.get(order.transfer_id)
         match order:
-            case SeekRoom():
+            case FindTransfer():
                 assert sought is None, "a room is asked for twice"
-                new = self._sought[order.room] = _Sought()
+                new = self._sought[order.transfer_id] = _Sought()
                 new.task = self._thread.run(self._bring(order, new))
-            case TakeRoom():
+            case ReceiveTransfer():
                 if sought is not None:
                     sought.wanted = order.copies
                     sought.look()
-            case CloseRoom():
+            case CloseTransfer():
                 if sought is not None and sought.task is not None:
                     sought.task.cancel()
             case _:
                 raise AssertionError(f"a server that takes was told {order}")
 
-    async def _bring(self, order: SeekRoom, sought: _Sought) -> None:
+    async def _bring(self, order: FindTransfer, sought: _Sought) -> None:
         """All of one room."""
-        where = f"the prefill server {printable(order.peer, 80)}"
+        where = f"the prefill server {printable(order.prefill_address, 80)}"
         writers: list[asyncio.StreamWriter] = []
         sign: asyncio.Task[None] | None = None
         try:
             channel, tokens = await self._find(order, where, writers)
             sign = self._thread.run(channel.say_often())
-            self._out.tell(RoomFound(order.room, tokens))
+            self._out.tell(TransferFound(order.transfer_id, tokens))
             await sought.ready.wait()
             await self._take(order, channel, sought, where)
         except _Lost as lost:
-            self._out.tell(RoomLost(order.room, lost.status, str(lost)))
+            self._out.tell(TransferFailed(order.transfer_id, lost.status, str(lost)))
         except TimeoutError:
             text = f"{where} was silent for {wire.SILENCE_S:g} s"
-            self._out.tell(RoomLost(order.room, 504, text))
+            self._out.tell(TransferFailed(order.transfer_id, 504, text))
         except (EOFError, OSError, wire.Broken, wire.Corrupt) as error:
             why = str(error) or type(error).__name__
             text = f"{where} was lost before the prompt was handed over: {printable(why, 200)}"
-            self._out.tell(RoomLost(order.room, 503, text))
+            self._out.tell(TransferFailed(order.transfer_id, 503, text))
         finally:
-            del self._sought[order.room]
+            del self._sought[order.transfer_id]
             if sign is not None:
                 sign.cancel()
             for writer in writers:
@@ -168,11 +168,11 @@ class TakingRooms:
                 self._out.tell(CopyResult([], [copy.id for copy in sought.copies]))
 
     async def _find(
-        self, order: SeekRoom, where: str, writers: list[asyncio.StreamWriter]
+        self, order: FindTransfer, where: str, writers: list[asyncio.StreamWriter]
     ) -> tuple[wire.Channel, int]:
         """A connection to the room, to a server of the same model, and the tokens whose pages it
         gives."""
-        host, _, port = order.peer.rpartition(":")
+        host, _, port = order.prefill_address.rpartition(":")
         if not self._options.secret and not is_loopback(host):
             raise _Lost(400, f"{where} is on another machine, and this server has no secret")
         place = host.strip("[]"), int(port)
@@ -193,7 +193,7 @@ class TakingRooms:
 
     async def _ask(
         self,
-        order: SeekRoom,
+        order: FindTransfer,
         host: str,
         port: int,
         where: str,
@@ -210,7 +210,7 @@ class TakingRooms:
         writers.append(writer)
         channel = await wire.greet(reader, writer, self._master, is_giver=False)
         sizes = [form.tokens for form in self._options.forms]
-        seek = wire.Seek(order.room, order.digest, sizes, order.giver)
+        seek = wire.Seek(order.transfer_id, order.digest, sizes, order.prefill_replica)
         await channel.send(wire.SEEK, wire.pack(seek))
         patience_s = self._options.patience_s
         try:
@@ -223,10 +223,10 @@ class TakingRooms:
             raise _Lost(504, text) from None
 
     async def _take(
-        self, order: SeekRoom, channel: wire.Channel, sought: _Sought, where: str
+        self, order: FindTransfer, channel: wire.Channel, sought: _Sought, where: str
     ) -> None:
         """Pages, and then the rest."""
-        wants = [(place_of(copy.src.key)[1], copy.group) for copy in sought.copies]
+        wants = [(transfer_position(copy.src.key)[1], copy.group) for copy in sought.copies]
         await channel.send(wire.WANT, wire.pack_wants(wants))
         asked = len(wants)
         while sought.copies:
@@ -244,7 +244,7 @@ class TakingRooms:
         most = {wire.HANDOFF: wire.MAX_HANDOFF_BYTES}
         _, body = await self._said(channel, most, where)
         sizes = order.prompt_len, self._options.vocab_size
-        self._out.tell(wire.read_handoff(body, order.room, *sizes))
+        self._out.tell(wire.read_handoff(body, order.transfer_id, *sizes))
         await channel.send(wire.DONE)
 
     async def _bring_page(self, channel: wire.Channel, copy: PageCopy, where: str) -> bool:

@@ -11,14 +11,14 @@ from banyan.base.log import logger
 from banyan.disaggregation.transfer import End, Outbox, RoomOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
+    FindTransfer,
     KVTransferOp,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    SeekRoom,
-    TakeRoom,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFound,
 )
 from banyan.messages.plan import CopyResult, Lookup, PageCopy
 
@@ -47,13 +47,13 @@ class FakeRooms:
     def obey(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             match order:
-                case SeekRoom():
-                    self._out.tell(RoomFound(order.room, order.prompt_len))
-                case TakeRoom():
-                    self._out.tell(HandOff(order.room, _FIRST))
-                case HandOff() | CloseRoom():
-                    self._out.tell(RoomClosed(order.room))
-                case OpenRoom():
+                case FindTransfer():
+                    self._out.tell(TransferFound(order.transfer_id, order.prompt_len))
+                case ReceiveTransfer():
+                    self._out.tell(PrefillResult(order.transfer_id, _FIRST))
+                case PrefillResult() | CloseTransfer():
+                    self._out.tell(TransferClosed(order.transfer_id))
+                case OpenTransfer():
                     pass
 
     def ended(self) -> list[End]:

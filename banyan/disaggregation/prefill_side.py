@@ -19,14 +19,14 @@ from banyan.disaggregation.page_cutting import PageForm
 from banyan.disaggregation.transfer import End, LoopThread, Outbox, RoomOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
     KVTransferOp,
-    OpenRoom,
-    RoomClosed,
+    OpenTransfer,
+    PrefillResult,
+    TransferClosed,
     replica_of,
 )
-from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
+from banyan.messages.plan import CopyResult, Lookup, PageCopy, transfer_position
 
 log = logger(__name__)
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class _Room:
     """By group and position."""
     sizes: list[int] = field(default_factory=list[int])
     """Tokens of a page of whoever takes it, by group."""
-    handoff: HandOff | None = None
+    handoff: PrefillResult | None = None
     taker: wire.Channel | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     lease: asyncio.TimerHandle | None = None
@@ -140,7 +140,7 @@ class GivingRooms:
     def _keep(self, taken: list[tuple[PageCopy, np.ndarray]]) -> None:
         ids, failed = list[int](), list[int]()
         for copy, payload in taken:
-            name, position = place_of(copy.dst.key)
+            name, position = transfer_position(copy.dst.key)
             room = self._rooms.get(name)
             (failed if room is None else ids).append(copy.id)
             if room is not None:
@@ -151,20 +151,20 @@ class GivingRooms:
 
     def _obey(self, order: KVTransferOp) -> None:
         match order:
-            case OpenRoom():
-                self._gone.pop(order.room, None)
-                self._rooms[order.room] = _Room(order.digest, order.tokens)
-                self._call(order.room)
-            case HandOff():
-                room = self._rooms.get(order.room)
+            case OpenTransfer():
+                self._gone.pop(order.transfer_id, None)
+                self._rooms[order.transfer_id] = _Room(order.digest, order.tokens)
+                self._call(order.transfer_id)
+            case PrefillResult():
+                room = self._rooms.get(order.transfer_id)
                 if room is None:
                     return
                 room.handoff = order
                 lease_s = self._options.lease_s
-                room.lease = self._thread.loop.call_later(lease_s, self._expire, order.room)
+                room.lease = self._thread.loop.call_later(lease_s, self._expire, order.transfer_id)
                 room.changed.set()
-            case CloseRoom():
-                self._drop(order.room, _ENDED)
+            case CloseTransfer():
+                self._drop(order.transfer_id, _ENDED)
             case _:
                 raise AssertionError(f"a server that gives was told {order}")
 
@@ -187,7 +187,7 @@ class GivingRooms:
             room.taker.abort()
         room.changed.set()
         room.pages.clear()
-        self._out.tell(RoomClosed(name))
+        self._out.tell(TransferClosed(name))
 
     def _call(self, name: bytes) -> None:
         """Tell who waits for a room that there is news of it."""

@@ -23,7 +23,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import DeviceError
 from banyan.base.log import printable
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 
 _LOOK_S = 0.01
 _MAX_WORD_BYTES = 4096
@@ -33,7 +33,7 @@ _MAX_REASON = 300
 class StepAgreement(Protocol):
     """Asked at every launch; the answer is the same on all replicas."""
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         """What every replica brings to the next step, this one `load`.
 
         returns: [] when none has any tokens, so that there is no such step; None while some have
@@ -45,7 +45,7 @@ class StepAgreement(Protocol):
 class _Word(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What a replica tells the others, once for each step, and once when it leaves."""
 
-    load: Load | None = None
+    load: StepLoad | None = None
     """None: it ends."""
     reason: str = ""
     """Why it does; "" when it was told to."""
@@ -110,9 +110,9 @@ class StepClock:
         self._peers = dict(peers)
         self._timeout_s = timeout_s
         self._clock = clock or WallClock()
-        self._heard: dict[int, deque[Load]] = {number: deque() for number in peers}
+        self._heard: dict[int, deque[StepLoad]] = {number: deque() for number in peers}
         """Loads for this step, and for the next one from those who are ahead."""
-        self._offered: Load | None = None
+        self._offered: StepLoad | None = None
         self._offered_s = 0.0
         self._left = -1
         """A replica that was told to end; -1 while none was."""
@@ -138,7 +138,7 @@ class StepClock:
                 while number in self._peers:
                     self._hear(number, peer.hear())
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         """See `StepAgreement`.
 
         Raises:

@@ -8,7 +8,7 @@ that are scored, then those of the tokens to sample.
 from collections.abc import Iterator
 
 from banyan.dp_attention.batch import DPAttentionBatch
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 
 
 class Peers:
@@ -21,9 +21,9 @@ class Peers:
     def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
         self._joint = joint
         self._chunk = chunk
-        self._loads: list[Load] = []
+        self._loads: list[StepLoad] = []
 
-    def begin(self, loads: list[Load]) -> None:
+    def begin(self, loads: list[StepLoad]) -> None:
         """A step begins.
 
         Raises:

@@ -27,9 +27,15 @@ from banyan.messages.control_ops import (
     TakeAdapter,
     TakeWeights,
 )
-from banyan.messages.disaggregation import HandOff, KVTransferOp, RoomClosed, RoomFound, RoomLost
+from banyan.messages.disaggregation import (
+    KVTransferOp,
+    PrefillResult,
+    TransferClosed,
+    TransferFailed,
+    TransferFound,
+)
 from banyan.messages.events import Event, Reply, Stats
-from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepLoad, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
@@ -48,7 +54,7 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 _Asked = (
     Generate | Abort | StopAt | RetractAll | Unpin | RunControlOps | LoadAdapter | UnloadAdapter
 )
-_Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
+_Told = CopyResult | Held | TransferFound | PrefillResult | TransferFailed | TransferClosed
 CoreInput = _Asked | _Told
 
 
@@ -57,7 +63,7 @@ class Recorder(Protocol):
 
     def received(self, message: CoreInput, now: float) -> None: ...
     def launched(
-        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+        self, plan: StepPlan | None, peers: list[StepLoad] | None, now: float, is_paused: bool
     ) -> None: ...
     def completed(self, result: StepResult, now: float) -> None: ...
     def flushed(self, now: float) -> None: ...
@@ -111,9 +117,9 @@ class EngineCore:
             case CopyResult():
                 self.scheduler.end_copies(message)
             case Held():
-                self.scheduler.fetcher.answer(message)
-            case RoomFound() | HandOff() | RoomLost() | RoomClosed():
-                self.scheduler.hear(message, now)
+                self.scheduler.store_fetcher.answer(message)
+            case TransferFound() | PrefillResult() | TransferFailed() | TransferClosed():
+                self.scheduler.on_kv_transfer(message, now)
             case RetractAll():
                 self.scheduler.request_table.retract_all()
             case Unpin():
@@ -136,8 +142,8 @@ class EngineCore:
             return None
         was_held = self._held is not None
         builder = self._held or self._next_builder(now)
-        peers: list[Load] | None = []
-        if self._lockstep is not None and not builder.orders:
+        peers: list[StepLoad] | None = []
+        if self._lockstep is not None and not builder.control_ops:
             peers = self._lockstep.agree(builder.load)
         self._held = builder if peers is None else None
         plan = None
@@ -151,8 +157,8 @@ class EngineCore:
             self.recorder.launched(plan, peers, now, self.is_paused)
         if plan is not None:
             self._last_step = plan.step
-            self.scheduler.cache.horizon.launched = plan.step
-            self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
+            self.scheduler.cache.epochs.launched = plan.step
+            self._in_flight.append((plan.step, now, bool(plan.rows or plan.replica_loads)))
         return plan
 
     def _ask_for_adapters(self) -> None:
@@ -173,7 +179,7 @@ class EngineCore:
             return StepPlanBuilder(step, [], 0)
         builder = self.scheduler.schedule(step, now)
         if builder.has_work:
-            self.scheduler.cache.horizon.launched = step
+            self.scheduler.cache.epochs.launched = step
         return builder
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
@@ -197,11 +203,11 @@ class EngineCore:
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the front."""
-        request_table, rooms = self.scheduler.request_table, self.scheduler.rooms
+        request_table, disaggregation = self.scheduler.request_table, self.scheduler.disaggregation
         events, request_table.events = request_table.events, []
-        if rooms is not None:
-            events += rooms.late
-            rooms.late = []
+        if disaggregation is not None:
+            events += disaggregation.delayed_ends
+            disaggregation.delayed_ends = []
         return events
 
     def take_masks(self) -> list[Mask]:
@@ -216,8 +222,8 @@ class EngineCore:
 
     def take_lookups(self) -> list[Lookup]:
         """Drain the outbox towards the store."""
-        fetcher = self.scheduler.fetcher
-        lookups, fetcher.lookups = fetcher.lookups, []
+        store_fetcher = self.scheduler.store_fetcher
+        lookups, store_fetcher.lookups = store_fetcher.lookups, []
         return lookups
 
     def take_cache_events(self) -> Sequence[Stored | Removed]:
@@ -225,13 +231,13 @@ class EngineCore:
         news = self.scheduler.cache.news
         return () if news is None else news.take()
 
-    def take_room_orders(self) -> list[KVTransferOp]:
+    def take_transfer_ops(self) -> list[KVTransferOp]:
         """Drain the outbox towards other servers."""
-        rooms = self.scheduler.rooms
-        if rooms is None:
+        disaggregation = self.scheduler.disaggregation
+        if disaggregation is None:
             return []
-        orders, rooms.orders = rooms.orders, []
-        return orders
+        ops, disaggregation.ops = disaggregation.ops, []
+        return ops
 
     @property
     def uses_dp_attention(self) -> bool:
@@ -251,7 +257,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """No request is alive and nothing is in flight."""
-        return self.scheduler.is_idle and self.scheduler.cache.horizon.is_clear
+        return self.scheduler.is_idle and self.scheduler.cache.epochs.is_clear
 
     def check(self) -> None:
         """Raise AssertionError when an invariant of scheduler or memory is broken."""
@@ -288,14 +294,16 @@ class EngineCore:
             pinned_pages=cache.pins.pages,
             adapters=0 if adapters is None else adapters.num_loaded,
             adapter_bytes=0 if adapters is None else adapters.used_bytes,
-            open_rooms=0 if self.scheduler.rooms is None else self.scheduler.rooms.num_open,
+            open_rooms=0
+            if self.scheduler.disaggregation is None
+            else self.scheduler.disaggregation.num_transfers,
         )
 
     def _may_launch(self) -> bool:
         if self._carried_out is not None:
             return False
         if self._given:
-            return self.scheduler.cache.horizon.is_clear
+            return self.scheduler.cache.epochs.is_clear
         return (self._may_plan or self.uses_dp_attention) and self.in_flight < self.depth
 
     @property
@@ -307,8 +315,8 @@ class EngineCore:
         """What is given first, as a plan. Whoever holds pages that go recomputes later."""
         self._carried_out = self._given.popleft()
         builder = StepPlanBuilder(step, [], 0)
-        builder.orders = self._carried_out.orders
-        if any(_takes_pages(order) for order in builder.orders):
+        builder.control_ops = self._carried_out.ops
+        if any(_takes_pages(order) for order in builder.control_ops):
             self.scheduler.request_table.retract_all()
             self.scheduler.flush()
         return builder
@@ -317,9 +325,9 @@ class EngineCore:
         """Answer whoever gave the orders, and go by what has been done."""
         self._carried_out = None
         done = [reply for reply in result.replies if reply.ok]
-        for order, reply in zip(given.orders, done, strict=False):
+        for order, reply in zip(given.ops, done, strict=False):
             self._is_done(order, reply)
-        ok = len(done) == len(given.orders)
+        ok = len(done) == len(given.ops)
         told = done if ok else [reply for reply in result.replies if not reply.ok]
         text = result.error or " ".join(reply.text for reply in told)
         body = done[-1].body if ok and done else b""
@@ -347,9 +355,9 @@ class EngineCore:
             case ResumeMemory():
                 self._has_back(order.tags)
             case AttachStore(is_trial=False):
-                self.scheduler.fetcher.attach(order)
+                self.scheduler.store_fetcher.attach(order)
             case DetachStore(is_trial=False):
-                self.scheduler.fetcher.detach()
+                self.scheduler.store_fetcher.detach()
             case _:
                 pass
 

@@ -274,11 +274,11 @@ def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publishe
     asked = kv_events(config.observe)
     if asked is None:
         return None
-    unit = core.scheduler.cache.unit
+    block_size = core.scheduler.cache.block_size
     adapters = core.scheduler.adapters
     names = AdapterNames() if adapters is None else adapters.names
     replica = config.parallel.replica
-    publisher = Publisher(asked, replica, unit, WEIGHTS_BYTES, names.adapter_of)
+    publisher = Publisher(asked, replica, block_size, WEIGHTS_BYTES, names.adapter_of)
     cleanup.callback(publisher.close)
     return publisher
 

@@ -44,7 +44,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     share: bool = True
     store: StoreRules | None = None
     role: str = ""
-    """GIVES or TAKES of disaggregation/scheduling.py; "" = neither."""
+    """PREFILL or DECODE of disaggregation/scheduling.py; "" = neither."""
     adapters: AdapterRules | None = None
 
     def build(

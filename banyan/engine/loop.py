@@ -269,7 +269,7 @@ class EngineLoop:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
-            self._mover.obey(self._core.take_room_orders())
+            self._mover.obey(self._core.take_transfer_ops())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
         if self._publisher is not None:
@@ -277,7 +277,7 @@ class EngineLoop:
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.obey(self._core.take_room_orders())
+            self._mover.obey(self._core.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
@@ -319,7 +319,7 @@ class EngineLoop:
 
     def _foretold(self) -> list[Tokens]:
         """What the oldest plan in flight has come to so far."""
-        if self._so_far is None or not self._flying or not self._flying[0].plan.tell:
+        if self._so_far is None or not self._flying or not self._flying[0].plan.report_every:
             return []
         step = self._flying[0].plan.step
         tokens = self._so_far(step)
@@ -335,7 +335,7 @@ class EngineLoop:
             is_shared = self._ranks is not None or self._step_clock is not None
             if result.error and is_shared:
                 raise self._out_of_step(result)
-            if not handle.plan.orders:
+            if not handle.plan.control_ops:
                 # Launches run beside the device: the slower of the two sets the pace.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds
                 self._forecast.measured(handle.tokens, took / _ran(handle.plan, result))
@@ -368,7 +368,7 @@ class EngineLoop:
         """Seconds without a round, or without the end of the step that runs; from any thread.
         Orders take the time that they need."""
         now, plans = self._clock.now(), self._plans()
-        is_running = any(not plan.orders for plan in plans)
+        is_running = any(not plan.control_ops for plan in plans)
         return max(now - self._turned_s, now - self._started_s if is_running else 0.0)
 
     def _queues(self) -> str:

@@ -22,9 +22,8 @@ from banyan.disaggregation import scheduling as handoff
 from banyan.engine import core as core_module
 from banyan.engine.core import EngineCore
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.kv_cache import cache, groups, loads, pins
+from banyan.kv_cache import cache, epochs, groups, loads, pins
 from banyan.kv_cache import cache_events as news
-from banyan.kv_cache import epochs as stamps
 from banyan.kv_cache import hierarchical_cache as tiers
 from banyan.kv_cache import page_pool as pool
 from banyan.kv_cache import partial_blocks as partial
@@ -49,7 +48,7 @@ from banyan.scheduler import step_plan_builder as builder
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, stamps),
+    *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, epochs),
     *(states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
     *(
@@ -184,7 +183,7 @@ class _Taker:
         return [
             reference(node.parent),
             [reference(child) for child in node.children.values()],
-            [reference(stamp) for stamp in node.stamps],
+            [reference(epoch) for epoch in node.epochs],
             *(node.pages, node.locks, *(getattr(node, name) for name in _OF_NODE)),
         ]
 
@@ -332,12 +331,12 @@ class _Bringer:
                     object.__setattr__(made, field, self._value(part))
 
     def _fill_node(self, node: radix.Node, content: Any) -> None:
-        parent, children, moments, node.pages, node.locks, *plain = content
+        parent, children, released, node.pages, node.locks, *plain = content
         node.parent = cast("radix.Node | None", self._value(parent))
         node.children = {
             self._key_of(child): cast("radix.Node", self._value(child)) for child in children
         }
-        node.stamps = [cast("stamps.Stamp", self._value(stamp)) for stamp in moments]
+        node.epochs = [cast("epochs.Epoch", self._value(epoch)) for epoch in released]
         for name, value in zip(_OF_NODE, plain, strict=True):
             setattr(node, name, value)
 

@@ -20,11 +20,11 @@ import msgspec
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.disaggregation.peer_pages import PeerTier
 from banyan.kv_cache.cache_events import CacheEvents
-from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.eviction import EvictionKey
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier
-from banyan.kv_cache.loads import Loads
+from banyan.kv_cache.loads import PrefixLoads
 from banyan.kv_cache.misses import Misses
 from banyan.kv_cache.page_pool import PagePool
 from banyan.kv_cache.partial_blocks import Part, PartialBlocks
@@ -86,7 +86,7 @@ class Match:
     """What a unit behind the path shares, whose pages are copied (kv_cache/partial_blocks.py)."""
 
     @property
-    def whole(self) -> "Match":
+    def whole_blocks(self) -> "Match":
         """Without the part."""
         return self if self.part is None else Match(self.path, self.tokens - self.part.tokens)
 
@@ -116,12 +116,12 @@ class KVCache:
         has_parts: bool = True,
     ) -> None:
         self.groups = groups
-        self.unit = unit_tokens(groups)
-        self.horizon = Horizon()
+        self.block_size = common_block_size(groups)
+        self.epochs = EpochTracker()
         self.weights = bytes(WEIGHTS_BYTES)
         """Name of those that pages are computed with from here on, in front of every namespace:
         pages of different weights are never shared."""
-        self.pools = [PagePool(g.num_pages, self.horizon) for g in groups]
+        self.pools = [PagePool(g.num_pages, self.epochs) for g in groups]
 
         def leaving(node: Node) -> None:
             self.misses.leaving(node)
@@ -131,17 +131,17 @@ class KVCache:
         self.tree = RadixTree(
             groups,
             eviction_key,
-            lambda g, pages, stamp: self.pools[g].release(pages, stamp),
+            lambda g, pages, epoch: self.pools[g].release(pages, epoch),
             leaving,
             lambda node: None if self.news is None else self.news.gone(node),
-            self.unit,
+            self.block_size,
         )
         self.news = CacheEvents() if tells and share else None
-        self.misses = Misses(self.tree, self.unit, share)
+        self.misses = Misses(self.tree, self.block_size, share)
         self.is_apart = has_peers and not share
         """Each request is to have a namespace of its own."""
         self._share = share or has_peers
-        self._loads = Loads(self.pools, self.tree, self.horizon, self._make_room)
+        self._loads = PrefixLoads(self.pools, self.tree, self.epochs, self._make_room)
         self.tier: StoreTier | None = None
 
         def came(node: Node) -> None:
@@ -150,19 +150,19 @@ class KVCache:
 
         if store is not None and share:
             self.tier = StoreTier(
-                *(self.pools, self.horizon, self._loads, store, self.weights), came
+                *(self.pools, self.epochs, self._loads, store, self.weights), came
             )
         self.peers: PeerTier | None = None
         if has_peers:
             self.peers = PeerTier(
-                *(groups, self.unit, self.horizon, self._loads),
-                lambda group, depth: _first_needed(group, self.unit, depth),
+                *(groups, self.block_size, self.epochs, self._loads),
+                lambda group, depth: _first_needed(group, self.block_size, depth),
                 came,
             )
-        self.states = StateCopies(groups, self.pools, self.tree, self.horizon)
+        self.states = StateCopies(groups, self.pools, self.tree, self.epochs)
         self.pins = Pins(
-            *(groups, self.unit, self.pools, self.tree, self.horizon),
-            lambda group, units: _first_needed(group, self.unit, units),
+            *(groups, self.block_size, self.pools, self.tree, self.epochs),
+            lambda group, blocks: _first_needed(group, self.block_size, blocks),
             self.states.is_target,
         )
         self.has_state = bool(self.states.state_groups)
@@ -170,7 +170,8 @@ class KVCache:
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
         self.parts = PartialBlocks(
-            *(groups, self.unit, self.tree, self.horizon, self._held), is_on=share and has_parts
+            *(groups, self.block_size, self.tree, self.epochs, self._held),
+            is_on=share and has_parts,
         )
 
     # -- finding and taking a prefix ---------------------------------------------------------
@@ -179,19 +180,19 @@ class KVCache:
         """Longest prefix of ≤ `limit` tokens that is valid in every group. Changes nothing."""
         if not self._share:
             return Match([], 0)
-        keys = unit_keys(tokens, self.unit, 0, limit // self.unit)
+        keys = block_keys(tokens, self.block_size, 0, limit // self.block_size)
         path = list(self.tree.walk(self.weights + namespace, keys))
         depth = len(path)
         while depth and not all(
             node.pages[g]
             for g, group in enumerate(self.groups)
-            for node in path[_first_needed(group, self.unit, depth) : depth]
+            for node in path[_first_needed(group, self.block_size, depth) : depth]
         ):
             depth -= 1
-        fork = len(path) * self.unit
+        fork = len(path) * self.block_size
         del path[depth:]
         part = self.parts.find(self.weights + namespace, path, tokens, limit)
-        return Match(path, depth * self.unit + (part.tokens if part else 0), fork, part)
+        return Match(path, depth * self.block_size + (part.tokens if part else 0), fork, part)
 
     def lease(
         self, slot: SlotId, namespace: bytes, match: Match, priority: int
@@ -208,11 +209,11 @@ class KVCache:
             lease.tables.append([])
             lease.private.append({})
             lease.locked.append({})
-            first = _first_needed(group, self.unit, depth)
+            first = _first_needed(group, self.block_size, depth)
             for index in range(first, depth):
                 self._lock(lease, g, index, match.path[index])
             if depth and group.kind != STATE:  # a state is copied, not shared
-                lease.tables[g] += [PADDING_PAGE] * (first * self.unit // group.page_tokens)
+                lease.tables[g] += [PADDING_PAGE] * (first * self.block_size // group.page_tokens)
                 for node in match.path[first:]:
                     lease.tables[g] += node.pages[g]
                 grants.append(PageGrant(slot, g, 0, list(lease.tables[g])))
@@ -240,7 +241,7 @@ class KVCache:
             for g, group in enumerate(self.groups)
         ]
 
-    def has_room(self, pages: list[int]) -> bool:
+    def has_capacity(self, pages: list[int]) -> bool:
         """Whether these pages per group are free, evictable, or on their way back."""
         return all(want <= self._in_reach(g) for g, want in enumerate(pages))
 
@@ -251,7 +252,7 @@ class KVCache:
         """
         for g, group in enumerate(self.groups):
             want = group.peak_pages(tokens, chunk)
-            needed = match.path[_first_needed(group, self.unit, len(match.path)) :]
+            needed = match.path[_first_needed(group, self.block_size, len(match.path)) :]
             shared = sum(len(node.pages[g]) for node in needed) if group.kind != STATE else 0
             read = [*needed, *([match.part.node] if match.part else [])]
             idle = sum(len(node.pages[g]) for node in read if not node.locks[g])
@@ -262,7 +263,7 @@ class KVCache:
     def has_copies(self, lease: Lease) -> bool:
         """Whether the lease owns pages whose content the nodes of its path hold as well."""
         return any(
-            index * group.page_tokens < len(lease.path) * self.unit
+            index * group.page_tokens < len(lease.path) * self.block_size
             for g, group in enumerate(self.groups)
             if group.kind == FULL
             for index in lease.private[g]
@@ -306,7 +307,9 @@ class KVCache:
         """
         if not self._share:
             return
-        for key in unit_keys(tokens, self.unit, len(lease.path), computed // self.unit):
+        for key in block_keys(
+            tokens, self.block_size, len(lease.path), computed // self.block_size
+        ):
             parent = lease.path[-1] if lease.path else None
             if parent is not None and not parent.is_attached:
                 return  # the prefix proved wrong: its users are about to be recomputed
@@ -332,14 +335,14 @@ class KVCache:
             if group.kind != WINDOW:
                 continue
             first = group.first_read(lowest)
-            stamp = self.horizon.now()
+            epoch = self.epochs.now()
             gone = [i for i in lease.private[g] if (i + 1) * group.page_tokens <= first]
             for index in gone:
                 lease.tables[g][index] = PADDING_PAGE
-                self.pools[g].release([lease.private[g].pop(index)], stamp)
+                self.pools[g].release([lease.private[g].pop(index)], epoch)
                 self._held[g] -= 1
-            for index in [i for i in lease.locked[g] if (i + 1) * self.unit <= first]:
-                self.tree.unlock(lease.locked[g].pop(index), g, stamp)
+            for index in [i for i in lease.locked[g] if (i + 1) * self.block_size <= first]:
+                self.tree.unlock(lease.locked[g].pop(index), g, epoch)
 
     def checkpoint_at(self, lease: Lease, known: int, start: int) -> int:
         """Where a row after `start` should end so that a state can be kept; 0 = anywhere.
@@ -349,14 +352,14 @@ class KVCache:
         """
         if not (self.has_state and self._share):
             return 0
-        border = lease.fork if lease.fork > start else known // self.unit * self.unit
+        border = lease.fork if lease.fork > start else known // self.block_size * self.block_size
         return border if border > start else 0
 
     def checkpoints(
         self, lease: Lease, end: int, row: int, step: StepId, writer: str
     ) -> list[PageCopy]:
         """Copies that keep the states of a prefix of `end` published tokens, if there is room."""
-        if end != len(lease.path) * self.unit or not lease.path[-1].is_attached:
+        if end != len(lease.path) * self.block_size or not lease.path[-1].is_attached:
             return []
         copies = [
             self.states.checkpoint(lease.path[-1], g, lease.tables[g][0], row, step, writer)
@@ -368,14 +371,14 @@ class KVCache:
 
     def release(self, lease: Lease) -> None:
         """End a lease: private pages return, locks go, both stamped with what is in flight."""
-        stamp = self.horizon.now()
+        epoch = self.epochs.now()
         self.parts.let_go(lease)
         for g in range(len(self.groups)):
             pages = list(lease.private[g].values())
             self._held[g] -= len(pages)
-            self.pools[g].release(pages, stamp)
+            self.pools[g].release(pages, epoch)
             for index in sorted(lease.locked[g], reverse=True):
-                self.tree.unlock(lease.locked[g][index], g, stamp)
+                self.tree.unlock(lease.locked[g][index], g, epoch)
             lease.private[g].clear()
             lease.locked[g].clear()
         last = lease.path[-1] if lease.path and self.tree.has_states_alone else None
@@ -385,7 +388,7 @@ class KVCache:
 
     def settle(self, step: StepId) -> None:
         """A step is complete: its promises hold, and pages whose stamps have passed are free."""
-        self.horizon.completed = step
+        self.epochs.completed = step
         for node in self._promises.pop(step, ()):
             node.promised, node.writer = NO_STEP, ""
             _is_complete(node, self.tier, self.news)
@@ -412,7 +415,7 @@ class KVCache:
         for promised_at in sorted(s for s in self._promises if s >= step):
             for node in self._promises[promised_at]:
                 if node.is_attached and writer in ("", node.writer):
-                    self.tree.drop_subtree(node, self.horizon.now())
+                    self.tree.drop_subtree(node, self.epochs.now())
                     dropped.append(node)
         self.states.void(step, writer)
         return dropped
@@ -455,8 +458,8 @@ class KVCache:
 
     def _hand_over(self, lease: Lease, g: int, index: int, node: Node) -> bool:
         """Move the lease's pages of one unit to the node unless it has its own; lock it."""
-        per_unit = self.unit // self.groups[g].page_tokens
-        indices = range(index * per_unit, (index + 1) * per_unit)
+        per_block = self.block_size // self.groups[g].page_tokens
+        indices = range(index * per_block, (index + 1) * per_block)
         owns_all = all(i in lease.private[g] for i in indices)
         if owns_all and node.pages[g] and not node.locks[g] and node.promised == NO_STEP:
             self.tree.replace_pages(node, g)  # nobody reads them: keeping both would waste room
@@ -465,7 +468,7 @@ class KVCache:
             pages = [lease.private[g].pop(i) for i in indices]
             self._held[g] -= len(pages)
             self._lock(lease, g, index, node)
-            self.tree.attach(node, g, pages, self.horizon.now())
+            self.tree.attach(node, g, pages, self.epochs.now())
         elif self.groups[g].kind == FULL:
             self._lock(lease, g, index, node)
         return takes
@@ -495,14 +498,16 @@ def name_of_weights(version: str) -> bytes:
     return blake2b(version.encode(), digest_size=WEIGHTS_BYTES).digest()
 
 
-def unit_keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterator[bytes]:
+def block_keys(
+    tokens: bytes | bytearray, block_size: int, first: int, last: int
+) -> Iterator[bytes]:
     """The tree's keys of units first … last−1."""
-    size = unit * TOKEN_BYTES
+    size = block_size * TOKEN_BYTES
     return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))
 
 
-def _first_needed(group: CacheGroup, unit: int, depth: int) -> int:
+def _first_needed(group: CacheGroup, block_size: int, depth: int) -> int:
     """Index of the first node whose pages a prefix of `depth` nodes needs in `group`."""
     if group.kind == WINDOW:
-        return group.first_read(depth * unit) // unit
+        return group.first_read(depth * block_size) // block_size
     return 0 if group.kind == FULL else max(0, depth - 1)

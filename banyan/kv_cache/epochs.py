@@ -10,15 +10,15 @@ from banyan.base.ids import NO_STEP, StepId
 
 
 @dataclass(frozen=True)
-class Stamp:
+class Epoch:
     step: StepId
     copies: tuple[int, ...] = ()
 
 
-NEVER_USED = Stamp(NO_STEP)
+NEVER_USED = Epoch(NO_STEP)
 
 
-class Horizon:
+class EpochTracker:
     """Which steps and copies are in flight."""
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Horizon:
         self.open_copies[copy_id] = None
         return copy_id
 
-    def now(self) -> Stamp:
-        """Stamp for something released at this moment."""
-        return Stamp(self.launched, tuple(self.open_copies))
+    def now(self) -> Epoch:
+        """Epoch for something released at this moment."""
+        return Epoch(self.launched, tuple(self.open_copies))
 
-    def passed(self, stamp: Stamp) -> bool:
+    def passed(self, epoch: Epoch) -> bool:
         """Whether everything that the stamp names is complete."""
-        return stamp.step <= self.completed and not any(
-            copy in self.open_copies for copy in stamp.copies
+        return epoch.step <= self.completed and not any(
+            copy in self.open_copies for copy in epoch.copies
         )
 
     @property

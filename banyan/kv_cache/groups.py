@@ -45,6 +45,6 @@ class CacheGroup:
         return min(self.pages_for(tokens), self.pages_for(self.window + chunk) + 1)
 
 
-def unit_tokens(groups: tuple[CacheGroup, ...]) -> int:
+def common_block_size(groups: tuple[CacheGroup, ...]) -> int:
     """Tokens per radix node: a multiple of every group's page, so that a node is whole pages."""
     return lcm(*(g.page_tokens for g in groups))

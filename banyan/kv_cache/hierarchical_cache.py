@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.groups import FULL, CacheGroup
-from banyan.kv_cache.loads import Load, Loads
+from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
 from banyan.kv_cache.page_pool import PagePool
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.plan import PageCopy, device_page, stored_page
@@ -73,8 +73,8 @@ class StoreTier:
     """
 
     pools: list[PagePool]
-    horizon: Horizon
-    loads: Loads
+    epochs: EpochTracker
+    loads: PrefixLoads
     rules: StoreRules
     weights: bytes = b""
     came: Callable[[Node], None] = lambda node: None
@@ -83,7 +83,7 @@ class StoreTier:
     _backlog: deque[Node] = field(default_factory=deque[Node])
     _writes: dict[int, None] = field(default_factory=dict[int, None])
     """Copies to the store under way."""
-    _loading: dict[bytes, Load] = field(default_factory=dict[bytes, Load])
+    _loading: dict[bytes, PrefixLoad] = field(default_factory=dict[bytes, PrefixLoad])
     """By key of a unit under way, its load."""
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class StoreTier:
         if not key:
             return
         for g, (page,) in enumerate(node.pages):
-            copy_id = self.horizon.new_copy()
+            copy_id = self.epochs.new_copy()
             self._writes[copy_id] = None
             self.copies.append(PageCopy(copy_id, g, device_page(page), stored_page(key), "before"))
 
@@ -189,7 +189,7 @@ class StoreTier:
             found.append(key)
         return found
 
-    def load_of(self, key: bytes) -> Load | None:
+    def load_of(self, key: bytes) -> PrefixLoad | None:
         """The load that brings the unit of this key, if one does."""
         return self._loading.get(key)
 
@@ -209,7 +209,7 @@ class StoreTier:
         path: Sequence[Node],
         tree_keys: Sequence[bytes],
         keys: Sequence[bytes],
-    ) -> Load | None:
+    ) -> PrefixLoad | None:
         """Begin to bring the units after `path`, a fresh match; None (and nothing begun) without
         room.
 
@@ -233,7 +233,7 @@ class StoreTier:
             self._writes.pop(copy_id, None)
             self.loads.end(copy_id, copy_id not in failed, self._passed)
 
-    def _passed(self, load: Load, at: int, node: Node | None) -> None:
+    def _passed(self, load: PrefixLoad, at: int, node: Node | None) -> None:
         del self._loading[load.names[at]]
         if node is not None:
             node.is_stored, node.key_hash = True, load.names[at]

@@ -55,9 +55,9 @@ class Misses:
         is_on: False where nothing is shared.
     """
 
-    def __init__(self, tree: RadixTree, unit: int, is_on: bool) -> None:
+    def __init__(self, tree: RadixTree, block_size: int, is_on: bool) -> None:
         self._tree = tree
-        self._unit = unit
+        self._block_size = block_size
         self._is_on = is_on
         self.evictions = 0
         """Units that have been evicted so far."""
@@ -106,8 +106,10 @@ class Misses:
             return Miss(OFF)
         if found >= limit:
             return Miss(ASKED)
-        first = len(path) * self._unit
-        rest = bytes(tokens[first * _TOKEN_BYTES : min(limit, first + self._unit) * _TOKEN_BYTES])
+        first = len(path) * self._block_size
+        rest = bytes(
+            tokens[first * _TOKEN_BYTES : min(limit, first + self._block_size) * _TOKEN_BYTES]
+        )
         above = path[-1] if path else self._tree.top(namespace)
         if above is not None and rest in above.children:
             return Miss(APART)

@@ -8,16 +8,16 @@ never shared, so the pool needs no reference counts: readers of a cached page lo
 from collections import deque
 
 from banyan.base.ids import PageId
-from banyan.kv_cache.epochs import Horizon, Stamp
+from banyan.kv_cache.epochs import Epoch, EpochTracker
 
 
 class PagePool:
     """Pages 1 … num_pages−1 of one group; page 0 is padding and is never given out."""
 
-    def __init__(self, num_pages: int, horizon: Horizon) -> None:
-        self._horizon = horizon
+    def __init__(self, num_pages: int, epochs: EpochTracker) -> None:
+        self._epochs = epochs
         self._free = [PageId(i) for i in range(num_pages - 1, 0, -1)]
-        self._limbo: deque[tuple[Stamp, list[PageId]]] = deque()
+        self._limbo: deque[tuple[Epoch, list[PageId]]] = deque()
         self.total = num_pages - 1
         self.limbo = 0
         """Pages that wait for their stamp."""
@@ -35,25 +35,25 @@ class PagePool:
         del self._free[-count:]
         return taken
 
-    def release(self, pages: list[PageId], stamp: Stamp) -> None:
+    def release(self, pages: list[PageId], epoch: Epoch) -> None:
         """Give pages back; they become free once the stamp has passed."""
         if not pages:
             return
-        if self._horizon.passed(stamp):
+        if self._epochs.passed(epoch):
             self._free.extend(pages)
         else:
-            self._limbo.append((stamp, pages))
+            self._limbo.append((epoch, pages))
             self.limbo += len(pages)
 
     def settle(self) -> None:
         """Free the pages whose stamps have passed. Called after each completion."""
         for _ in range(len(self._limbo)):
-            stamp, pages = self._limbo.popleft()
-            if self._horizon.passed(stamp):
+            epoch, pages = self._limbo.popleft()
+            if self._epochs.passed(epoch):
                 self._free.extend(pages)
                 self.limbo -= len(pages)
             else:
-                self._limbo.append((stamp, pages))
+                self._limbo.append((epoch, pages))
 
     def check(self) -> None:
         """Raise AssertionError when a page is listed twice or the padding page got in."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, PageId
-from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.groups import STATE, CacheGroup
 from banyan.kv_cache.radix_tree import Node, RadixTree
 from banyan.messages.plan import PageCopy, device_page
@@ -63,18 +63,18 @@ class PartialBlocks:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        unit: int,
+        block_size: int,
         tree: RadixTree,
-        horizon: Horizon,
+        epochs: EpochTracker,
         held: list[int],
         is_on: bool,
     ) -> None:
         self._groups = groups
-        self._unit = unit
+        self._block_size = block_size
         self._tree = tree
-        self._horizon = horizon
+        self._epochs = epochs
         self._held = held
-        self._is_on = is_on and unit > 1 and all(group.kind != STATE for group in groups)
+        self._is_on = is_on and block_size > 1 and all(group.kind != STATE for group in groups)
         self._open: dict[int, _Open] = {}
 
     def find(
@@ -82,9 +82,11 @@ class PartialBlocks:
     ) -> Part | None:
         """The unit after `path`, a match of this namespace, that begins with most of the tokens up
         to `limit`; None where none is worth a copy. Changes nothing."""
-        first = len(path) * self._unit
-        wanted = bytes(tokens[first * _TOKEN_BYTES : min(limit, first + self._unit) * _TOKEN_BYTES])
-        least = -(-self._unit // _MOST_MOVED)
+        first = len(path) * self._block_size
+        wanted = bytes(
+            tokens[first * _TOKEN_BYTES : min(limit, first + self._block_size) * _TOKEN_BYTES]
+        )
+        least = -(-self._block_size // _MOST_MOVED)
         if not self._is_on or len(wanted) < least * _TOKEN_BYTES:
             return None
         parent = path[-1] if path else self._tree.top(namespace)
@@ -110,10 +112,10 @@ class PartialBlocks:
             return []
         copies: list[PageCopy] = []
         for g, group in enumerate(self._groups):
-            first = len(lease.path) * self._unit // group.page_tokens
+            first = len(lease.path) * self._block_size // group.page_tokens
             for at, page in enumerate(part.node.pages[g][: group.pages_for(part.tokens)]):
                 ends = device_page(page), device_page(lease.tables[g][first + at])
-                copies.append(PageCopy(self._horizon.open_copy(), g, *ends, "before", row))
+                copies.append(PageCopy(self._epochs.open_copy(), g, *ends, "before", row))
         self._open |= dict.fromkeys((copy.id for copy in copies), _Open(part.node, len(copies)))
         return copies
 
@@ -123,7 +125,7 @@ class PartialBlocks:
             copy = self._open.pop(copy_id, None)
             if copy is None:
                 continue
-            del self._horizon.open_copies[copy_id]
+            del self._epochs.open_copies[copy_id]
             copy.left -= 1
             if not copy.left:
                 self._unlock(copy.node)
@@ -135,17 +137,20 @@ class PartialBlocks:
         written: positions, from the first one, that complete steps have written.
         """
         depth, parent = len(lease.path), lease.path[-1] if lease.path else None
-        count = written - depth * self._unit
+        count = written - depth * self._block_size
         is_lost = parent is not None and not parent.is_attached
-        if not self._is_on or not 0 < count < self._unit or is_lost:
+        if not self._is_on or not 0 < count < self._block_size or is_lost:
             return
         places = [
-            range(first := depth * self._unit // group.page_tokens, first + group.pages_for(count))
+            range(
+                first := depth * self._block_size // group.page_tokens,
+                first + group.pages_for(count),
+            )
             for group in self._groups
         ]
         if not all(i in lease.private[g] for g, of in enumerate(places) for i in of):
             return
-        key = bytes(tokens[depth * self._unit * _TOKEN_BYTES : written * _TOKEN_BYTES])
+        key = bytes(tokens[depth * self._block_size * _TOKEN_BYTES : written * _TOKEN_BYTES])
         node, is_new = self._tree.insert(lease.namespace, parent, key)
         if not is_new:
             return
@@ -153,7 +158,7 @@ class PartialBlocks:
         for g, indices in enumerate(places):
             pages = [lease.private[g].pop(i) for i in indices]
             self._held[g] -= len(pages)
-            self._tree.attach(node, g, pages, self._horizon.now())
+            self._tree.attach(node, g, pages, self._epochs.now())
         before = self._tree.neighbours(node.parent, key)[0] if node.parent is not None else None
         if before is not None:
             self._drop_if_longer(before)
@@ -182,7 +187,7 @@ class PartialBlocks:
 
     def _unlock(self, node: Node) -> None:
         for g in range(len(self._groups)):
-            self._tree.unlock(node, g, self._horizon.now())
+            self._tree.unlock(node, g, self._epochs.now())
 
 
 def shared_tokens(one: bytes, other: bytes) -> int:

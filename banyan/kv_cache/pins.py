@@ -8,7 +8,7 @@ run at all beside them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
 from banyan.kv_cache.page_pool import PagePool
 from banyan.kv_cache.radix_tree import Node, RadixTree
@@ -44,15 +44,15 @@ class Pins:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        unit: int,
+        block_size: int,
         pools: Sequence[PagePool],
         tree: RadixTree,
-        horizon: Horizon,
+        epochs: EpochTracker,
         first_needed: Callable[[CacheGroup, int], int],
         gets_state: Callable[[Node], bool],
     ) -> None:
-        self._groups, self._unit, self._pools = groups, unit, pools
-        self._tree, self._horizon = tree, horizon
+        self._groups, self._block_size, self._pools = groups, block_size, pools
+        self._tree, self._epochs = tree, epochs
         self._first_needed = first_needed
         self._gets_state = gets_state
         self._pins: dict[str, Pin] = {}
@@ -71,14 +71,14 @@ class Pins:
         path: its whole units, which the caller has locked.
         """
         if not path or not all(node.is_attached for node in path):
-            return f"has no whole page of {self._unit} tokens in the prefix cache"
-        units = self._usable(path)
-        if not units:
+            return f"has no whole page of {self._block_size} tokens in the prefix cache"
+        blocks = self._usable(path)
+        if not blocks:
             return "has no state in the prefix cache to go on with"
-        path = path[:units]
+        path = path[:blocks]
         if len(self._pins) >= MOST_PINS:
             return f"cannot be pinned: {MOST_PINS} prefixes are"
-        nodes = [list(path[self._first_needed(group, units) :]) for group in self._groups]
+        nodes = [list(path[self._first_needed(group, blocks) :]) for group in self._groups]
         if any(
             group.kind == WINDOW and not all(node.pages[g] for node in nodes[g])
             for g, group in enumerate(self._groups)
@@ -89,7 +89,7 @@ class Pins:
             if wanted > most:
                 return f"cannot be pinned: {wanted} pages would be, and {most} may"
         self.remove(name)
-        self._pins[name] = Pin(name, units * self._unit, until_s, nodes, priority)
+        self._pins[name] = Pin(name, blocks * self._block_size, until_s, nodes, priority)
         for g, mine in enumerate(nodes):
             for node in mine:
                 self._tree.lock(node, g)
@@ -100,10 +100,10 @@ class Pins:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
-        stamp = self._horizon.now()
+        epoch = self._epochs.now()
         for g, nodes in enumerate(pin.nodes):
             for node in reversed(nodes):
-                self._tree.unlock(node, g, stamp)
+                self._tree.unlock(node, g, epoch)
         return True
 
     def expire(self, now: float) -> None:
@@ -129,17 +129,17 @@ class Pins:
     def _usable(self, path: Sequence[Node]) -> int:
         """Units up to the last one with a state; all of them where nothing keeps states."""
         states = [g for g, group in enumerate(self._groups) if group.kind == STATE]
-        for units in range(len(path), 0, -1):
-            end = path[units - 1]
+        for blocks in range(len(path), 0, -1):
+            end = path[blocks - 1]
             if all(end.pages[g] for g in states) or self._gets_state(end):
-                return units
+                return blocks
         return 0
 
     def _most(self, group: int, more: Sequence[Node]) -> int:
         """Pages of a group that pins and further nodes come to; those of a state may be on their
         way yet."""
         geometry = self._groups[group]
-        each = 1 if geometry.kind == STATE else self._unit // geometry.page_tokens
+        each = 1 if geometry.kind == STATE else self._block_size // geometry.page_tokens
         return each * len(self._pinned(group) | dict.fromkeys(more))
 
     def _pinned(self, group: int) -> dict[Node, None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from banyan.base.ids import NO_STEP, PageId
-from banyan.kv_cache.epochs import NEVER_USED, Stamp
+from banyan.kv_cache.epochs import NEVER_USED, Epoch
 from banyan.kv_cache.groups import FULL, STATE, CacheGroup
 
 
@@ -39,7 +39,7 @@ class Node:
         "place",
         "priority",
         "promised",
-        "stamps",
+        "epochs",
         "writer",
     )
 
@@ -49,7 +49,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.pages: list[list[PageId]] = [[] for _ in range(num_groups)]
         self.locks = [0] * num_groups
-        self.stamps: list[Stamp] = [NEVER_USED] * num_groups
+        self.epochs: list[Epoch] = [NEVER_USED] * num_groups
         """Per group, what was in flight when the last lock went."""
         self.promised = NO_STEP
         """Step that writes the pages, NO_STEP once it is complete (rule R2)."""
@@ -92,17 +92,17 @@ class RadixTree:
         self,
         groups: tuple[CacheGroup, ...],
         eviction_key: Callable[[Node], tuple[int, ...]],
-        give_back: Callable[[int, list[PageId], Stamp], None],
+        give_back: Callable[[int, list[PageId], Epoch], None],
         leaving: Callable[[Node], None] = lambda node: None,
         gone: Callable[[Node], None] = lambda node: None,
-        unit: int = 1,
+        block_size: int = 1,
     ) -> None:
         self._groups = groups
         self._key_of = eviction_key
         self._give_back = give_back
         self._leaving = leaving
         self._gone = gone
-        self._unit = unit
+        self._block_size = block_size
         self._root = Node(b"", None, len(groups))
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
         self._ticks = 0
@@ -143,7 +143,7 @@ class RadixTree:
             return found, False
         node = Node(key, parent, len(self._groups))
         node.born = node.last_used = self._tick()
-        node.end = node.history = parent.end + self._unit
+        node.end = node.history = parent.end + self._block_size
         parent.children[key] = node
         if parent.order is not None:
             insort(parent.order, key)
@@ -171,11 +171,11 @@ class RadixTree:
         """Take a node without children and locks out of the tree."""
         self._remove(node)
 
-    def attach(self, node: Node, group: int, pages: list[PageId], stamp: Stamp) -> None:
+    def attach(self, node: Node, group: int, pages: list[PageId], epoch: Epoch) -> None:
         """The tree takes over `pages` as the node's part in `group`."""
         assert node.is_attached and not node.pages[group]
         node.pages[group] = pages
-        node.stamps[group] = stamp
+        node.epochs[group] = epoch
         self.cached[group] += len(pages)
         if not node.locks[group]:
             self.evictable[group] += len(pages)
@@ -187,13 +187,13 @@ class RadixTree:
             self.evictable[group] -= len(node.pages[group])
         node.locks[group] += 1
 
-    def unlock(self, node: Node, group: int, stamp: Stamp) -> None:
-        """Undo one lock; `stamp` says what may still be reading."""
+    def unlock(self, node: Node, group: int, epoch: Epoch) -> None:
+        """Undo one lock; `epoch` says what may still be reading."""
         assert node.locks[group] > 0
         node.locks[group] -= 1
         if node.locks[group]:
             return
-        node.stamps[group] = stamp
+        node.epochs[group] = epoch
         if node.is_attached:
             self.evictable[group] += len(node.pages[group])
             for each in range(len(self._groups)):
@@ -246,7 +246,7 @@ class RadixTree:
         assert not node.locks[group]
         self._release(node, group)
 
-    def drop_subtree(self, node: Node, stamp: Stamp) -> None:
+    def drop_subtree(self, node: Node, epoch: Epoch) -> None:
         """Take the node and all below it out of the tree, locked or not.
 
         For pages whose content is wrong. Whoever holds locks finds its nodes detached.
@@ -256,7 +256,7 @@ class RadixTree:
             dropped.extend(member.children.values())
         for member in dropped:
             for group in range(len(self._groups)):
-                member.stamps[group] = stamp
+                member.epochs[group] = epoch
                 self._release(member, group)
         self._detach(node)
         for member in dropped:
@@ -323,7 +323,7 @@ class RadixTree:
         self.cached[group] -= len(pages)
         if not node.locks[group]:
             self.evictable[group] -= len(pages)
-        self._give_back(group, pages, node.stamps[group])
+        self._give_back(group, pages, node.epochs[group])
 
     def _remove(self, node: Node) -> None:
         assert not node.children and not any(node.locks)

@@ -8,7 +8,7 @@ first row of a request with that prefix. Both end when the runner says so, perha
 from dataclasses import dataclass, replace
 
 from banyan.base.ids import PageId, StepId
-from banyan.kv_cache.epochs import Horizon
+from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.groups import STATE, CacheGroup
 from banyan.kv_cache.page_pool import PagePool
 from banyan.kv_cache.radix_tree import Node, RadixTree
@@ -38,12 +38,12 @@ class StateCopies:
         groups: tuple[CacheGroup, ...],
         pools: list[PagePool],
         tree: RadixTree,
-        horizon: Horizon,
+        epochs: EpochTracker,
     ) -> None:
         self.state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
         self._pools = pools
         self._tree = tree
-        self._horizon = horizon
+        self._epochs = epochs
         self._open: dict[int, _OpenCopy] = {}
 
     def restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
@@ -75,12 +75,12 @@ class StateCopies:
             copy = self._open.pop(copy_id, None)
             if copy is None:
                 continue
-            del self._horizon.open_copies[copy_id]
+            del self._epochs.open_copies[copy_id]
             if copy.is_checkpoint:
                 self._end_checkpoint(copy, is_good=copy_id not in failed)
                 continue
             node, group = copy.node, copy.group
-            self._tree.unlock(node, group, self._horizon.now())
+            self._tree.unlock(node, group, self._epochs.now())
             if copy_id in failed and node.is_attached and not node.locks[group]:
                 self._tree.drop_pages(node, group)
 
@@ -99,15 +99,15 @@ class StateCopies:
         return [c.page for c in self._open.values() if c.is_checkpoint and c.group == group]
 
     def _add(self, copy: _OpenCopy) -> int:
-        copy_id = self._horizon.open_copy()
+        copy_id = self._epochs.open_copy()
         self._open[copy_id] = copy
         return copy_id
 
     def _end_checkpoint(self, copy: _OpenCopy, is_good: bool) -> None:
         is_wanted = copy.node.is_attached and not copy.node.pages[copy.group]
         if is_good and is_wanted and copy.writer != _VOID:
-            self._tree.attach(copy.node, copy.group, [copy.page], self._horizon.now())
+            self._tree.attach(copy.node, copy.group, [copy.page], self._epochs.now())
         else:
-            self._pools[copy.group].release([copy.page], self._horizon.now())
+            self._pools[copy.group].release([copy.page], self._epochs.now())
             if copy.node.is_attached and self._tree.has_states_alone:
                 self._tree.trim(copy.node)

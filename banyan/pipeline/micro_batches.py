@@ -1,4 +1,4 @@
-"""StageShare: which requests a step takes where steps follow each other through stages.
+"""MicroBatches: which requests a step takes where steps follow each other through stages.
 
 Every stage shall have work, so one step takes its share of the requests and leaves the others to
 the steps behind it: those that decode are dealt out evenly, those that have waited longest first.
@@ -16,7 +16,7 @@ FEW = 8
 """Rows that take about as long as one."""
 
 
-class StageShare:
+class MicroBatches:
     def __init__(self, limits: Limits) -> None:
         self._stages = limits.token_gap + 1
         self._most = limits.micro_batch

@@ -83,7 +83,7 @@ class Line:
             DeviceError: a plan cannot be run here; the ranks are no longer in step.
         """
         self.turns += 1
-        if plan is not None and plan.orders:
+        if plan is not None and plan.control_ops:
             assert not any(self._line), "orders came while plans were in the line"
             return self._obeying.launch(plan, mask_of)
         self._line.appendleft(None if plan is None else _Passing(plan, mask_of))

@@ -110,13 +110,13 @@ class ControlOpExecutor:
         self._stepped = stepped
 
     def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> PendingStep:
-        if not plan.orders:
+        if not plan.control_ops:
             pending = self._runner.launch(plan, mask_of)
             self.has_run(plan)
             return pending
         replies: list[ControlOpReply] = []
         with torch.inference_mode(mode=False):  # what they make, others may write to
-            for order in plan.orders:
+            for order in plan.control_ops:
                 replies.append(self._carry_out(order))
                 if not replies[-1].ok:
                     break

@@ -84,7 +84,7 @@ class Begun:
 
     @property
     def has_run(self) -> bool:
-        return bool(self.batch.rows or self.plan.peers)
+        return bool(self.batch.rows or self.plan.replica_loads)
 
 
 def failed(plan: StepPlan, error: Exception) -> StepResult:

@@ -280,10 +280,10 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._admit(plan.rows, plan.steps > 1)
-        if self._peers is not None and (plan.rows or plan.peers):
-            self._peers.begin(plan.peers)
+        if self._peers is not None and (plan.rows or plan.replica_loads):
+            self._peers.begin(plan.replica_loads)
         marks.end("enter", step=plan.step)
-        if not batch.rows and not plan.peers:
+        if not batch.rows and not plan.replica_loads:
             return Begun(plan, batch, failed)
         if carry is not None:
             batch = replace(batch, carried=carry(batch))
@@ -333,7 +333,7 @@ class ModelRunner:
         if plan.steps > 1:
             steps = min(row.count for row in plan.rows)
             bell = -1 if self.bell is None else self.bell
-            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.tell, bell)
+            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.report_every, bell)
         if multi_step is None:
             self._forward.run(batch)
         if self._build.watch is not None:

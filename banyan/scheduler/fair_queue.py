@@ -1,4 +1,4 @@
-"""Turns: whose request enters next where several callers wait, and who has waited too long.
+"""FairQueue: whose request enters next where several callers wait, and who has waited too long.
 
 Callers of one priority get equal shares, each in proportion to its weight, however many requests
 they bring: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
@@ -16,7 +16,7 @@ from banyan.scheduler.request import Request
 from banyan.scheduler.request_table import RequestTable
 
 
-class Turns:
+class FairQueue:
     """
     Args:
         max_wait_s: a request that has waited longer goes before all others, whatever its priority;

@@ -1,4 +1,4 @@
-"""Fetcher: which waiting requests look for the rest of their prompt in the store, and for how long.
+"""StoreFetcher: which waiting requests load the rest of their prompt from the store.
 
 A request that waits for the store never holds up another. What it finds is read only where that is
 expected to take less time than computing it; both speeds come with results, so a replay decides
@@ -11,12 +11,12 @@ alike.
 import math
 from collections.abc import Callable
 
-from banyan.kv_cache.cache import KVCache, Match, unit_keys
+from banyan.kv_cache.cache import KVCache, Match, block_keys
 from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier
 from banyan.messages.control_ops import AttachStore
 from banyan.messages.plan import Held, Lookup
 from banyan.scheduler.admission import prefix_limit, prefix_of
-from banyan.scheduler.request import Fetch, Request
+from banyan.scheduler.request import Request, StoreFetch
 
 BEST_EFFORT = "best_effort"
 """A request takes what has come when there is room for it, and never waits."""
@@ -44,7 +44,7 @@ class Speed:
         self.seconds = (self.seconds + each) / 2 if self.seconds else each
 
 
-class Fetcher:
+class StoreFetcher:
     """
     Args:
         cache: without a tier nothing is looked for.
@@ -55,7 +55,7 @@ class Fetcher:
         """Outbox towards the mover."""
         self._cache = cache
         self._tier = cache.tier
-        self._asked: dict[int, Fetch] = {}
+        self._asked: dict[int, StoreFetch] = {}
         self._last_id = 0
         self._reading, self._computing = Speed(), Speed()
         """Per unit, and per token."""
@@ -90,13 +90,13 @@ class Fetcher:
         tier, weights = self._tier, self._cache.weights
         if tier is None or not tier.is_attached or weights != tier.weights:
             return
-        unit, rules = self._cache.unit, tier.rules
-        limit = prefix_limit(request) // unit * unit
+        block_size, rules = self._cache.block_size, tier.rules
+        limit = prefix_limit(request) // block_size * block_size
         depth = len(prefix_of(request, self._cache).path)
-        wanted = limit - depth * unit
-        if wanted < max(unit, rules.threshold):
+        wanted = limit - depth * block_size
+        if wanted < max(block_size, rules.threshold):
             return
-        tree_keys = list(unit_keys(request.tokens, unit, 0, limit // unit))
+        tree_keys = list(block_keys(request.tokens, block_size, 0, limit // block_size))
         namespace = weights + request.namespace
         keys = tier.keys(namespace, tree_keys)
         patience_s = {
@@ -104,7 +104,7 @@ class Fetcher:
             WAIT_COMPLETE: math.inf,
             TIMEOUT: rules.timeout_s + rules.timeout_per_ki_s * wanted / 1024,
         }[rules.prefetch]
-        request.fetch = Fetch(namespace, tree_keys, keys, depth, now + patience_s)
+        request.fetch = StoreFetch(namespace, tree_keys, keys, depth, now + patience_s)
         self._last_id += 1
         self._asked[self._last_id] = request.fetch
         self.lookups.append(Lookup(self._last_id, keys[depth:]))
@@ -158,16 +158,16 @@ class Fetcher:
         if fetch is None:
             return 0
         ends = [(load.first, min(load.first + load.came, len(match.path))) for load in fetch.loads]
-        return sum(max(0, end - first) for first, end in ends) * self._cache.unit
+        return sum(max(0, end - first) for first, end in ends) * self._cache.block_size
 
     def _next_load(
         self,
         tier: StoreTier,
         request: Request,
-        fetch: Fetch,
+        fetch: StoreFetch,
         may_enter: Callable[[Request, Match], bool],
     ) -> None:
-        match = prefix_of(request, self._cache).whole
+        match = prefix_of(request, self._cache).whole_blocks
         depth = len(match.path)
         is_broken = bool(fetch.loads) and fetch.loads[-1].is_broken
         is_other = self._cache.weights != tier.weights  # they were taken while it waited
@@ -191,13 +191,13 @@ class Fetcher:
         load = tier.load(fetch.namespace, match.path, fetch.tree_keys[new], fetch.keys[new])
         if load is not None:
             fetch.loads.append(load)
-        elif self._cache.horizon.is_clear:
+        elif self._cache.epochs.is_clear:
             fetch.is_over = True  # no page is on its way back
 
-    def _is_worth(self, units: int, before: int) -> bool:
+    def _is_worth(self, blocks: int, before: int) -> bool:
         """Whether reading them, after others under way, is expected to take less than computing."""
-        reading_s = self._reading.seconds * (units + before)
-        computing_s = self._computing.seconds * units * self._cache.unit
+        reading_s = self._reading.seconds * (blocks + before)
+        computing_s = self._computing.seconds * blocks * self._cache.block_size
         if not computing_s or reading_s <= computing_s:
             return True
         self._reading.seconds *= _FORGET

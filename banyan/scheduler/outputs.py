@@ -1,9 +1,9 @@
-"""Answers: what becomes known of requests. It is appended, passed on, and may be their end."""
+"""OutputProcessor: appends new tokens to requests, reports them, and ends requests."""
 
 from array import array
 
 from banyan.base.ids import NO_STEP
-from banyan.disaggregation.scheduling import Rooms
+from banyan.disaggregation.scheduling import DisaggregationSide
 from banyan.grammar.base import masks_for
 from banyan.kv_cache.cache import KVCache
 from banyan.messages.events import Tokens
@@ -13,19 +13,23 @@ from banyan.scheduler.request import Request
 from banyan.scheduler.request_table import RequestTable
 
 
-class Answers:
+class OutputProcessor:
     """
     Args:
-        rooms: told of what may be handed over; None where nothing is.
+        disaggregation: told of what may be handed over; None where nothing is.
         depth: plans with rows that may be in flight at once.
     """
 
     def __init__(
-        self, cache: KVCache, request_table: RequestTable, rooms: Rooms | None, depth: int
+        self,
+        cache: KVCache,
+        request_table: RequestTable,
+        disaggregation: DisaggregationSide | None,
+        depth: int,
     ) -> None:
         self._cache = cache
         self._request_table = request_table
-        self._rooms = rooms
+        self._disaggregation = disaggregation
         self._depth = depth
 
     def take(
@@ -53,8 +57,8 @@ class Answers:
         if tokens or scores or vector or hidden:
             passed_on = [_passed_on(score, request.known) for score in scores]
             cached = request.cached_tokens
-            if self._rooms is not None:
-                self._rooms.scored(request, passed_on)
+            if self._disaggregation is not None:
+                self._disaggregation.on_scores(request, passed_on)
             self._request_table.events.append(
                 Tokens(
                     request.id,
@@ -87,11 +91,11 @@ class Answers:
             self._release_mask(request)
 
     def _finish(self, request: Request, reason: str, now: float, matched: int = -1) -> None:
-        if self._rooms is not None:
-            self._rooms.completed(request)
+        if self._disaggregation is not None:
+            self._disaggregation.on_completed(request)
         self._request_table.finish(request, reason, now, matched)
-        if self._rooms is not None:
-            self._rooms.keep_end(request, self._request_table.events)
+        if self._disaggregation is not None:
+            self._disaggregation.delay_end(request, self._request_table.events)
 
     def _fail_grammar(self, request: Request, token: int) -> None:
         """`token` broke the request's grammar."""

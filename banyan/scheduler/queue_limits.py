@@ -56,7 +56,7 @@ def _make_room(request_table: RequestTable, limits: Limits, known: int, priority
     tokens = sum(r.prompt_len for r in request_table.waiting) if limits.max_queued_tokens else 0
     leaving: list[Request] = []
     for last in reversed(request_table.waiting):
-        if _has_room(limits, number, tokens + known):
+        if _has_capacity(limits, number, tokens + known):
             break
         if last.priority >= priority or last.admitted_s >= 0 or last.output_len:
             raise RequestError("The request queue is full.", status=503, code="queue_full")
@@ -67,7 +67,7 @@ def _make_room(request_table: RequestTable, limits: Limits, known: int, priority
         request_table.fail(last, 503, text, "queue_full")
 
 
-def _has_room(limits: Limits, waiting: int, tokens: int) -> bool:
+def _has_capacity(limits: Limits, waiting: int, tokens: int) -> bool:
     """Whether one more may wait beside so many, all of them with so many tokens. Where nobody waits
     there is room for any prompt, else a long one would never be taken."""
     if limits.max_queued and waiting >= limits.max_queued:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.kv_cache.cache import TOKEN_BYTES, Lease
-from banyan.kv_cache.loads import Load
+from banyan.kv_cache.loads import PrefixLoad
 from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
@@ -67,7 +67,7 @@ class Flight:
 
 
 @dataclass
-class Fetch:
+class StoreFetch:
     """What one request hopes to find in the store."""
 
     namespace: bytes
@@ -80,8 +80,8 @@ class Fetch:
     deadline_s: float
     held: int = -1
     """Units, from the first one of the prompt, that device and store have; -1 = not known yet."""
-    loads: list[Load] = field(default_factory=list[Load])
-    """Loads that it has waited for, its own or another's; only the last may be under way."""
+    loads: list[PrefixLoad] = field(default_factory=list[PrefixLoad])
+    """PrefixLoads that it has waited for, its own or another's; only the last may be under way."""
     is_over: bool = False
 
     @property
@@ -90,20 +90,20 @@ class Fetch:
 
 
 @dataclass
-class Taking:
+class IncomingTransfer:
     """What one request is to get from the server that computes its prompt."""
 
-    units: int
+    blocks: int
     """Of the prompt; once the room is found, those whose pages that server has."""
     is_found: bool = False
-    is_asked: bool = False
+    is_requested: bool = False
     """For the pages that are wanted, and the rest."""
-    load: Load | None = None
-    has_handoff: bool = False
+    load: PrefixLoad | None = None
+    has_result: bool = False
 
     @property
     def is_over(self) -> bool:
-        return self.has_handoff and (self.load is None or self.load.is_over)
+        return self.has_result and (self.load is None or self.load.is_over)
 
 
 class Request:
@@ -187,9 +187,9 @@ class Request:
         """Which eviction took them; 0 = none."""
         self.stored_tokens = 0
         """How many of the cached ones came from the store."""
-        self.fetch: Fetch | None = None
+        self.fetch: StoreFetch | None = None
         """What it looks for in the store (scheduler/hicache_fetch.py)."""
-        self.taking: Taking | None = None
+        self.incoming: IncomingTransfer | None = None
         """What another server hands over (disaggregation/scheduling.py)."""
         self.retractions = 0
         self.is_suspect = False

@@ -104,7 +104,7 @@ class RequestTable:
             self._cache.parts.keep(request.lease, request.tokens, min(written, request.known))
         if request.generate.pin_s and reason != "abort":
             path = [] if request.lease is None else request.lease.path
-            whole = path[: request.prompt_len // self._cache.unit]
+            whole = path[: request.prompt_len // self._cache.block_size]
             until_s, priority = now + request.generate.pin_s, request.generate.pin_priority
             problem = self._cache.pins.add(request.id, whole, until_s, priority)
             if problem:
@@ -176,9 +176,9 @@ class RequestTable:
         return request.leave(state)
 
     def _give_slot(self, slot: SlotId) -> None:
-        horizon = self._cache.horizon
-        if self._has_stages and horizon.completed < horizon.launched:
-            self._lingering.append((slot, horizon.launched))
+        epochs = self._cache.epochs
+        if self._has_stages and epochs.completed < epochs.launched:
+            self._lingering.append((slot, epochs.launched))
             return
         self.free_slots.append(slot)
         self.leaves.append(slot)
@@ -186,7 +186,7 @@ class RequestTable:
     def free_lingering(self) -> None:
         """With stages: let slots be left and taken again of which nothing is in flight. The first
         stage hears of it before the last one has run what was."""
-        completed = self._cache.horizon.completed
+        completed = self._cache.epochs.completed
         over = [slot for slot, step in self._lingering if step <= completed]
         self._lingering = [(slot, step) for slot, step in self._lingering if step > completed]
         self.free_slots += over

@@ -86,7 +86,7 @@ class RowPlanner:
         those who are past theirs.
         """
         start, known, pending = request.planned, request.known, request.pending
-        if request.has_jumped and request.given_after > self._cache.horizon.completed:
+        if request.has_jumped and request.given_after > self._cache.epochs.completed:
             return 0, 0
         if pending and (
             known + pending >= request.limit
@@ -161,7 +161,7 @@ class RowPlanner:
         if request.generate.pool and start + count == request.prompt_len:
             want |= POOL
         if flight.hidden[0] < flight.hidden[1]:
-            want |= EXPERTS if request.generate.tells_experts else HIDDEN
+            want |= EXPERTS if request.generate.wants_experts else HIDDEN
         return Row(
             slot=request.slot,
             start=start,

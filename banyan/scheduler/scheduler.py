@@ -8,11 +8,11 @@ from array import array
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
-from banyan.disaggregation.scheduling import open_rooms
+from banyan.disaggregation.scheduling import disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.lora.scheduling import Adapters, has_place
-from banyan.messages.disaggregation import HandOff, KVTransferEvent, RoomLost
+from banyan.messages.disaggregation import KVTransferEvent, PrefillResult, TransferFailed
 from banyan.messages.plan import (
     CopyResult,
     Join,
@@ -21,13 +21,13 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.messages.requests import Generate
-from banyan.pipeline.micro_batches import StageShare
+from banyan.pipeline.micro_batches import MicroBatches
 from banyan.scheduler.admission import may_enter, prefix_of, reserve, victims, why_no_more
 from banyan.scheduler.budget import Limits, NewTokenRatio
-from banyan.scheduler.fair_queue import Turns, end_overdue
-from banyan.scheduler.hicache_fetch import Fetcher
+from banyan.scheduler.fair_queue import FairQueue, end_overdue
+from banyan.scheduler.hicache_fetch import StoreFetcher
 from banyan.scheduler.multi_step import steps_of_a_multi_step
-from banyan.scheduler.outputs import Answers
+from banyan.scheduler.outputs import OutputProcessor
 from banyan.scheduler.queue_limits import check_request
 from banyan.scheduler.queue_order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
@@ -45,7 +45,7 @@ class Scheduler:
         limits: what may not be exceeded.
         order: in which order waiting requests are tried.
         grammars: compiles `Generate.grammar`; None when there is no backend.
-        role: GIVES or TAKES of disaggregation/scheduling.py; "" = prompts are computed and
+        role: PREFILL or DECODE of disaggregation/scheduling.py; "" = prompts are computed and
         continued here. adapters: which there are; None where requests may name none.
     """
 
@@ -65,22 +65,24 @@ class Scheduler:
         self.request_table = RequestTable(cache, limits.max_running, limits.drafts > 0, has_stages)
         self.counters = self.request_table.counters
         self._order = order
-        self._turns = Turns(limits.priorities.max_wait_s)
+        self._turns = FairQueue(limits.priorities.max_wait_s)
         self._grammars = grammars
         self.flights: dict[StepId, list[Flight]] = {}
         """In flight, by step."""
-        self.fetcher = Fetcher(cache)
-        self.rooms = open_rooms(role, cache, limits.chunk_tokens)
-        if self.rooms is not None:
-            self.request_table.on_end = self.rooms.ended
-        self._answers = Answers(cache, self.request_table, self.rooms, limits.depth)
+        self.store_fetcher = StoreFetcher(cache)
+        self.disaggregation = disaggregation_side(role, cache, limits.chunk_tokens)
+        if self.disaggregation is not None:
+            self.request_table.on_end = self.disaggregation.on_ended
+        self._answers = OutputProcessor(
+            cache, self.request_table, self.disaggregation, limits.depth
+        )
         self.speculation: Speculation | None = None
         if limits.drafts:
             paid, fixed = limits.paid_drafts, limits.fixed_drafts
             whole = limits.block_drafts
             self.speculation = Speculation(limits.drafts, paid, fixed, limits.draft_levels, whole)
         self._planner = RowPlanner(cache, limits, self.speculation)
-        self._share = StageShare(limits)
+        self._share = MicroBatches(limits)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
         self._arrivals = 0
@@ -94,12 +96,12 @@ class Scheduler:
             check_request(generate, self.request_table, self.cache, self.limits, self.adapters)
             if self.adapters is not None:
                 generate = self.adapters.received(generate)
-            if self.rooms is not None:
-                generate = self.rooms.enter(generate)
+            if self.disaggregation is not None:
+                generate = self.disaggregation.prepare(generate)
             grammar = self._compile(generate.grammar)
         except RequestError as error:
-            if self.rooms is not None:
-                self.rooms.refused(generate)
+            if self.disaggregation is not None:
+                self.disaggregation.on_refused(generate)
             self.request_table.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
@@ -110,17 +112,17 @@ class Scheduler:
         request = Request(generate, grammar, priority, now, self._arrivals, namespace)
         self._turns.join(request, self.request_table.alive())
         self.request_table.add(request)
-        self.fetcher.begin(request, now)
-        if self.rooms is not None:
-            self.rooms.begin(request)
+        self.store_fetcher.begin(request, now)
+        if self.disaggregation is not None:
+            self.disaggregation.on_queued(request)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request at any state; unknown ids have ended already."""
         request = self.request_table.find(request_id)
         if request is not None:
             self.request_table.finish(request, "abort", now)
-        elif self.rooms is not None:
-            self.rooms.abandon(request_id)
+        elif self.disaggregation is not None:
+            self.disaggregation.cancel(request_id)
 
     def stop_at(self, request_id: RequestId, length: int, now: float) -> None:
         """The front found a stop text: keep `length` output tokens."""
@@ -130,20 +132,20 @@ class Scheduler:
             self.request_table.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
     def end_copies(self, result: CopyResult) -> None:
-        self.fetcher.read(len(result.ids), result.seconds)
+        self.store_fetcher.read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
-        if self.rooms is not None:
-            self.rooms.copies_ended()
+        if self.disaggregation is not None:
+            self.disaggregation.on_copies_ended()
 
-    def hear(self, news: KVTransferEvent, now: float) -> None:
+    def on_kv_transfer(self, news: KVTransferEvent, now: float) -> None:
         """What has become of a room."""
-        request = None if self.rooms is None else self.rooms.hear(news)
+        request = None if self.disaggregation is None else self.disaggregation.on_event(news)
         if request is None:
             return
-        if isinstance(news, HandOff):
+        if isinstance(news, PrefillResult):
             request.cached_tokens = news.cached_tokens
             self._answers.take(request, array("i", news.tokens), news.scores, now)
-        elif isinstance(news, RoomLost):
+        elif isinstance(news, TransferFailed):
             self.request_table.fail(request, news.status, news.text, news.code)
 
     def flush(self, keeps_pins: bool = False) -> bool:
@@ -170,9 +172,9 @@ class Scheduler:
             *(step, self.request_table.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.request_table.running), limits.draft_room),
         )
-        if self.rooms is not None:
+        if self.disaggregation is not None:
             request_table = self.request_table
-            self.rooms.go_on(
+            self.disaggregation.before_step(
                 request_table.running, request_table.waiting, len(request_table.free_slots)
             )
         suspect = self._suspect()
@@ -180,7 +182,7 @@ class Scheduler:
             self._run_alone(suspect, builder)
         else:
             self._preempt()
-            builder.steps, builder.tell = steps_of_a_multi_step(self.request_table, limits)
+            builder.steps, builder.report_every = steps_of_a_multi_step(self.request_table, limits)
             self._plan_running(builder)
             self._admit(builder)
         # What goes elsewhere is read first: its page may be another's in this very plan.
@@ -202,7 +204,7 @@ class Scheduler:
         """Take in the outcome of the oldest step in flight."""
         self._now = now
         flights = self.flights.pop(result.step, [])
-        self.fetcher.computed(sum(f.tokens for f in flights), result.seconds)
+        self.store_fetcher.computed(sum(f.tokens for f in flights), result.seconds)
         if result.error:
             self._fail_step(result, flights)
             return
@@ -253,7 +255,7 @@ class Scheduler:
         ):
             return
         reserved = reserve(self.request_table.running, self.cache, self._ratio)
-        match = prefix_of(first, self.cache).whole
+        match = prefix_of(first, self.cache).whole_blocks
         if not self.request_table.free_slots or not may_enter(
             first, match, self.cache, self.limits, self._ratio, reserved
         ):
@@ -278,15 +280,15 @@ class Scheduler:
         wanted, lower = builder.starved_of, victims(self.request_table.running, starved)
         idle = [victim for victim in lower if victim.latest_step != builder.step]
         for victim in idle:
-            if self.cache.has_room(wanted):
+            if self.cache.has_capacity(wanted):
                 return
             self.request_table.retract(victim)
-        if self.cache.has_room(wanted) or len(idle) < len(lower):
+        if self.cache.has_capacity(wanted) or len(idle) < len(lower):
             return
         assert starved.lease is not None
         if len(self.request_table.running) > 1 or self.cache.has_copies(starved.lease):
             self.request_table.retract(starved)
-        elif self.cache.horizon.is_clear and not self.cache.pins.give_way():
+        elif self.cache.epochs.is_clear and not self.cache.pins.give_way():
             text = f"needs {wanted} more pages, which the cache does not have"
             self.request_table.fail(starved, 500, text, "out_of_pages")
         self._ratio.retracted(self.request_table.running)
@@ -298,7 +300,7 @@ class Scheduler:
         if not self.request_table.free_slots and not has_store:
             return  # in most steps of an overload; putting a long queue in order takes time
         reserved = reserve(self.request_table.running, self.cache, self._ratio)
-        self.fetcher.go_on(
+        self.store_fetcher.go_on(
             self.request_table.waiting,
             lambda request, match: may_enter(
                 request, match, self.cache, self.limits, self._ratio, reserved
@@ -326,9 +328,9 @@ class Scheduler:
         """Whether it waits for its adapter, for a store, or for another server."""
         if not has_place(request, self.adapters, self.request_table, self._now):
             return True
-        if self.rooms is not None and self.rooms.holds_back(request):
+        if self.disaggregation is not None and self.disaggregation.is_blocked(request):
             return True
-        return self.fetcher.holds_back(request, self._now)
+        return self.store_fetcher.holds_back(request, self._now)
 
     def _enter(self, request: Request, builder: StepPlanBuilder, reserved: list[int]) -> bool:
         """Give a slot, a lease and the first row; False (and nothing changed) without room."""
@@ -336,10 +338,10 @@ class Scheduler:
             return False
         match = prefix_of(request, self.cache)
         if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
-            match = match.whole  # what it would copy may have to go for it
+            match = match.whole_blocks  # what it would copy may have to go for it
             if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
                 return False
-        if request.admitted_s < 0 and request.taking is None:
+        if request.admitted_s < 0 and request.incoming is None:
             request.cache_miss, request.missed_eviction = why_no_more(request, self.cache, match)
         slot = self.request_table.free_slots.pop()
         generate = request.generate
@@ -366,9 +368,9 @@ class Scheduler:
         )
         if request.admitted_s < 0:
             request.admitted_s = self._now
-            if request.taking is None:
+            if request.incoming is None:
                 request.cached_tokens = match.tokens
-            request.stored_tokens = self.fetcher.stored_tokens(request, match)
+            request.stored_tokens = self.store_fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
             self.counters.stored_tokens += request.stored_tokens
         return True

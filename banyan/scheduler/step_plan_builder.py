@@ -6,11 +6,11 @@ from banyan.messages.plan import (
     SAMPLE,
     SCORE,
     Join,
-    Load,
     Mask,
     PageCopy,
     PageGrant,
     Row,
+    StepLoad,
     StepPlan,
 )
 from banyan.scheduler.request import Flight
@@ -35,7 +35,7 @@ class StepPlanBuilder:
         self.copies: list[PageCopy] = []
         self.rows: list[Row] = []
         self.masks: list[Mask] = []
-        self.orders: list[ControlOp] = []
+        self.control_ops: list[ControlOp] = []
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Known tokens that the step may still take on."""
@@ -51,13 +51,13 @@ class StepPlanBuilder:
         """Pages per group that the last starved request lacks."""
         self.has_decode = False
         self.steps = 1
-        self.tell = 0
+        self.report_every = 0
         """Of a burst."""
 
     @property
     def has_work(self) -> bool:
         """Leaves, joins and grants alone can wait for the next plan with rows."""
-        return bool(self.rows or self.copies or self.orders)
+        return bool(self.rows or self.copies or self.control_ops)
 
     def spend(self, tokens: int) -> None:
         """A row of known tokens was planned; the last prompt that the step may take ends it."""
@@ -65,16 +65,16 @@ class StepPlanBuilder:
         self.budget = 0 if self._prompts == self._max_prompts else self.budget - tokens
 
     @property
-    def load(self) -> Load:
+    def load(self) -> StepLoad:
         """What the rows bring to a step of several replicas."""
         rows = self.rows
-        return Load(
+        return StepLoad(
             tokens=sum(row.count for row in rows),
             outputs=sum(row.drafts + 1 for row in rows if row.want & SAMPLE),
             scores=sum(_scored(row) for row in rows if row.want & SCORE),
         )
 
-    def plan(self, peers: list[Load]) -> StepPlan:
+    def plan(self, loads: list[StepLoad]) -> StepPlan:
         return StepPlan(
             step=self.step,
             leaves=self.leaves if self.has_work else [],
@@ -83,10 +83,10 @@ class StepPlanBuilder:
             copies=self.copies,
             rows=self.rows,
             masks=self.masks,
-            peers=peers,
-            orders=self.orders,
+            replica_loads=loads,
+            control_ops=self.control_ops,
             steps=self.steps if self.rows else 1,
-            tell=self.tell if self.rows and self.steps > 1 else 0,
+            report_every=self.report_every if self.rows and self.steps > 1 else 0,
         )
 
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    SeekRoom,
-    TakeRoom,
+    CloseTransfer,
+    FindTransfer,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFound,
 )
-from banyan.messages.plan import CopyResult, PageCopy, StepPlan, place_of
+from banyan.messages.plan import CopyResult, PageCopy, StepPlan, transfer_position
 from banyan.sim.replica import Replica
 from banyan.sim.world import World
 
@@ -36,7 +36,7 @@ class _Room:
     wanted: list[PageCopy] = field(default_factory=list[PageCopy])
     missing: int = -1
     """Copies that are still to be named or to come; -1 = nobody has said how many."""
-    handoff: HandOff | None = None
+    handoff: PrefillResult | None = None
 
 
 class Handover:
@@ -62,7 +62,7 @@ class Handover:
             if copy.is_on_device:
                 continue
             key = copy.dst.key or copy.src.key
-            name, _ = place_of(key)
+            name, _ = transfer_position(key)
             room = self._rooms.get(name)
             if room is None:  # its request has ended
                 gone.append(copy.id)
@@ -80,23 +80,23 @@ class Handover:
         return [copy.id for copy in plan.copies if copy.is_on_device]
 
     def obey(self, replica: Replica) -> None:
-        for order in replica.take_room_orders():
-            room = self._rooms.setdefault(order.room, _Room())
+        for order in replica.take_transfer_ops():
+            room = self._rooms.setdefault(order.transfer_id, _Room())
             match order:
-                case OpenRoom():
+                case OpenTransfer():
                     room.giver, room.tokens = replica, order.tokens
-                case SeekRoom():
+                case FindTransfer():
                     room.taker = replica
-                case TakeRoom():
+                case ReceiveTransfer():
                     room.missing = order.copies
-                case HandOff():
+                case PrefillResult():
                     room.handoff = order
-                case CloseRoom():
-                    self._close(order.room)
+                case CloseTransfer():
+                    self._close(order.transfer_id)
                     continue
-            if isinstance(order, OpenRoom | SeekRoom) and room.giver and room.taker:
-                self._say(room.taker, RoomFound(order.room, room.tokens))
-            self._go_on(order.room)
+            if isinstance(order, OpenTransfer | FindTransfer) and room.giver and room.taker:
+                self._say(room.taker, TransferFound(order.transfer_id, room.tokens))
+            self._go_on(order.transfer_id)
 
     def _go_on(self, name: bytes) -> None:
         """Send what is there, in order, and the rest behind it."""
@@ -125,7 +125,7 @@ class Handover:
     def _close(self, name: bytes) -> None:
         room = self._rooms.pop(name, None)
         if room is not None and room.giver is not None:
-            self._say(room.giver, RoomClosed(name))
+            self._say(room.giver, TransferClosed(name))
 
-    def _say(self, replica: Replica, news: CopyResult | RoomFound | RoomClosed) -> None:
+    def _say(self, replica: Replica, news: CopyResult | TransferFound | TransferClosed) -> None:
         self._world.at(self._world.clock.now() + self._latency_s, lambda: replica.hear(news))

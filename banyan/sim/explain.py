@@ -9,7 +9,7 @@ from banyan.base.errors import ModelError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Began, Full, Launched
 from banyan.kv_cache import misses
-from banyan.kv_cache.cache import unit_keys
+from banyan.kv_cache.cache import block_keys
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import StepPlan
@@ -247,11 +247,11 @@ def _elsewhere(core: EngineCore, request: Request) -> int:
     cache = core.scheduler.cache
     own = cache.weights + request.generate.namespace
     tops = {top.key for node in cache.tree.nodes() if (top := _top_of(node)) is not None}
-    units, found = request.prompt_len // cache.unit, 0
+    blocks, found = request.prompt_len // cache.block_size, 0
     for namespace in tops - {own}:
-        keys = unit_keys(request.tokens, cache.unit, 0, units)
+        keys = block_keys(request.tokens, cache.block_size, 0, blocks)
         found = max(found, sum(1 for _ in cache.tree.walk(namespace, keys)))
-    return found * cache.unit
+    return found * cache.block_size
 
 
 def _top_of(node: Node) -> Node | None:

@@ -99,8 +99,8 @@ class Replica:
             tokens=arrival.prompt,
             sampling=sampling,
             priority=arrival.priority,
-            room=room,
-            peer=_PEER if room else "",
+            transfer_id=room,
+            prefill_address=_PEER if room else "",
         )
         self._core.receive(generate, now)
         self.turn()
@@ -110,8 +110,8 @@ class Replica:
         self._core.receive(news, self._world.clock.now())
         self.turn()
 
-    def take_room_orders(self) -> list[KVTransferOp]:
-        return self._core.take_room_orders()
+    def take_transfer_ops(self) -> list[KVTransferOp]:
+        return self._core.take_transfer_ops()
 
     @property
     def open_requests(self) -> int:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from banyan.disaggregation.scheduling import TAKES
+from banyan.disaggregation.scheduling import DECODE
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.core_spec import CoreSpec
@@ -19,7 +19,7 @@ from banyan.kv_cache.hierarchical_cache import (
     WRITE_THROUGH,
     StoreRules,
 )
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
@@ -116,7 +116,7 @@ def with_store(random: Random, world: World) -> World:
 def with_peer(world: World) -> World:
     """The same world on a server that continues prompts; hidden states are not handed over."""
     groups = tuple(group for group in world.core.groups if group.kind != STATE)
-    core = replace(world.core, groups=groups, role=TAKES)
+    core = replace(world.core, groups=groups, role=DECODE)
     device = dataclasses.replace(world.device, groups=groups)
     return dataclasses.replace(world, core=core, device=device, has_hidden=False)
 
@@ -167,13 +167,13 @@ class RandomPeers:
     def __init__(self, random: Random, is_quick: bool) -> None:
         self._random = random
         self._is_quick = is_quick
-        self._offered: Load | None = None
+        self._offered: StepLoad | None = None
         self.is_pending = False
 
     def wait(self) -> None:
         """They answer when they like."""
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         assert self._offered in (None, load), "another load than the one that is held"
         other = self._random.randrange(1, 4) if self._random.random() < 0.2 else 0
         if not load.tokens and not other and not self.is_pending:
@@ -182,4 +182,4 @@ class RandomPeers:
         self._offered = load if self.is_pending else None
         if self.is_pending:
             return None
-        return [load, Load(other or int(not load.tokens), other)]
+        return [load, StepLoad(other or int(not load.tokens), other)]

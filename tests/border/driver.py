@@ -112,7 +112,7 @@ class Play:
         self._hear(self.core.take_events())
         self.runner.look(self.core.take_lookups())
         if self.world.core.role:
-            self.runner.peer.obey(self.core.take_room_orders())
+            self.runner.peer.obey(self.core.take_transfer_ops())
         self.core.check()
         self._progress()
 
@@ -341,7 +341,7 @@ class Play:
                 return
             plan = self.core.launch(self.now)
         events = self.core.take_events()
-        rooms = self.core.take_room_orders()
+        rooms = self.core.take_transfer_ops()
         if rooms:
             self.runner.peer.obey(rooms)
         stuck = plan is None and not events and not rooms

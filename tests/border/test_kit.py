@@ -10,14 +10,14 @@ from banyan.engine import core
 from banyan.engine.core import EngineCore
 from banyan.kv_cache import partial_blocks as partial
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache
-from banyan.kv_cache.epochs import NEVER_USED, Horizon
+from banyan.kv_cache.epochs import NEVER_USED, EpochTracker
 from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.partial_blocks import PartialBlocks
 from banyan.kv_cache.state_checkpoints import StateCopies
 from banyan.messages.control_ops import ControlOpReply
 from banyan.messages.plan import StepResult, device_page
 from banyan.messages.requests import RunControlOps
-from banyan.scheduler.outputs import Answers
+from banyan.scheduler.outputs import OutputProcessor
 from banyan.scheduler.request_table import RequestTable
 from banyan.scheduler.row_planner import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ def verdict(break_rule: Callable[[pytest.MonkeyPatch], None]) -> str:
 
 
 def test_pages_given_out_while_steps_still_use_them_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(Horizon, "passed", lambda self, stamp: True))
+    found = verdict(lambda patch: patch.setattr(EpochTracker, "passed", lambda self, epoch: True))
     assert "rewritten while in use" in found or "still" in found
 
 
@@ -81,7 +81,7 @@ def test_more_steps_in_flight_than_the_depth_are_noticed() -> None:
 
 def test_a_mask_that_never_comes_is_noticed() -> None:
     found = verdict(
-        lambda patch: patch.setattr(Answers, "_release_mask", lambda self, request: None)
+        lambda patch: patch.setattr(OutputProcessor, "_release_mask", lambda self, request: None)
     )
     assert "no mask came before sampling" in found
 
@@ -142,11 +142,11 @@ def unlocked_sources(patch: pytest.MonkeyPatch) -> None:
     def end(self: PartialBlocks, ids) -> None:
         for copy_id in ids:
             if self._open.pop(copy_id, None) is not None:
-                del self._horizon.open_copies[copy_id]
+                del self._epochs.open_copies[copy_id]
 
     patch.setattr(PartialBlocks, "begin", wrong)
     patch.setattr(PartialBlocks, "end", end)
-    patch.setattr(Horizon, "now", lambda self: NEVER_USED)
+    patch.setattr(EpochTracker, "now", lambda self: NEVER_USED)
 
 
 PARTS = {"one token too many": one_token_too_many, "unlocked sources": unlocked_sources}
@@ -198,7 +198,7 @@ def test_orders_that_are_lost_are_noticed() -> None:
 
 
 def test_orders_that_come_before_the_steps_in_flight_have_ended_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(Horizon, "is_clear", True))
+    found = verdict(lambda patch: patch.setattr(EpochTracker, "is_clear", True))
     assert "has orders while" in found
 
 

@@ -36,7 +36,7 @@ def test_full_pages_are_shared_and_the_rest_is_not():
     cache = make_cache()
     fill(cache, ids(10))
     assert cache.probe(b"", ids(10), 10).tokens == 8
-    assert cache.probe(b"", ids(10), 7).whole.tokens == 4
+    assert cache.probe(b"", ids(10), 7).whole_blocks.tokens == 4
     assert cache.probe(b"other", ids(10), 10).tokens == 0
     assert cache.probe(b"", ids(10, start=1), 10).tokens == 0
 
@@ -79,11 +79,11 @@ def test_a_private_page_returns_only_when_the_steps_in_flight_are_complete():
     cache = make_cache(CacheGroup(FULL, 4, 4))
     lease = lease_of(cache)
     cache.grow(lease, 12)
-    cache.horizon.launched = StepId(1)
+    cache.epochs.launched = StepId(1)
     cache.release(lease)
     other = lease_of(cache, slot=2)
     assert cache.grow(other, 4) is None
-    assert cache.has_room([1])
+    assert cache.has_capacity([1])
     cache.settle(StepId(1))
     assert cache.grow(other, 4) is not None
 

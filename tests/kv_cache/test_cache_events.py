@@ -22,7 +22,7 @@ class Reader:
         self.held: dict[int, tuple[int | None, bytes]] = {}
 
     def take(self, cache: KVCache) -> None:
-        size = cache.unit * 4
+        size = cache.block_size * 4
         for one in cache.news.take():
             if isinstance(one, Removed):
                 for name in one.names:

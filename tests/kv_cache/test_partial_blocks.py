@@ -1,4 +1,4 @@
-"""Prefixes that end within a unit: what is found, copied, kept, and let go."""
+"""Prefixes that end within a block: what is found, copied, kept, and let go."""
 
 from array import array
 
@@ -22,8 +22,8 @@ def tokens(*values: int) -> bytes:
 
 def test_of_many_units_the_one_that_begins_with_most_tokens_is_found() -> None:
     cache = make_cache()
-    for unit in ((5, 6, 7, 8), (5, 6, 9, 9), (5, 6, 7, 1), (4, 6, 7, 8)):
-        cache.release(fill(cache, tokens(*unit)))
+    for block in ((5, 6, 7, 8), (5, 6, 9, 9), (5, 6, 7, 1), (4, 6, 7, 8)):
+        cache.release(fill(cache, tokens(*block)))
     for wanted, shared in (((5, 6, 9, 1), 3), ((5, 6, 7, 3), 3), ((4, 4, 4, 4), 1), ((9, 9), 0)):
         part = part_of(cache, tokens(*wanted), 4)
         assert (part.tokens if part else 0) == shared
@@ -52,7 +52,7 @@ def test_a_copied_unit_stays_until_the_copies_of_all_its_pages_have_ended() -> N
     ]
     cache.release(lease)
     cache.flush()
-    assert cache.tree.num_nodes == 2, "the unit is being read"
+    assert cache.tree.num_nodes == 2, "the block is being read"
     cache.end_copies([copies[0].id], [copies[1].id])
     cache.flush()
     assert cache.tree.num_nodes == 2

@@ -12,7 +12,7 @@ FULL_GROUP = (CacheGroup(FULL, 1, 100),)
 
 def make_tree(groups=FULL_GROUP, policy=lru):
     given_back = []
-    tree = RadixTree(groups, policy, lambda g, pages, stamp: given_back.extend(pages))
+    tree = RadixTree(groups, policy, lambda g, pages, epoch: given_back.extend(pages))
     return tree, given_back
 
 

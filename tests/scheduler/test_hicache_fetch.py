@@ -332,7 +332,7 @@ def order(desk: Desk, given: ControlOp, ok: bool = True) -> Reply:
     """Give an order that the ranks carry out, or do not."""
     desk.core.receive(RunControlOps(1, [given]), desk.now)
     plan = desk.launch()
-    assert plan.orders == [given] and not plan.rows
+    assert plan.control_ops == [given] and not plan.rows
     result = StepResult(step=plan.step, replies=[ControlOpReply(ok)])
     ((reply,), _) = desk.core.complete(result, desk.now)
     desk.core.check()
@@ -383,7 +383,7 @@ def test_pages_that_could_not_be_read_are_told() -> None:
 def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
     desk = Desk()
     desk.run("first", list(range(50, 90)), seconds=40e-6)
-    desk.core.scheduler.fetcher.read(1, 1.0)
+    desk.core.scheduler.store_fetcher.read(1, 1.0)
     desk.submit("a", LONG)
     desk.hold(99)
     assert miss(desk) == (misses.STORED, 0)

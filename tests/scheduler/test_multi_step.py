@@ -50,7 +50,7 @@ def asked(driver: Driver, name: str = "a", new: int = 20, stride: int = 0, **wis
             request=name,
             tokens=array("i", PROMPT).tobytes(),
             sampling=SamplingParams(max_new_tokens=new, **sampling),
-            stride=stride,
+            stream_interval=stride,
             **wishes,
         )
     )
@@ -89,7 +89,7 @@ def test_a_burst_tells_of_its_steps_as_often_as_its_most_eager_reader_asks(strid
     for number, stride in enumerate(strides):
         asked(driver, str(number), stride=stride)
     plan = driver.first_multi_step()
-    assert (plan.steps, plan.tell) == (STEPS, tell)
+    assert (plan.steps, plan.report_every) == (STEPS, tell)
 
 
 def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> None:
