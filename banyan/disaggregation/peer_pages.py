@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.epochs import EpochTracker
 from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
 from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
+from banyan.kv_cache.page_pool import EpochTracker
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.plan import PageCopy, device_page, peer_page
 
@@ -30,8 +30,6 @@ class PeerTier:
 
     Args:
         groups, block_size, epochs, loads: of the cache.
-        first_needed: (group, blocks) -> index of the first block whose pages a prefix of `blocks`
-            blocks needs.
         on_stored: called with a node whose pages have arrived.
     """
 
@@ -39,7 +37,6 @@ class PeerTier:
     block_size: int
     epochs: EpochTracker
     loads: PrefixLoads
-    first_needed: Callable[[CacheGroup, int], int]
     on_stored: Callable[[Node], None] = lambda node: None
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
     """For the next plan, in order."""
@@ -102,7 +99,7 @@ class PeerTier:
                 [
                     peer_page(transfer_id, position)
                     for position in self._positions(group, at)
-                    if at >= self.first_needed(group, blocks)
+                    if at >= group.first_needed(self.block_size, blocks)
                 ]
                 for group in self.groups
             ]
@@ -120,7 +117,7 @@ class PeerTier:
         for copy_id in (*ids, *failed):
             transfer_id = self._sends.pop(copy_id, None)
             if transfer_id is None:
-                self.loads.end(copy_id, copy_id not in failed, self._passed)
+                self.loads.end(copy_id, copy_id not in failed, self._on_settled)
                 continue
             self._open[transfer_id] -= 1
             if not self._open[transfer_id]:
@@ -139,8 +136,8 @@ class PeerTier:
         """`first_needed` for the shortest prefix that the decode server may end up with."""
         if group.kind == WINDOW:
             blocks = max(0, blocks - -(-_COARSEST_TOKENS // self.block_size))
-        return self.first_needed(group, blocks)
+        return group.first_needed(self.block_size, blocks)
 
-    def _passed(self, load: PrefixLoad, at: int, node: Node | None) -> None:
+    def _on_settled(self, load: PrefixLoad, at: int, node: Node | None) -> None:
         if node is not None:
             self.on_stored(node)

@@ -226,7 +226,9 @@ class PrefillSide:
             self._send_path(transfer_id, outgoing, path)
             outgoing.last = [node for node in path[:1] if self._cache.states.is_target(node)]
         output = bytes(request.tokens[request.prompt_len * TOKEN_BYTES :])
-        outgoing.result = PrefillResult(transfer_id, output, outgoing.scores, request.cached_tokens)
+        outgoing.result = PrefillResult(
+            transfer_id, output, outgoing.scores, request.stats.cached_tokens
+        )
         self.on_copies_ended()
 
     def on_ended(self, request: Request) -> None:
@@ -380,7 +382,7 @@ class DecodeSide:
         depth, copies = len(match.path), 0
         if depth < blocks:
             wanted = request.known + 1
-            if not self._cache.admits(match, wanted, self._chunk_tokens, reserved):
+            if not self._cache.capacity.admits(match, wanted, self._chunk_tokens, reserved):
                 return False
             begun = self._peers.load(
                 transfer_id=request.generate.transfer_id,

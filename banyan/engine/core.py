@@ -11,7 +11,7 @@ from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.dp_attention.step_clock import StepAgreement
-from banyan.kv_cache.cache import name_of_weights
+from banyan.kv_cache.cache import weights_id
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.lora.engine import change_adapters, end_adapters, wanted_adapters
 from banyan.messages.control_ops import (
@@ -115,15 +115,15 @@ class EngineCore:
             case StopAt():
                 self.scheduler.stop_at(message.request, message.length, now)
             case CopyResult():
-                self.scheduler.end_copies(message)
+                self.scheduler.on_copies_ended(message)
             case Held():
-                self.scheduler.store_fetcher.answer(message)
+                self.scheduler.store_fetcher.on_lookup_reply(message)
             case TransferFound() | PrefillResult() | TransferFailed() | TransferClosed():
                 self.scheduler.on_kv_transfer(message, now)
             case RetractAll():
                 self.scheduler.request_table.retract_all()
             case Unpin():
-                self.scheduler.cache.pins.let_go(message.request)
+                self.scheduler.cache.pins.unpin(message.request)
             case RunControlOps():
                 self._given.append(message)
             case LoadAdapter() | UnloadAdapter():
@@ -228,7 +228,7 @@ class EngineCore:
 
     def take_cache_events(self) -> Sequence[Stored | Removed]:
         """Drain what the cache has come to hold and let go; nothing unless it tells."""
-        news = self.scheduler.cache.news
+        news = self.scheduler.cache.events
         return () if news is None else news.take()
 
     def take_transfer_ops(self) -> list[KVTransferOp]:
@@ -268,7 +268,7 @@ class EngineCore:
         cache, adapters = self.scheduler.cache, self.scheduler.adapters
         speculation = self.scheduler.speculation
         drafts = DraftCounts() if speculation is None else speculation.drafts
-        ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
+        ledgers = cache.ledgers
         return Stats(
             steps=counters.steps,
             running=len(request_table.running),
@@ -347,8 +347,8 @@ class EngineCore:
             case TakeWeights():
                 if order.flush:
                     self.scheduler.flush()
-                self.scheduler.cache.pins.let_go()  # pages of other weights are of no use
-                self.scheduler.cache.weights = name_of_weights(order.version)
+                self.scheduler.cache.pins.unpin()  # pages of other weights are of no use
+                self.scheduler.cache.weights = weights_id(order.version)
                 self._has_back([WEIGHTS])
             case ReleaseMemory():
                 self.released += [tag for tag in order.tags if tag not in self.released]

@@ -40,7 +40,7 @@ from banyan.messages.requests import (
     RunControlOps,
     StopAt,
 )
-from banyan.scheduler.multi_step import so_far
+from banyan.scheduler.multi_step import partial_tokens
 
 log = logger(__name__)
 
@@ -324,7 +324,7 @@ class EngineLoop:
         step = self._flying[0].plan.step
         tokens = self._so_far(step)
         flights = self._core.scheduler.flights.get(step, [])
-        return [] if tokens is None else so_far(flights, tokens)
+        return [] if tokens is None else partial_tokens(flights, tokens)
 
     def _collect(self, events: list[Event]) -> None:
         """Take in every step that is done, oldest first."""

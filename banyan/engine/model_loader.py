@@ -49,7 +49,7 @@ from banyan.runner.weights import (
     load_the_eagle,
     load_weights,
 )
-from banyan.scheduler.budget import DRAFT_ROOM
+from banyan.scheduler.budget import DRAFT_BUDGET
 
 _DTYPES = {
     "float32": torch.float32,
@@ -303,7 +303,7 @@ def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
     sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
     # What states were after tokens that may not stand.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
-    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_BUDGET
     rollback_checkpoints = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
@@ -318,7 +318,7 @@ def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
 
 def draft_room_of(config: Config, running: int) -> int:
     """Drafts that one step of so many rows verifies at most."""
-    return min(DRAFT_ROOM, running * config.speculative.drafts)
+    return min(DRAFT_BUDGET, running * config.speculative.drafts)
 
 
 def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:

@@ -18,7 +18,7 @@ from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.counters import Counters
+from banyan.scheduler.request_table import Counters
 from banyan.sim.device import Device
 from banyan.sim.report import Visit
 from banyan.sim.workload import Arrival

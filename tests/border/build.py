@@ -21,7 +21,7 @@ from banyan.kv_cache.hierarchical_cache import (
 )
 from banyan.messages.plan import StepLoad
 from banyan.runner.abilities import Abilities
-from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.faults import Faults
 from tests.border.laws import Device
@@ -57,7 +57,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     may_draft = abilities.drafts and (abilities.goes_back or "state" not in kind)
     drafts = random.choice((0, 0, 1, 3)) if may_draft else 0
     multi_step = random.choice((1, 2, 5)) if abilities.multi_steps and not drafts else 1
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=random.choice((1, 3, 6)),
         chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),
         max_prompts=random.choice((0, 0, 1, 2)),

@@ -54,7 +54,7 @@ def too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_let_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pins, "let_go", lambda self, name="": None)
+    patch.setattr(Pins, "unpin", lambda self, name="": None)
 
 
 def locks_that_stay(patch: pytest.MonkeyPatch) -> None:

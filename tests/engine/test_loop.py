@@ -21,8 +21,8 @@ from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, 
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits
-from banyan.scheduler.queue_order import fcfs
+from banyan.scheduler.budget import SchedulerLimits
+from banyan.scheduler.schedule_policy import fcfs
 from banyan.scheduler.scheduler import Scheduler
 from tests.support.flags import config_of
 
@@ -101,7 +101,7 @@ def served():
 def serving(check_ledger, multi_step=1, **options):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, multi_step=multi_step
     )
     core = EngineCore(Scheduler(cache, limits, fcfs))
@@ -251,7 +251,7 @@ def test_a_broken_loop_tells_the_front_before_it_dies():
     link, wake = QueueLink(), Wake()
     runner = CountingRunner()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock())
     link.tell(generate("a"))
@@ -271,7 +271,7 @@ def nan_loop(*flags):
 
     runner.launch = launch
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     crashes = config_of(*flags).schedule.crashes_on_nan
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.told = wake
@@ -317,7 +317,7 @@ def broken_loop(ranks):
     link, wake, runner = QueueLink(), Wake(), CountingRunner()
     runner.raises = True
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.tell(generate("a"))
     launcher = Threaded(runner, wake.ring)
@@ -437,7 +437,7 @@ def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
 def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decision():
     told = {}
     hurried = SimpleQueue()
-    options = {"interrupt": hurried.put, "so_far": told.get}
+    options = {"interrupt": hurried.put, "partial_tokens": told.get}
     with serving(check_ledger=True, multi_step=4, **options) as (link, runner, _):
         runner.holds_multi_step.set()
         link.tell(generate("a", new=20))

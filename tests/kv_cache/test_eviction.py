@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.ids import PageId
-from banyan.kv_cache.epochs import NEVER_USED
 from banyan.kv_cache.eviction import eviction_key
 from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.page_pool import NEVER_USED
 from banyan.kv_cache.radix_tree import Node, RadixTree
 
 UNIT = 4

@@ -1,8 +1,7 @@
 import pytest
 
 from banyan.base.ids import StepId
-from banyan.kv_cache.epochs import EpochTracker
-from banyan.kv_cache.page_pool import PagePool
+from banyan.kv_cache.page_pool import EpochTracker, PagePool
 
 
 def test_the_padding_page_is_never_given_out():

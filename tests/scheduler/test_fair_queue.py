@@ -89,7 +89,7 @@ def test_callers_change_no_answer():
         submit(running, f"r-{i}", b"ab"[i % 2 : i % 2 + 1], new=12)
     prompts = {
         r.id: list(array("i", r.generate.tokens))
-        for r in running.core.scheduler.request_table.alive()
+        for r in running.core.scheduler.request_table.alive
     }
     running.run()
     for name, prompt in prompts.items():

@@ -18,7 +18,7 @@ from banyan.messages.events import Reply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, RunControlOps
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 
 PAGE = 4
@@ -33,7 +33,7 @@ class Desk:
         known = {"prefetch": WAIT_COMPLETE, "threshold": 2 * PAGE}
         self.core = CoreSpec(
             groups=(CacheGroup(FULL, PAGE, pages),),
-            limits=Limits(max_running=4, chunk_tokens=64, max_request_tokens=80),
+            limits=SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=80),
             store=StoreRules(**{**known, **rules}),
         ).build()
         self.now = 0.0
@@ -342,7 +342,7 @@ def order(desk: Desk, given: ControlOp, ok: bool = True) -> Reply:
 def miss(desk: Desk, name: str = "a") -> tuple[str, int]:
     """Why no more of a request came from the cache, and where its first row starts."""
     (start,) = starts(desk.launch())
-    return desk.core.scheduler.request_table.find(name).cache_miss, start
+    return desk.core.scheduler.request_table.find(name).stats.cache_miss, start
 
 
 def test_a_request_that_waits_no_longer_says_that_its_pages_were_on_their_way() -> None:
