@@ -33,7 +33,7 @@ test: $(VENV)/.test $(VENV)/.demo
 # The border kit at ten times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m pytest tests/border tests/emulation/test_border.py \
+	@exec $(BIN)/python -m pytest tests/border tests/ascend/emulation/test_border.py \
 	  --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
 # Processes killed or stopped at twenty moments in each layout instead of two, and servers at twelve
@@ -79,7 +79,7 @@ trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
 
 # The emulated NPU as either chip, with every family in every way; some minutes.
 test-npu: $(VENV)/.test .transfer/memfabric/.installed
-	@for soc in A2 A3; do PYTHONPATH=.transfer/memfabric BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/emulation $(ARGS) || exit 1; done
+	@for soc in A2 A3; do PYTHONPATH=.transfer/memfabric BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/ascend/emulation $(ARGS) || exit 1; done
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
@@ -118,7 +118,7 @@ test-ray: $(VENV)/.ray
 test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed .transfer/memfabric/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PYTHONPATH=.transfer/mooncake:.transfer/nixl:.transfer/memfabric $(BIN)/python -m pytest tests/transfer \
-	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/emulation/test_handoff.py $(ARGS)
+	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/ascend/emulation/test_handoff.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
@@ -165,7 +165,7 @@ test-schemas: $(VENV)/.test
 # CPU builds can be reached: beside a torch for CUDA it does not load. Else its declarations are read, and
 # its meta kernels are run without its libraries.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
-	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
+	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/ascend/emulation/real $(ARGS)
 
 # The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.

@@ -9,7 +9,7 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from banyan.engine.child_processes import read_process_spec, watch_parent
+from banyan.base.child_process import read_process_spec, watch_parent
 from banyan.messages.events import Event, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
 from banyan.messages.transport import SocketEngineLink

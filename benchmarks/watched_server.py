@@ -16,12 +16,12 @@ from pathlib import Path
 
 import uvloop
 
+from banyan.base.child_process import spawn
 from banyan.base.log import start_logging
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.engine.child_processes import spawn
 from banyan.model_config.model_config import ModelConfig
 from banyan.server.http.listen import bind
 from banyan.server.lifecycle.serve import Server

@@ -78,10 +78,10 @@ LONGEST = [
     "models/quantize/test_quantize",
     "models/quantize/test_translated",
     "system/test_hostile_requests",
-    "emulation/test_engine",
-    "emulation/test_families",
-    "emulation/test_ranks",
-    "emulation/test_layouts",
+    "ascend/emulation/test_engine",
+    "ascend/emulation/test_families",
+    "ascend/emulation/test_ranks",
+    "ascend/emulation/test_layouts",
 ]
 """Files that take longest, the longest first: where several run at a time none of them is last."""
 
@@ -89,7 +89,7 @@ LONGEST = [
 def _turn(item: pytest.Item) -> tuple[bool, int]:
     name = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
     place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-    return name.startswith("emulation/"), place
+    return name.startswith("ascend/emulation/"), place
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

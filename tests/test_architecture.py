@@ -36,7 +36,7 @@ ARROWS = {
     " pipeline.micro_batches",
     "sim": "base config model_config messages kv_cache scheduler grammar.base"
     " engine.core engine.journal engine.core_spec engine.snapshot",
-    "tokenizer": "base config formats requests.generation",
+    "tokenizer": "base config formats",
     "chat_template": "base tokenizer",
     "requests": f"base config model_config messages tokenizer {LORA_FILES}",
     "parsers": "base tokenizer requests",
@@ -49,12 +49,12 @@ ARROWS = {
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
-    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_map"
+    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_location"
     " moe.expert_watch",
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
     "runner": "base config model_config messages models layers parallel ops platform kv_transfer"
-    " kv_cache.groups formats.arrays lora.load lora.pool lora.slots moe.returned_experts"
+    " kv_cache.groups formats.arrays lora.load lora.pool lora.slots moe.routing_record"
     " context_parallel pipeline.runner_stage dp_attention disaggregation.page_cutting",
     "lora": "base formats messages config model_config families hub ops layers models parallel"
     " platform moe.layer moe.rules runner.control_ops",
@@ -84,18 +84,18 @@ SHELVES = {
     "server": {
         "store": "errors",
         "tool_servers": "errors",
-        "http": "errors store tool_servers",
-        "openai": "errors http store",
-        "embeddings": "errors http openai",
-        "sglang": "errors http openai",
-        "responses": "errors http openai store tool_servers",
-        "batches": "errors http openai embeddings responses store",
-        "anthropic": "errors http openai",
-        "ollama": "errors http openai embeddings",
-        "admin": "errors http openai embeddings",
-        "console": "http",
-        "openapi": "errors http openai admin console",
-        "lifecycle": "http admin batches tool_servers routes",
+        "http": "errors",
+        "openai": "errors state http store",
+        "embeddings": "errors state http openai",
+        "sglang": "errors state http openai",
+        "responses": "errors state http openai store tool_servers",
+        "batches": "errors state http openai embeddings responses store",
+        "anthropic": "errors state http openai",
+        "ollama": "errors state http openai embeddings",
+        "admin": "errors state http openai embeddings",
+        "console": "state http",
+        "openapi": "errors state http openai admin console",
+        "lifecycle": "state http admin batches tool_servers routes",
     },
 }
 """Folder -> its sub-folder -> what else of the folder that one may import."""
@@ -103,10 +103,8 @@ DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
     *("base.errors", "server", "chat_template.template", "parsers.parts", "requests.embeddings"),
-    *(
-        f"requests.generation.{name}"
-        for name in ("run", "TextChunk", "TextRequest", "Finish", "Usage")
-    ),
+    *("requests.context", "requests.request_spec.RequestSpec"),
+    *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (
     *("cli", "llm.py", "config/prepare.py", "server/processes.py", "ascend/doctor.py"),
@@ -268,6 +266,30 @@ def names_a_device(path: Path, tree: ast.Module) -> Iterator[Finding]:
             yield node.lineno, f"{dotted(node)} outside platform and ops"
 
 
+def compares_device_names(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """Tables map names of devices to their traits; everybody else reads a trait."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Compare):
+            names = [
+                dotted(part)
+                for side in (node.left, *node.comparators)
+                for part in (side.elts if isinstance(side, ast.Tuple) else [side])
+            ]
+            is_table = isinstance(node.ops[0], (ast.In, ast.NotIn)) and names[-1].isupper()
+            if not is_table and any(re.search(r"\b(device|traits)\.name$", n) for n in names):
+                yield node.lineno, f"compares {', '.join(filter(None, names))}: read a trait"
+
+
+def names_a_test(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for line, name in imports(tree):
+        if is_under(name, "tests"):
+            yield line, f"imports {name}"
+    for node in nodes(tree):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and re.fullmatch(r"tests(\.\w+)+(:\w+)?", text):
+            yield node.lineno, f"names the module {text}"
+
+
 def reads_the_environment(path: Path, tree: ast.Module) -> Iterator[Finding]:
     if inside(path) == "config/env.py":
         return
@@ -415,6 +437,14 @@ def test_control_rooms_and_the_front_door_have_no_torch() -> None:
 
 def test_devices_are_named_in_platform_and_ops_only() -> None:
     obey(names_a_device)
+
+
+def test_no_device_is_recognised_by_its_name() -> None:
+    obey(compares_device_names)
+
+
+def test_the_package_names_no_module_of_the_tests() -> None:
+    obey(names_a_test)
 
 
 def test_the_environment_is_read_in_one_file() -> None:

@@ -100,7 +100,10 @@ def test_a_function_is_looked_for_without_running_its_module(
     [
         ("demo --delete-ckpt-after-loading", "--delete-ckpt-after-loading: 'demo' is an installed"),
         ("demo --model-impl transformers", "transformers"),
-        ("demo --is-embedding --model-impl transformers", "--is-embedding and --model-impl"),
+        (
+            "demo --is-embedding --model-impl transformers",
+            "--is-embedding cannot be combined with --model-impl",
+        ),
         ("demo --model-impl transformers --tp 3", "cannot share a model"),
         ("demo --load-format safetensors", "is a GGUF file"),
         ("demo --host 0.0.0.0 --require-key", "under --require-key"),
@@ -142,5 +145,5 @@ def test_notes_are_shown_whatever_the_level(
         )
     assert main(words.split()) == ConfigError.exit_code
     shown = capsys.readouterr().err
-    assert shown.count("--disable-custom-all-reduce is accepted without an effect") == 1
+    assert shown.count("--disable-custom-all-reduce is accepted but has no effect") == 1
     assert "--context-length 99,999,999 is more" in shown

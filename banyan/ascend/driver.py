@@ -1,7 +1,8 @@
-"""The driver of Ascend NPUs: the one place that imports it, or its emulation.
+"""The driver of Ascend NPUs: the one place that imports torch_npu, or what stands in for it.
 
-Importing either makes torch know the device "npu" and the operators of `torch.ops.npu`. A process
-can have one of them.
+Importing a driver registers the device "npu" and the operators of `torch.ops.npu` with torch. A
+process can have one driver. BANYAN_NPU names a module that stands in for torch_npu, for example the
+emulated device of the tests; `DriverModule` is its interface.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed
@@ -22,17 +23,37 @@ from banyan.platform.base import Interconnect
 
 log = logger(__name__)
 
-EMULATED = "emulated"
-_EMULATION = "tests.emulation.device"
 _BACKEND = "HCCL"
-_FABRIC, _EMULATED_FABRIC = "memfabric_hybrid", "tests.emulation.fabric"
-_FUSING, _EMULATED_FUSING = "deep_ep", "tests.emulation.deep_ep"
+_FABRIC, _DEEP_EP = "memfabric_hybrid", "deep_ep"
 _RDMA, _SDMA = "device_rdma", "sdma"
 _WITH_RDMA = "Ascend910B"
-"""How chips are called whose devices copy to each other by RDMA; others have SDMA."""
-_MEETING_S = 60.0
+"""Prefix of the chips whose devices copy to each other by RDMA; the others have SDMA."""
+_RENDEZVOUS_S = 60.0
 
-distributed = cast(Any, torch.distributed)  # which types nothing of its backends
+distributed = cast(Any, torch.distributed)  # torch has no types for its backends
+
+
+class DriverModule(Protocol):
+    """The functions of a module that BANYAN_NPU names: torch_npu and its libraries, replaced."""
+
+    def open_device(self, soc: str) -> Callable[[], Any]:
+        """Register the device "npu" with torch; returns the options class of its process groups.
+
+        Args:
+            soc: the chip, "A2" or "A3".
+
+        Raises:
+            RuntimeError, ValueError: the device cannot be made.
+        """
+        ...
+
+    def open_fabric(self) -> ModuleType:
+        """In place of `memfabric_hybrid`."""
+        ...
+
+    def open_deep_ep(self) -> ModuleType:
+        """In place of `deep_ep`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,13 +61,13 @@ class Driver:
     """
     Attributes:
         npu: streams, memory and graphs (`torch.npu`).
-        is_checked: calls of operators are to be held against their contracts.
-        options: of a process group of its collectives.
-        buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
-        rounds_sent: rows that go to the ranks of their experts by counts travel as 8 bits.
-        fuses_latents: what comes before latent attention is to be one operator.
-        fractal_pages: pages of latents are to have the fractal form.
-        exchange_buffer: the same of groups that experts are exchanged in (DEEPEP_HCCL_BUFFSIZE).
+        is_checked: each operator call is checked against its contract.
+        options: makes the options of a process group.
+        buffer: megabytes of each group (HCCL_BUFFSIZE); "" = the library's default.
+        exchange_buffer: megabytes of each expert-exchange group (DEEPEP_HCCL_BUFFSIZE).
+        rounds_sent: rows sent to the ranks of their experts by counts travel as int8.
+        fuses_latents: use the fused prologue of latent attention.
+        fractal_pages: latent pages have the fractal form.
     """
 
     npu: ModuleType
@@ -67,17 +88,18 @@ class Driver:
         name: str,
         is_exchange: bool = False,
     ) -> Any:
-        """A process group of `size` ranks that meet at a store of torch's.
+        """A process group of `size` ranks that meet at a torch store.
 
-        is_exchange: operators alone use it, by its name, to exchange rows.
+        Args:
+            is_exchange: only operators use the group, by its name, to exchange expert rows.
 
         Raises:
-            ConfigError: no such buffer can be.
+            ConfigError: the buffer size is not a number of megabytes.
         """
-        met = distributed.distributed_c10d._DistributedBackendOptions()
-        met.store, met.group_rank, met.group_size = store, rank, size
-        met.timeout, met.group_id = timedelta(seconds=timeout_s), name or "ranks"
-        met.global_ranks_in_group = []  # all of them: there is no larger group
+        backend = distributed.distributed_c10d._DistributedBackendOptions()
+        backend.store, backend.group_rank, backend.group_size = store, rank, size
+        backend.timeout, backend.group_id = timedelta(seconds=timeout_s), name or "ranks"
+        backend.global_ranks_in_group = []  # all ranks: there is no larger group
         options = self.options()
         buffer, name = self.buffer, "HCCL_BUFFSIZE"
         if is_exchange and self.exchange_buffer:
@@ -89,45 +111,44 @@ class Driver:
                     hint="set it to 200, or unset it",
                 )
             options.hccl_config = {"hccl_buffer_size": int(buffer)}
-        return distributed.Backend._plugins[_BACKEND].creator_fn(met, options)
+        return distributed.Backend._plugins[_BACKEND].creator_fn(backend, options)
 
 
 def open_driver() -> Driver:
     """
     Raises:
-        ConfigError: there is no driver, no emulation, or no such thing.
+        ConfigError: the driver is missing, or cannot be opened.
     """
-    wishes = read_environment().npu
-    if wishes.driver == EMULATED:
-        options = _open_emulation(wishes.soc)
-    elif wishes.driver:
-        raise ConfigError(
-            f"BANYAN_NPU={wishes.driver}: no driver has that name",
-            hint=f"leave it out for a real device, or set it to {EMULATED}",
-        )
-    else:
-        options = _open_real()
+    settings = read_environment().npu
+    options = _open_module(settings.driver, settings.soc) if settings.driver else _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    wanted = (wishes.buffer, wishes.exchange_buffer, wishes.rounds_sent)
-    forms = (wishes.fuses_latents, wishes.fractal_pages)
-    return Driver(npu, wishes.is_checked, options, *wanted, *forms)
+    return Driver(
+        npu=npu,
+        is_checked=settings.is_checked,
+        options=options,
+        buffer=settings.buffer,
+        exchange_buffer=settings.exchange_buffer,
+        rounds_sent=settings.rounds_sent,
+        fuses_latents=settings.fuses_latents,
+        fractal_pages=settings.fractal_pages,
+    )
 
 
 def open_interconnect(chip: str) -> Interconnect:
     """MemFabric, ready to be started.
 
     Args:
-        chip: what the driver calls it.
+        chip: the driver's name of it.
 
     Raises:
-        ConfigError: the package is not there, or ASCEND_MF_TRANSFER_PROTOCOL is nothing it can do.
+        ConfigError: the package is missing, or ASCEND_MF_TRANSFER_PROTOCOL is unknown.
     """
-    wishes = read_environment().npu
-    protocol = wishes.protocol.lower() or (_RDMA if chip.startswith(_WITH_RDMA) else _SDMA)
+    settings = read_environment().npu
+    protocol = settings.protocol.lower() or (_RDMA if chip.startswith(_WITH_RDMA) else _SDMA)
     if protocol not in (_RDMA, _SDMA):
         raise ConfigError(
-            f"ASCEND_MF_TRANSFER_PROTOCOL={wishes.protocol}: pages go by {_SDMA} or {_RDMA}",
+            f"ASCEND_MF_TRANSFER_PROTOCOL={settings.protocol}: pages go by {_SDMA} or {_RDMA}",
             hint="unset it: the chip decides",
         )
     try:
@@ -137,26 +158,27 @@ def open_interconnect(chip: str) -> Interconnect:
             f"--disaggregation-transfer-backend ascend: its engine does not load: {error}",
             hint="run: pip install 'banyan[memfabric]'",
         ) from None
-    if wishes.driver == EMULATED:
-        library = import_module(_EMULATED_FABRIC)
+    if settings.driver:
+        library = _module(settings.driver).open_fabric()
         log.warning("the engine of MemFabric is emulated: pages go over the loopback")
-    if protocol == _RDMA:  # HCCL has to be there before anything else uses RDMA
-        met = open_driver().group(distributed.HashStore(), 0, 1, _MEETING_S, _FABRIC)
+    if protocol == _RDMA:  # HCCL must be open before anything else uses RDMA
+        store = distributed.HashStore()
+        group = open_driver().group(store, 0, 1, _RENDEZVOUS_S, _FABRIC)
         x = torch.zeros(1, device="npu")
-        met.allgather([[torch.empty_like(x)]], [x]).wait()
-    return Interconnect(library, protocol, wishes.store)
+        group.allgather([[torch.empty_like(x)]], [x]).wait()
+    return Interconnect(library, protocol, settings.store)
 
 
-def open_fusing() -> ModuleType:
-    """The library whose operators send rows to experts, run these and bring the sums back.
+def open_deep_ep() -> ModuleType:
+    """The library whose operators dispatch rows to experts, run these and combine the results.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not installed.
     """
-    if read_environment().npu.driver == EMULATED:
-        return import_module(_EMULATED_FUSING)
+    if driver := read_environment().npu.driver:
+        return _module(driver).open_deep_ep()
     try:
-        return import_module(_FUSING)
+        return import_module(_DEEP_EP)
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"--moe-a2a-backend ascend_fuseep: the package deep_ep does not load: {error}",
@@ -168,7 +190,7 @@ def _open_real() -> Callable[[], Any]:
     if find_spec("torch_npu") is None:
         raise ConfigError(
             "--device npu: the package torch_npu is not installed",
-            hint=f"install the one for this torch, or set BANYAN_NPU={EMULATED} to try without",
+            hint="install the one for this torch",
         )
     driver = import_module("torch_npu")
     npu = driver.npu
@@ -178,13 +200,18 @@ def _open_real() -> Callable[[], Any]:
     return driver._C._distributed_c10d.ProcessGroupHCCL.Options
 
 
-def _open_emulation(soc: str) -> Callable[[], Any]:
-    if find_spec("tests") is None or find_spec("tests.emulation") is None:
-        raise ConfigError(
-            f"BANYAN_NPU={EMULATED}: the emulated device is not here",
-            hint="it is a part of the tests: start from the folder of the source",
-        )
+def _open_module(name: str, soc: str) -> Callable[[], Any]:
     try:
-        return import_module(_EMULATION).install(soc).group_options
+        return _module(name).open_device(soc)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"BANYAN_NPU={EMULATED}: {error}") from None
+        raise ConfigError(f"BANYAN_NPU={name}: {error}") from None
+
+
+def _module(name: str) -> DriverModule:
+    try:
+        return cast(DriverModule, import_module(name))
+    except ImportError as error:
+        raise ConfigError(
+            f"BANYAN_NPU={name}: this module does not load: {error}",
+            hint="unset it for a real device; it names a Python module that emulates one",
+        ) from None

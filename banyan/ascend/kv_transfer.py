@@ -16,9 +16,9 @@ import numpy as np
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.disaggregation.carrier import Fabric, Landing, Memory
-from banyan.disaggregation.tcp import open_with
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.tcp import open_with_engine
+from banyan.disaggregation.transfer import TransferOptions
+from banyan.disaggregation.transfer_engine import Fabric, Landing, TransferMemory
 from banyan.kv_transfer.page_mover import PageMover, Pages
 
 log = logger(__name__)
@@ -32,7 +32,7 @@ _CONNECT_S, _LOOK_S = 2.0, 0.2
 
 
 class Ascend:
-    """Satisfies Carrier. A page may be larger than an area: it is sent in pieces.
+    """Satisfies TransferEngine. A page may be larger than an area: it is sent in pieces.
 
     Raises:
         ConfigError: the device is none that MemFabric copies from, the store cannot be reached or
@@ -41,7 +41,7 @@ class Ascend:
 
     name = "ascend"
 
-    def __init__(self, host: str, options: RoomOptions) -> None:
+    def __init__(self, host: str, options: TransferOptions) -> None:
         fabric = options.fabric()
         if fabric is None:
             raise ConfigError(
@@ -54,7 +54,7 @@ class Ascend:
         status = engine.initialize(
             store_url=store,
             session_id=f"{host}:{engine.get_rpc_port()}",
-            role="Prefill" if options.is_giver else "Decode",
+            role="Prefill" if options.is_prefill else "Decode",
             device_id=fabric.device,
             data_op_type=getattr(fabric.library.TransDataOpType, fabric.protocol.upper()),
         )
@@ -67,12 +67,12 @@ class Ascend:
             )
         self._address = f"{host}:{engine.get_rpc_port()}".encode()  # known only now
         self._areas: SimpleQueue[int] = SimpleQueue()
-        if options.is_giver:
+        if options.is_prefill:
             self._source = self._register(AREAS * AREA_BYTES)
             for area in range(AREAS):
                 self._areas.put(area * AREA_BYTES)
 
-    def land(self, size_bytes: int) -> tuple[bytes, Memory]:
+    def land(self, size_bytes: int) -> tuple[bytes, TransferMemory]:
         return self._address, self._register(size_bytes)
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
@@ -98,7 +98,7 @@ class Ascend:
         if status:
             raise OSError(f"MemFabric cannot write to {peer} (status {status})")
 
-    def _register(self, size_bytes: int) -> Memory:
+    def _register(self, size_bytes: int) -> TransferMemory:
         """All that this engine reads or writes, at once: MemFabric takes whole pieces of 2 MiB, and
         two registrations must not have one in common."""
         memory = self._fabric.allocate(size_bytes)
@@ -130,7 +130,7 @@ def _parcels(pages: Sequence[tuple[int, np.ndarray]]) -> Iterator[list[tuple[int
         yield parcel
 
 
-def _open_store(fabric: Fabric, options: RoomOptions) -> str:
+def _open_store(fabric: Fabric, options: TransferOptions) -> str:
     """The store's URL with an address instead of a name, which MemFabric does not take; where a
     prefill server is at that address and the store is not there yet, it is from now on."""
     found = _URL.fullmatch(fabric.store)
@@ -148,7 +148,7 @@ def _open_store(fabric: Fabric, options: RoomOptions) -> str:
         ) from None
     host, port = str(place[0]), int(place[1])
     url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    may_create = options.is_giver and not options.replica and _is_here(host)
+    may_create = options.is_prefill and not options.replica and _is_here(host)
     until = time.monotonic() + options.patience_s
     if not _is_there(host, port) and may_create:
         if not fabric.library.create_config_store(store_url=url):
@@ -189,5 +189,5 @@ def _is_there(host: str, port: int) -> bool:
     return True
 
 
-def open_ascend(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> PageMover:
-    return open_with(Ascend, pages, options, wake)
+def open_ascend(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> PageMover:
+    return open_with_engine(Ascend, pages, options, wake)

@@ -101,7 +101,7 @@ def refusals_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
 def notes_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
     """Of those that say what is so already."""
     return tuple(
-        f"{name} is set to what is so already: {told.says}"
+        f"{name} is set to the behaviour that applies anyway: {told.says}"
         for name, told in VARIABLES.items()
         if told.outcome == SO and given.get(name, "").strip().lower() not in _OFF
     )

@@ -1,7 +1,6 @@
 """Threads: CPU work about long texts, done where it does not hold up the streams of others."""
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
+from banyan.base.os import num_cores
 
 log = logger(__name__)
 
@@ -100,7 +100,7 @@ class Pool(ThreadPoolExecutor):
 def use_threads(waiting: int = 0) -> None:
     """Let the running event loop have some more threads than cores for `off_loop`, and `waiting`
     more, for work that mostly waits for other threads or processes."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     asyncio.get_running_loop().set_default_executor(Pool(min(32, cores + 4) + waiting))
 
 

@@ -1,7 +1,8 @@
-"""Child: a process of one's own that answers one task at a time over its standard streams.
+"""WorkerProcess: a child process that answers one task at a time over its standard streams.
 
-Both ways a frame is uint64 little-endian length and a body; a task may have a head of its own
-before that. Knows nothing of tasks.
+An answer is uint64 little-endian length and that many bytes. The caller frames its tasks itself.
+Chat templates, tokenizers and grammar compilers run this way: a task may hang, crash or take too
+much memory without harm to the server.
 """
 
 import os
@@ -9,82 +10,96 @@ import select
 import struct
 import subprocess
 import sys
+import time
 import weakref
 
 LENGTH = struct.Struct("<Q")
-STILL_S = 5.0
-"""A process that has a task and computes nothing for so long has stopped."""
+STALL_S = 5.0
+"""A process that has a task and uses no processor time for this long has stopped."""
 _TIMES_AT = 11
-"""Of the processor time, among the words behind the name in /proc/PID/stat."""
+"""Index of utime and stime among the fields after the name in /proc/PID/stat."""
 
 
-class Child:
-    """A running `python -m MODULE`. Ends with this object, and with this process.
+class WorkerProcess:
+    """A running `python -m MODULE`. It is killed when this object or this process ends.
 
     Args:
-        most_bytes: of an answer.
+        module: its main loop reads tasks from standard input until that ends.
+        arguments: of the command line.
+        max_answer_bytes: longer answers are an error.
     """
 
-    def __init__(self, module: str, *words: str, most_bytes: int) -> None:
+    def __init__(self, module: str, *arguments: str, max_answer_bytes: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
         )
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
-        self._most_bytes = most_bytes
-        self.end = weakref.finalize(self, _end, self._process)
-        """Kill it and wait for its end. Harmless when repeated."""
+        self._max_answer_bytes = max_answer_bytes
+        self.close = weakref.finalize(self, _close, self._process)
+        """Kill the process and wait for its end. May be called again."""
 
-    def ask(self, task: bytes) -> bytes:
-        """The answer to a task, which is its head and body.
+    def run(self, task: bytes, limit_s: float | None = None) -> bytes:
+        """Send a task and return the answer.
+
+        Args:
+            limit_s: wall time for task and answer. None: no limit while the process uses
+                processor time; the process may limit that itself.
 
         Raises:
-            EOFError: it has ended, or had stopped and was killed; `exit_code` tells how.
-            ValueError: it says something that is no answer.
+            TimeoutError: `limit_s` has passed. The process still runs: close it.
+            EOFError: the process has ended, or had stopped and was killed (see `exit_code`).
+            ValueError: the length of the answer is not acceptable.
         """
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         assert self._process.stdin is not None
         view = memoryview(task)
-        number = self._process.stdin.fileno()
+        descriptor = self._process.stdin.fileno()
         try:
             while view:
-                self._wait(number, select.POLLOUT)
-                view = view[os.write(number, view) :]
+                self._wait(descriptor, select.POLLOUT, deadline)
+                view = view[os.write(descriptor, view) :]
         except BrokenPipeError:
             raise EOFError from None
-        (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        if not 0 < length <= self._most_bytes:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if not 0 < length <= self._max_answer_bytes:
             raise ValueError(f"it sends a frame of {length:,} bytes")
-        return self._read(length)
+        return self._read(length, deadline)
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def exit_code(self) -> int:
-        """Wait for its end."""
+        """Wait for the end of the process."""
         return self._process.wait()
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, deadline: float | None) -> bytes:
         assert self._process.stdout is not None
         parts: list[bytes] = []
-        number = self._process.stdout.fileno()
+        descriptor = self._process.stdout.fileno()
         while size:
-            self._wait(number, select.POLLIN)
-            part = os.read(number, min(size, 1 << 20))
+            self._wait(descriptor, select.POLLIN, deadline)
+            part = os.read(descriptor, min(size, 1 << 20))
             if not part:
                 raise EOFError
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
 
-    def _wait(self, number: int, event: int) -> None:
-        """Until this end of a pipe is ready, as long as the process computes."""
+    def _wait(self, descriptor: int, event: int, deadline: float | None) -> None:
+        """Wait until this end of a pipe is ready."""
         poll = select.poll()
-        poll.register(number, event)
+        poll.register(descriptor, event)
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1000):
+                raise TimeoutError
+            return
         before = self._cpu_ticks()
-        while not poll.poll(STILL_S * 1000):
+        while not poll.poll(STALL_S * 1000):
             now = self._cpu_ticks()
             if now == before:
                 self._process.kill()
@@ -92,16 +107,16 @@ class Child:
             before = now
 
     def _cpu_ticks(self) -> list[bytes]:
-        """Of user and system; nothing of a process that is gone."""
+        """User and system time used so far; [] if the process is gone."""
         try:
             with open(f"/proc/{self._process.pid}/stat", "rb") as file:
-                told = file.read().rpartition(b")")[2].split()
+                fields = file.read().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return []
-        return told[_TIMES_AT : _TIMES_AT + 2]
+        return fields[_TIMES_AT : _TIMES_AT + 2]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _close(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -1,12 +1,13 @@
 """Probe: what this machine can do at most, measured now: the bound that figures are set against."""
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+
+from banyan.base.os import num_cores
 
 _ARRAY_BYTES = 256 << 20
 """Well beyond any cache, so that reading it means reading memory."""
@@ -56,7 +57,7 @@ class Machine:
 
 def probe() -> Machine:
     """Measure this machine; about half a second. The best of five runs counts."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     parts = np.array_split(np.ones(_ARRAY_BYTES // 8, dtype=np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
         read_s = _best_of(lambda: list(pool.map(np.bitwise_or.reduce, parts)))

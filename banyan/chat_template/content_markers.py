@@ -1,8 +1,8 @@
-"""Marks that tell content from template in a rendered chat.
+"""Markers that separate message content from template text in a rendered chat.
 
-A mark is a Unicode noncharacter that occurs nowhere in the request. It is put into the text of
-every control token in the request's strings, survives the template, and is taken out of the result,
-which leaves the positions of characters that no control token may take in.
+A marker is a Unicode noncharacter that occurs nowhere in the request. It is put into the text of
+every control token in the request's strings, survives the template, and is removed from the result.
+Its positions are the characters that no control token may include.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,8 +16,8 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A prompt's text. The character before each of the ascending positions `guards` is content,
-    and no control token may take it in."""
+    """A prompt's text. The character before each position in `guards` (ascending) is content;
+    no control token may include it."""
 
     text: str
     guards: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class ControlTexts:
 
     def mark(self, text: str, mark: str) -> str:
         """Put `mark` after the first character of each control token, and after a beginning of
-        one at the end, which could be completed by what the template puts behind it."""
+        one at the end, which the template's following text could complete."""
         parts: list[str] = []
         at = 0
         while (match := self._pattern.search(text, at)) is not None:
@@ -84,7 +84,7 @@ def unused(inputs: object, nth: int) -> str:
 
 
 def unmarked(text: str, mark: str) -> RenderedChat:
-    """Take the marks out, also those that the template wrote as JSON escapes."""
+    """Remove the markers, also the ones that the template wrote as JSON escapes."""
     pieces = text.replace(_escaped(mark), mark).split(mark)
     guards: list[int] = []
     length = 0

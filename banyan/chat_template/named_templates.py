@@ -1,7 +1,8 @@
-"""Templates that users name instead of the model's own: of chats, and of text to fill in.
+"""Templates that users name instead of the model's own: chat templates and fill-in-the-middle
+forms.
 
 A chat template is a name below, a Jinja file, a JSON file with "chat_template" or with the prefixes
-of a ChatML-like conversation, or Jinja text. Renders nothing.
+of a ChatML-like conversation, or Jinja text.
 """
 
 import json
@@ -63,7 +64,7 @@ _CHATML_LIKE = (
 
 @dataclass(frozen=True)
 class FillIn:
-    """How a model that fills gaps wants the text before and behind a gap."""
+    """How a fill-in-the-middle model expects the text before and after the gap."""
 
     before: str
     between: str
@@ -81,7 +82,7 @@ FILL_IN_FORMS: Mapping[str, FillIn] = {
 
 
 def template_source(given: str) -> str | None:
-    """The Jinja text that --chat-template stands for; None when it is "".
+    """The Jinja text of --chat-template; None when it is "".
 
     Raises:
         ConfigError: it is neither a name, nor a file that can be read, nor Jinja text.
@@ -103,7 +104,8 @@ def template_source(given: str) -> str | None:
 
 
 def fill_in_form(given: str) -> FillIn | None:
-    """What --completion-template stands for; None when it is "". Raises ConfigError as above."""
+    """The form that --completion-template names; None when it is "". Raises ConfigError as
+    above."""
     if not given:
         return None
     if given in FILL_IN_FORMS:

@@ -1,9 +1,9 @@
-"""TemplateProcesses: renders a chat template in processes of its own, under limits of time and
-memory (template_worker). Knows no messages.
+"""TemplateProcesses: renders a chat template in worker processes (worker.py) with time and memory
+limits.
 
 A task goes out as uint64 length, float64 seconds and a body in JSON: first the template's source,
-then variables. An answer comes in as uint64 length, one byte that says what became of it, and a
-text in UTF-8. All little-endian.
+then variables. An answer is a uint64 length, one byte for the outcome, and a text in UTF-8. All
+little-endian.
 """
 
 import json
@@ -12,17 +12,17 @@ import struct
 from collections.abc import Mapping
 from queue import LifoQueue
 
-from banyan.base.worker_process import Child
+from banyan.base.worker_process import WorkerProcess
 
 TASK = struct.Struct("<Qd")
 DONE, STOPPED, REFUSED, FAILED = b"dsrf"
-"""A text; beyond a bound; refused in the template's own words; an error."""
+"""Outcomes: rendered; over a limit; raised by the template itself; an error."""
 
 TIME_S = 10.0
-"""Processor time of one rendering."""
+"""CPU seconds for one rendering."""
 
-LANES = 2
-"""Renderings at a time: a long one does not hold up the next."""
+MAX_PROCESSES = 2
+"""Concurrent renderings: a long one does not delay the next."""
 
 _MODULE = "banyan.chat_template.worker"
 _MAX_ANSWER_BYTES = 160 << 20
@@ -30,11 +30,11 @@ _MAX_ANSWER_BYTES = 160 << 20
 
 
 class TemplateStopped(Exception):
-    """The template went beyond a bound."""
+    """The template exceeded a limit."""
 
 
 class TemplateRefused(Exception):
-    """The template raised an error of its own; the text is its own too."""
+    """The template called raise_exception; the text is the template's."""
 
 
 class TemplateFailed(Exception):
@@ -42,25 +42,24 @@ class TemplateFailed(Exception):
 
 
 class TemplateProcesses:
-    """One template. May be used from several threads; a process starts when it is needed first,
-    and again after it was stopped.
+    """One template. Thread-safe. A process starts on first use, and again after it was stopped.
 
     Args:
         source: jinja2 text.
-        time_s: processor time in which it must compile.
+        time_s: CPU seconds to compile it.
 
     Raises:
         TemplateStopped, TemplateRefused, TemplateFailed: the template does not compile.
     """
 
     def __init__(self, source: str, time_s: float = TIME_S) -> None:
-        self._idle: LifoQueue[_Lane] = LifoQueue()
-        for _ in range(LANES):
-            self._idle.put(_Lane(source))
-        self.written, self.sought, variables = json.loads(self._on_a_lane(None, time_s))
-        """What the template writes, and looks for in its inputs, each joined with NULs."""
+        self._idle: LifoQueue[_TemplateProcess] = LifoQueue()
+        for _ in range(MAX_PROCESSES):
+            self._idle.put(_TemplateProcess(source))
+        self.written, self.sought, variables = json.loads(self._on_a_process(None, time_s))
+        """Texts that the template writes, and texts that it searches for; each joined with NULs."""
         self.variables = frozenset[str](variables)
-        """Names that the template reads from outside."""
+        """Names of the variables that the template reads."""
 
     def render(self, variables: Mapping[str, object], time_s: float = TIME_S) -> str:
         """The output. Raises as above, and TemplateFailed for variables that JSON cannot hold."""
@@ -68,32 +67,32 @@ class TemplateProcesses:
             task = json.dumps(variables).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateFailed(str(error)) from None
-        return self._on_a_lane(task, time_s)
+        return self._on_a_process(task, time_s)
 
-    def _on_a_lane(self, task: bytes | None, time_s: float) -> str:
-        lane = self._idle.get()
+    def _on_a_process(self, task: bytes | None, time_s: float) -> str:
+        process = self._idle.get()
         try:
-            return lane.do(task, time_s)
+            return process.do(task, time_s)
         finally:
-            self._idle.put(lane)
+            self._idle.put(process)
 
 
-class _Lane:
-    """The place of one process."""
+class _TemplateProcess:
+    """One worker process and its lock."""
 
     def __init__(self, source: str) -> None:
         self._source = json.dumps(source).encode("ascii")
-        self._child: Child | None = None
+        self._child: WorkerProcess | None = None
 
     def do(self, task: bytes | None, time_s: float) -> str:
-        """The output of a task; None asks for the facts of the template."""
+        """Run a task and return its output; None returns the template's texts and variables."""
         facts = ""
         if self._child is None:
-            self._child = Child(_MODULE, most_bytes=_MAX_ANSWER_BYTES)
+            self._child = WorkerProcess(_MODULE, max_answer_bytes=_MAX_ANSWER_BYTES)
             facts = self._ask(self._child, self._source, time_s)
         return facts if task is None else self._ask(self._child, task, time_s)
 
-    def _ask(self, child: Child, task: bytes, time_s: float) -> str:
+    def _ask(self, child: WorkerProcess, task: bytes, time_s: float) -> str:
         try:
             answer = _answer(child, TASK.pack(len(task), time_s) + task, time_s)
         except TemplateStopped:
@@ -107,14 +106,14 @@ class _Lane:
         errors = {STOPPED: TemplateStopped, REFUSED: TemplateRefused, FAILED: TemplateFailed}
         raise errors[verdict](text)
 
-    def _stop(self, child: Child) -> None:
-        child.end()
+    def _stop(self, child: WorkerProcess) -> None:
+        child.close()
         self._child = None
 
 
-def _answer(child: Child, task: bytes, time_s: float) -> bytes:
+def _answer(child: WorkerProcess, task: bytes, time_s: float) -> bytes:
     try:
-        return child.ask(task)
+        return child.run(task)
     except ValueError as error:
         raise TemplateStopped(str(error)) from None
     except EOFError:

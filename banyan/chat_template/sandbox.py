@@ -1,8 +1,7 @@
 """The sandbox that chat templates run in.
 
-A template comes with a model, from a stranger. jinja2's immutable sandbox keeps it from everything
-that is not its own; what it may spend is bounded by the process that it runs in (template_worker).
-Knows no messages and no tokens.
+A template comes with a model and is untrusted. jinja2's immutable sandbox isolates it; the process
+(worker.py) bounds its time and memory.
 """
 
 import json
@@ -64,7 +63,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update(namespace=TemplateNamespace)
 
     def compile_template(self, source: str) -> tuple[jinja2.Template, nodes.Template]:
-        """A template, and its tree, after a look at what it names.
+        """Compile a template after checking the names that it uses; return it with its tree.
 
         Raises:
             jinja2.TemplateError, and what else compiling a hostile text can raise.
@@ -88,7 +87,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def constants(tree: nodes.Template) -> tuple[str, str]:
-    """What the template writes, and what it looks for in its inputs, each joined with NULs."""
+    """Texts that the template writes, and texts that it searches for; each joined with NULs."""
     written = [node.data for node in tree.find_all(nodes.TemplateData)]
     written += [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
     sought: list[str] = []
@@ -107,7 +106,7 @@ def constants(tree: nodes.Template) -> tuple[str, str]:
 
 
 def _look(tree: nodes.Template) -> None:
-    """Refuse what no chat template needs: other files, and the insides of Python objects."""
+    """Refuse other files and Python internals, which no chat template needs."""
     for node in tree.find_all(_REFUSED):
         raise SecurityError(f"line {node.lineno}: {type(node).__name__.lower()} is not available")
     for node in tree.find_all((nodes.Getattr, nodes.Getitem)):

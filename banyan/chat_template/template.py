@@ -1,6 +1,6 @@
 """Chat templates: messages to the text of a prompt, and to its token ids.
 
-Text inside a message never becomes a control token (see content_marks). Knows no HTTP, no models.
+Text inside a message never becomes a control token (content_markers.py).
 """
 
 import json
@@ -41,7 +41,7 @@ _PROBE_TOOL: Message = {
 }
 
 _PROBE_TIME_S = 2.0
-"""Processor time of one rendering at load."""
+"""CPU seconds for one rendering at load."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -50,18 +50,18 @@ NO_VARIABLES: Mapping[str, object] = {}
 
 
 class ChatTemplate:
-    """A compiled chat template. May be used from several threads.
+    """A compiled chat template. Thread-safe.
 
     Args:
         source: jinja2 text.
-        named: "bos_token" and so on -> text, as variables of the template.
+        named: "bos_token" … → text, as variables of the template.
         special: texts that are always control tokens.
-        added: other texts that the tokenizer cuts out; those that the template writes itself, and
-            does not look for in messages, are control tokens too.
-        time_s: processor time that one rendering may take.
+        added: other added texts of the tokenizer; one that the template writes and does not search
+            for in messages is a control token too.
+        time_s: CPU seconds for one rendering.
 
     Raises:
-        ModelError: the template does not compile, or reaches for what the sandbox refuses.
+        ModelError: the template does not compile, or the sandbox refuses it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, object] = NO_VARIABLES,
     ) -> RenderedChat:
-        """As `render`, with the places where content looks like a control token."""
+        """As `render`, with the positions where content looks like a control token."""
         if taken := sorted((RESERVED | {"tokenize"}) & variables.keys()):
             raise RequestError(
                 f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
@@ -166,10 +166,10 @@ class ChatTemplate:
         return adapted
 
     def _probe(self) -> None:
-        """Find out which form of messages the template reads, by rendering small ones.
+        """Find out which message form the template reads, by rendering small examples.
 
         Raises:
-            ModelError: it is stopped by the sandbox even on these.
+            ModelError: the sandbox stops it even on these.
         """
         self.takes_text = self.takes_parts = True
         self.takes_argument_objects = False
@@ -203,7 +203,7 @@ class ChatTemplate:
         except TemplateStopped as error:
             raise _model_error(error) from None
         except (TemplateRefused, TemplateFailed):
-            return ""  # it refuses this form of message, which is what was asked
+            return ""  # the template refuses this message form
 
 
 class Chat:
@@ -222,10 +222,10 @@ class Chat:
         variables: Mapping[str, object] = NO_VARIABLES,
         fit: Callable[[str], str] = str,
     ) -> list[int]:
-        """Ids of the rendered prompt; text in messages stays text. Raises RequestError.
+        """Render and encode the prompt; text in messages stays text. Raises RequestError.
 
         Args:
-            fit: refuses a text that is too long to be tokenised, or gives its beginning.
+            fit: refuses or shortens a text that is too long to tokenise.
         """
         rendered = self.template.render_guarded(
             messages, tools, add_generation_prompt, continue_final_message, variables
@@ -255,7 +255,7 @@ def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
 
 
 def _append(messages: list[dict[str, object]], end: str) -> None:
-    """Put `end` behind the text of the last message, which the answer is to continue."""
+    """Append `end` to the text of the last message, which the answer continues."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + end
@@ -273,14 +273,14 @@ def _append(messages: list[dict[str, object]], end: str) -> None:
 
 
 def _cut(text: str, end: str) -> str:
-    """`text` up to where the last message ended."""
+    """Cut `text` at the end of the last message."""
     at = text.rfind(end)
     if at < 0:
         raise RequestError(
             "the chat template does not write the last message, so it cannot be continued",
             param="continue_final_message",
         )
-    # The space that was put behind the mark is missing where the template strips messages.
+    # A template that strips messages drops the space after the marker.
     return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
 
 
@@ -307,7 +307,7 @@ def _call(arguments: object, content: str | None) -> Message:
 
 
 def _with_argument_object(call: object) -> object:
-    """The tool call with its arguments parsed, where they are the JSON text of an object."""
+    """The tool call with parsed arguments, if they are the JSON text of an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):

@@ -1,10 +1,8 @@
-"""The template process: compiles one chat template and renders what it is sent.
+"""The template worker process: compiles one chat template and renders tasks.
 
-The kernel bounds its memory, and the time of each task, also inside one operation of the template;
-so nothing that a template does can slow or break the server. What is over the time ends with the
-process.
-
-Frames are described in template_process.
+The kernel bounds its memory and the CPU time of each task, even inside one operation of the
+template. So a template cannot slow or break the server. A task over its time ends the process.
+processes.py describes the frames.
 """
 
 import json
@@ -26,17 +24,17 @@ from banyan.chat_template.processes import DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.chat_template.sandbox import TemplateEnvironment, constants
 
 ROOM_BYTES = 512 << 20
-"""What a task may take on top of the libraries and FRAME_FACTOR times its own size."""
+"""Memory for a task in addition to the libraries and FRAME_FACTOR times its own size."""
 FRAME_FACTOR = 24
 
 LARGE_BYTES = 1 << 20
-"""Tasks above this leave many times their size to the allocator."""
+"""Larger tasks leave many times their size in the allocator."""
 
 MAX_REASON_CHARS = 2_000
 
 
 def attempt(act: Callable[[], str]) -> bytes:
-    """The answer to a task: its verdict, and the text or the reason."""
+    """Run a task; return its outcome and the text or the reason."""
     try:
         return bytes([DONE]) + act().encode("utf-8", "surrogatepass")
     except MemoryError:
@@ -45,7 +43,7 @@ def attempt(act: Callable[[], str]) -> bytes:
         return _reason(STOPPED, str(error))
     except jinja2.TemplateError as error:
         return _reason(REFUSED, str(error))
-    except Exception as error:  # whatever a template runs into is its answer
+    except Exception as error:  # any error of the template is its answer
         return _reason(FAILED, str(error) or type(error).__name__)
 
 
@@ -61,7 +59,7 @@ class Renderer:
         self._template: jinja2.Template | None = None
 
     def compile(self, source: str) -> str:
-        """JSON of what the template writes, what it looks for, and the variables that it reads."""
+        """JSON of the texts that the template writes and searches for, and its variables."""
         self._template, tree = self._environment.compile_template(source)
         written, sought = constants(tree)
         return json.dumps([written, sought, sorted(meta.find_undeclared_variables(tree))])
@@ -94,7 +92,7 @@ def main() -> None:
 
 
 def _serve(renderer: Renderer, body: bytes, time_s: float, answers: BinaryIO) -> None:
-    """One task and its answer, of which nothing stays."""
+    """Run one task and write the answer."""
     signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
     answer = attempt(partial(renderer.run, body))
     signal.setitimer(signal.ITIMER_PROF, 0)

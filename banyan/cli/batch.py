@@ -19,13 +19,13 @@ from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.client import EngineClient
-from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
-from banyan.server.http.state import ServerState
 from banyan.server.lifecycle.startup import open_service
 from banyan.server.processes import start_engine_process
+from banyan.server.state import ServerState
 from banyan.server.store.batch_output import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 
@@ -115,7 +115,9 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         watchdog_s = config.schedule.watchdog_s
         engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
         parallel = config.parallel
-        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention)
+        fleet = DataParallelClient(
+            engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention
+        )
         await fleet.start()
         stack.push_async_callback(fleet.close)
         for number, (address, engine) in enumerate(zip(addresses, engines, strict=True)):
@@ -132,7 +134,7 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         yield state
 
 
-async def _watch(state: ServerState, fleet: Fleet) -> None:
+async def _watch(state: ServerState, fleet: DataParallelClient) -> None:
     state.dead = await fleet.lost()
 
 

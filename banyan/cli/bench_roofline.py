@@ -22,7 +22,7 @@ from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.ops.api import Peaks
-    from banyan.runner.op_timer import OpMeter
+    from banyan.runner.op_timer import OpTimer
 
 _CACHE_BYTES = 4
 
@@ -56,7 +56,7 @@ class Rooflines:
     chunk_tokens: int
     costs: Mapping[Phase, list[OpCost]]
     arithmetic: str
-    meter: "OpMeter"
+    meter: "OpTimer"
     """Kept while the engine runs: its threads sleep."""
     shown: set[Phase] = field(default_factory=set)
     """Batches of different sizes may have the same prefill step; it is printed once."""
@@ -115,14 +115,14 @@ def measure(
     Args:
         progress: told how many phases are timed, of how many.
     """
-    from banyan.engine.core_process import open_meter
+    from banyan.engine.core_process import open_op_timer
     from banyan.platform import open_platform
 
     config, _ = settle(config, open_platform(config.device.name).defaults(model_config))
     chunk = config.schedule.chunk_tokens
     combinations = product(options.batch_size, options.input_len, options.output_len)
     phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}
-    meter = open_meter(_just_enough(config, phases), model_config)
+    meter = open_op_timer(_just_enough(config, phases), model_config)
     is_rounded = config.model.rounds or not model_config.stores_floats
     is_exact = config.model.cpu_activations == "fp32"
     arithmetic = INT8 if is_rounded and not is_exact else FP32

@@ -7,13 +7,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from banyan.ascend.launch.machine import find_soc
-from banyan.ascend.launch.support import device_outcomes
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
 from banyan.config.defaults import settle
 from banyan.config.described import shown
-from banyan.config.env import Environment, read_environment
+from banyan.config.devices import facts_of
+from banyan.config.env import read_environment
 from banyan.config.flags.table import GROUPS
 from banyan.config.prepare import prepare_with_origins
 from banyan.config.reference import count_line, reference
@@ -54,21 +53,12 @@ def config(argv: Sequence[str]) -> int:
     origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):
         print(line)
-    if resolved.device.name == "npu":
-        for line in _on_the_device(environment):
-            print(line)
+    if flag_outcomes := facts_of(resolved).flag_outcomes:
+        for line in flag_outcomes(environment):
+            print(f"# {line}")
     for note in resolved.observe.notes:
         print(note, file=sys.stderr)
     return 0
-
-
-def _on_the_device(environment: Environment) -> Iterator[str]:
-    """What each documented flag comes to on this machine's chip, as comments."""
-    soc = environment.npu.soc if environment.npu.driver else find_soc() or "A3"
-    yield f"# Flags on an {soc}, and what the documents' table says of each"
-    for name, outcome in device_outcomes(soc).items():
-        why = f": {outcome.why}" if outcome.why else ""
-        yield f"# {name:<{_ORIGIN_COLUMN - 4}}  {outcome.verdict} ({outcome.column or '-'}{why})"
 
 
 def _lines(given: Given) -> Iterator[str]:

@@ -11,7 +11,7 @@ from importlib import metadata
 from banyan.ascend.doctor import npu_doctor
 from banyan.ascend.launch.machine import device_numbers
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.system import trouble
+from banyan.base.os import unsupported_reason
 from banyan.cli.own_flags import take
 from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
@@ -49,9 +49,9 @@ def doctor(argv: Sequence[str]) -> int:
     for name, value in _facts():
         print(f"{name:<12} {value}")
     verdict = f"missing: {', '.join(missing)}; install banyan again" if missing else "all is there"
-    verdict = trouble() or verdict
+    verdict = unsupported_reason() or verdict
     print(f"{'verdict':<12} {verdict}")
-    is_ill = bool(missing or trouble())
+    is_ill = bool(missing or unsupported_reason())
     if device == "npu" or (not device and device_numbers()):
         is_ill |= npu_doctor(soc)
     return int(is_ill)

@@ -118,11 +118,11 @@ def _fit(adapter_config: AdapterConfig, source: str) -> str:
         return f"CAN BE SERVED beside a model that it fits; ask with --model-path. {beside}"
     import torch
 
-    from banyan.lora.load import base_on_paper, check_fit
+    from banyan.lora.load import base_without_weights, check_fit
     from banyan.ops.bind import bind
 
     environment = read_environment()
     _, model = prepare(parse(["--model-path", source], environment), environment)
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), model.head_dim)
-    check_fit(adapter_config, base_on_paper(model, ops))
+    check_fit(adapter_config, base_without_weights(model, ops))
     return f"FITS {printable(source, 200)}: banyan serve {printable(source, 200)} {beside}"

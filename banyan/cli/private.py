@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from banyan.base.child_process import Child, read_process_spec, spawn, watch_parent
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.cli.client import Client
-from banyan.engine.child_processes import Child, read_process_spec, spawn, watch_parent
 
 _POLL_S = 0.05
 

@@ -5,13 +5,13 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from banyan.base.child_process import Child, spawn
 from banyan.base.log import logger, start_logging, tell
-from banyan.base.system import check_system
+from banyan.base.os import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.serving import ServerConfig
-from banyan.engine.child_processes import Child, spawn
 from banyan.router.args import help_text, read_flags
 from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
 

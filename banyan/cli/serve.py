@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from banyan.base.log import logger, printable, start_logging, tell
+from banyan.base.os import check_system
 from banyan.base.slow_gc import report_slow_gc
-from banyan.base.system import check_system
 from banyan.config.cli import help_text, parse
+from banyan.config.devices import facts_of
 from banyan.config.disposal import ANY
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import Config
@@ -57,7 +58,7 @@ def serve(argv: Sequence[str]) -> int:
     from banyan.ops.cpu.build import building_ahead
     from banyan.server.processes import waiting_engines
 
-    runs_here = config.device.name in ("auto", "cpu")
+    runs_here = facts_of(config).compiles_kernels
     with (
         building_ahead(config.device.compiler, config.device.isa) if runs_here else nullcontext(),
         waiting_engines(config.parallel.local_replicas, environment.dist_secret) as start_engine,

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-from banyan.ascend.variables import VARIABLES
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.argv import MODEL_HINT, plain, split
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.file import read_mapping
 from banyan.config.flag_rules import check_companions
@@ -113,10 +113,10 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     config = build(values)
     origins = {**file.origins, **variables.origins, **command_line.origins}
     said = reading.notes
-    if config.device.name == "npu":
+    if own_variables := facts_of(config).variables:
         if environment.npu_refusals:
             raise ConfigError("; ".join(environment.npu_refusals))
-        others = (note for note in said if note.partition(" ")[0] not in VARIABLES)
+        others = (note for note in said if note.partition(" ")[0] not in own_variables)
         said = [*others, *environment.npu_notes]
     notes = (*said, *check_companions(config, origins, environment))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
@@ -295,7 +295,7 @@ def _meet(
     old = ""
     if isinstance(known, Replaced):
         if value is False:
-            reading.note(f"{spelled} false is accepted: it asks for nothing")
+            reading.note(f"{spelled} false is accepted: this is the default")
             return
         old = f" (--{known.successor} {known.value})"
         reading.note(f"{spelled} is an old name of --{known.successor} {known.value}")
@@ -312,16 +312,16 @@ def _meet(
 
 def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
     if known.asks_for_nothing(value):
-        reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for nothing")
+        reading.note(f"{spelled} {_as_text(value)} is accepted: this is the default")
     elif known.outcome == REFUSED:
         has_values = (known.neutral or known.choices) and not spelled.endswith(")")
         named = f"{spelled} {_as_text(value)}" if has_values else spelled
         reading.refusals[named] = known
     elif known.outcome == BELONGS:
-        what = f"it belongs to a feature that is absent ({known.why})"
-        reading.note(f"{spelled} is accepted without an effect: {what}")
+        what = f"its feature is missing ({known.why})"
+        reading.note(f"{spelled} is accepted but has no effect: {what}")
     else:
-        reading.note(f"{spelled} is accepted without an effect: {known.why}")
+        reading.note(f"{spelled} is accepted but has no effect: {known.why}")
 
 
 def _refusal(refusals: Mapping[str, Absent], variables: Sequence[str]) -> ConfigError:

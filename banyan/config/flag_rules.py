@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
@@ -128,7 +129,7 @@ _RULES = (
     ),
     _Idle(
         "cpu-offload-gb offload-group-size",
-        lambda c: c.device.name == "cpu",
+        lambda c: facts_of(c).is_host,
         "weights already lie in the memory of the host",
     ),
     _Idle(
@@ -143,13 +144,13 @@ _RULES = (
     ),
     _Idle(
         _OF_THE_HOST,
-        lambda c: c.device.name != "npu",
+        lambda c: facts_of(c).host_tier is None,
         "the cache lies in the memory of the host, where a second tier would be the same memory "
         "again, or on a device that has none; --max-total-tokens makes it larger",
     ),
     _Idle(
         _OF_THE_HOST,
-        lambda c: c.device.name == "npu" and not c.cache.hierarchical,
+        lambda c: facts_of(c).host_tier is not None and not c.cache.hierarchical,
         "pages stay on the device without --enable-hierarchical-cache",
     ),
     _Idle(
@@ -187,8 +188,7 @@ _RULES = (
     _Idle(
         "attention-backend",
         lambda c: (
-            c.device.attention in ATTENTION[2:]
-            and (c.device.attention, c.device.name) != ("ascend", "npu")
+            c.device.attention in ATTENTION[2:] and c.device.attention != facts_of(c).attention
         ),
         "the kernel of the device at hand attends; torch_native takes the one that is torch's",
     ),
@@ -239,13 +239,13 @@ def _remarks(config: Config) -> Iterator[str]:
     experts = config.experts
     if experts.fuse_mode != Config().experts.fuse_mode and experts.a2a != FUSED:
         yield (
-            "SGLANG_NPU_FUSED_MOE_MODE is set without an effect: it says which operator "
+            "SGLANG_NPU_FUSED_MOE_MODE is set but has no effect: it says which operator "
             f"--moe-a2a-backend {FUSED} is"
         )
     is_idle = experts.a2a == "none" or experts.a2a_mode == "normal"
     if experts.a2a_tokens not in (0, Config().experts.a2a_tokens) and is_idle:
         yield (
-            f"{LIMIT} is set without an effect: it bounds what travels at once under "
+            f"{LIMIT} is set but has no effect: it bounds what travels at once under "
             "--moe-a2a-backend deepep with --deepep-mode low_latency or auto"
         )
 
@@ -274,7 +274,7 @@ def check_companions(
     """
     if config.model.loader_functions and config.model.implementation == "transformers":
         raise ConfigError(
-            "--custom-weight-loader and --model-impl transformers do not go together: that "
+            "--custom-weight-loader cannot be combined with --model-impl transformers: that "
             "library reads the weights by itself",
             hint="leave --model-impl at auto, or change the weights beforehand",
         )
@@ -286,7 +286,7 @@ def check_companions(
     for rule in (*_RULES, kept):
         if rule.holds(config):
             given = [f for f in rule.flags.split() if _is_given(f, config, origins)]
-            yield from (f"--{flag} is accepted without an effect: {rule.why}" for flag in given)
+            yield from (f"--{flag} is accepted but has no effect: {rule.why}" for flag in given)
     yield from _remarks(config)
 
 

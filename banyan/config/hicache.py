@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
+from banyan.config.devices import HostTier, facts_of
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
 from banyan.model_config.model_config import WINDOW, ModelConfig
@@ -15,17 +16,9 @@ log = logger(__name__)
 
 HOST = "host"
 """The name of the memory of the host as a store of pages of a device."""
-DIRECT = "page_first_direct"
 BY_NAME = ("page_first_kv_split", "page_first")
 """Layouts in which what all layers keep under one name lies together; each device has its word."""
 COPIED_APART = "direct"
-_HOST_TIERS = {
-    "npu": (("kernel_ascend", COPIED_APART), (DIRECT, BY_NAME[0])),
-    "cuda": (("kernel", COPIED_APART), (DIRECT, BY_NAME[1])),
-}
-"""Device whose pages may lie in memory of the host too -> ways to copy them, and layouts."""
-_TIERS_OF_RANKS = ("npu",)
-"""Those of which one process carries the pages of several ranks."""
 _EXTRA = "--hicache-storage-backend-extra-config"
 
 
@@ -121,8 +114,8 @@ def check_the_store(config: Config, model_config: ModelConfig, environment: Envi
             "there is nothing to keep",
             hint="leave one of them out",
         )
-    if config.device.name in _HOST_TIERS:
-        config = _with_host_tier(config, model_config)
+    if tier := facts_of(config).host_tier:
+        config = _with_host_tier(config, model_config, tier)
         cache = config.cache
     if not cache.store:
         if why := why_no_store(config, model_config):
@@ -154,15 +147,14 @@ def check_the_store(config: Config, model_config: ModelConfig, environment: Envi
     return config
 
 
-def _with_host_tier(config: Config, model_config: ModelConfig) -> Config:
+def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTier) -> Config:
     """With memory of the host for pages of a device."""
     cache, device = config.cache, config.device.name
-    ways, layouts = _HOST_TIERS[device]
-    copies = cache.host_copies or ways[0]
-    layout = cache.host_layout or layouts[model_config.latent is not None]
+    copies = cache.host_copies or tier.copies[0]
+    layout = cache.host_layout or tier.layouts[model_config.latent is not None]
     for flag, given, known in (
-        ("--hicache-io-backend", copies, ways),
-        ("--hicache-mem-layout", layout, layouts),
+        ("--hicache-io-backend", copies, tier.copies),
+        ("--hicache-mem-layout", layout, tier.layouts),
     ):
         if given not in known:
             raise ConfigError(
@@ -177,7 +169,7 @@ def _with_host_tier(config: Config, model_config: ModelConfig) -> Config:
             f"{'--disaggregation-mode' if config.handoff.role else '--enable-dp-attention'}: {why}",
             hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
         )
-    if parallel.world > 1 and device not in _TIERS_OF_RANKS:
+    if parallel.world > 1 and not tier.serves_ranks:
         raise ConfigError(
             f"{flag} is not available on {device} with several ranks: pages are carried between "
             "the host and one device",

@@ -46,7 +46,7 @@ def check_multi_step(config: Config, model_config: ModelConfig, environment: Env
     for is_there, what, why in others:
         if is_there and multi_step:
             raise ConfigError(
-                f"--num-continuous-decode-steps {multi_step} and {what} do not go together: {why}",
+                f"--num-continuous-decode-steps {multi_step} cannot be combined with {what}: {why}",
                 hint="leave one of them out",
             )
         if is_there:

@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.base.named_code import split_name
-from banyan.base.system import check_system
+from banyan.base.os import check_system
 from banyan.chat_template.named_templates import fill_in_form, template_source
 from banyan.config import resolve
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.hicache import HOST
 from banyan.config.hooks import hook_specs
@@ -55,9 +56,7 @@ def prepare_with_origins(
     """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
     check_system()
     check_names(config)
-    if config.device.name == "npu":
-        from banyan.ascend.launch.start import check_start
-
+    if check_start := facts_of(config).check_start:
         check_start(config, "", environment)  # before a model is fetched for nothing
         found = resolve.prepare(config, environment)
         check_start(config, found[1].path, environment)

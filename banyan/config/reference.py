@@ -1,4 +1,4 @@
-"""The reference of every flag and variable, docs/server_arguments.md, made from the tables."""
+"""Generates docs/server_arguments.md, the reference of every flag and environment variable."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,11 +14,14 @@ _HEAD = """# Server arguments
 
 Printed by `banyan config --reference`; a test keeps this file equal to it.
 
-Flags go on the command line of `banyan serve` and `python -m banyan.launch_server`, into a YAML
-file (`--config FILE`: dashes or underscores, lists, booleans and mappings as YAML has them; unknown
-keys are errors; of several files the later wins), or into variables (`--page-size` is
-`BANYAN_PAGE_SIZE`). The command line wins over variables, and those over files. `banyan config`
-with the same flags prints what they come to, and where each value is from.
+Flags can be given in three places:
+
+- on the command line of `banyan serve` and `python -m banyan.launch_server`;
+- as environment variables: `--page-size` is `BANYAN_PAGE_SIZE`;
+- in a YAML file (`--config FILE`), with dashes or underscores. Unknown keys are errors.
+
+The command line overrides variables, and variables override files; later files override earlier
+ones. `banyan config` with the same flags prints the resulting values and where each comes from.
 
 """
 
@@ -30,30 +33,30 @@ _DIFFERENCES = """## Defaults that differ from SGLang's
 
 | flag | here | SGLang |
 |---|---|---|
-| `--mem-fraction-static` | not given: the cache takes a quarter of the free memory | 0.7 to 0.9 |
+| `--mem-fraction-static` | not set: the cache takes a quarter of the free memory | 0.7 to 0.9 |
 | `--chunked-prefill-size` | 512 | 2,048 to 16,384, by the device |
 | `--max-running-requests` | at most 128 | by the cache |
 | `--page-size` | 16 | 1, on Ascend 128 |
-| `--kv-cache-dtype` | fp16 beside kernels that round activations, else the model's | the model's |
-| `--num-continuous-decode-steps` | 8 where steps are recorded and nothing forbids it | 1 |
-| `--tool-call-parser`, `--reasoning-parser` | as the chat template shows | none |
+| `--kv-cache-dtype` | fp16 if kernels quantize activations, else the model's | the model's |
+| `--num-continuous-decode-steps` | 8 if steps are recorded and no other flag prevents it | 1 |
+| `--tool-call-parser`, `--reasoning-parser` | detected from the chat template | none |
 """
 
 _PROOF_LEGEND = """
-*Proof* names the test that fails when the flag has no effect; `make test-proofs` takes each flag's
-effect away and sees to it.
+*Proof* names the test that fails if the flag has no effect; `make test-proofs` removes the
+effect of each flag and checks that its test fails.
 """
 
 
 def count_line() -> str:
-    """How many of the known server arguments have which outcome; the README shows it too."""
+    """Number of server arguments per outcome; the README shows this sentence too."""
     outcomes = Counter(_outcome(flag) for flag in known_flags() if flag.documented)
     outcomes["works"] += 1 + sum(len(f.old) for _, flags in GROUPS for f in flags)
     return (
         f"Of SGLang's {outcomes.total()} documented server arguments {outcomes['works']} work, "
-        f"{outcomes[IDLE]} are accepted with a line because nothing is left for them to do, "
-        f"{outcomes[BELONGS]} are accepted with a line because they belong to a feature that is "
-        f"absent, and {outcomes[REFUSED]} are refused with a line that says why and what to use."
+        f"{outcomes[IDLE]} are accepted and ignored because they have nothing to do here, "
+        f"{outcomes[BELONGS]} are accepted and ignored because their feature is missing, and "
+        f"{outcomes[REFUSED]} are refused. A log line explains each ignored or refused flag."
     )
 
 
@@ -63,8 +66,8 @@ def reference() -> str:
         [
             _HEAD + count_line() + "\n" + _PROOF_LEGEND,
             *_working(),
-            *_accepted("Flags with nothing left to do", IDLE),
-            *_accepted("Flags of features that are absent", BELONGS),
+            *_accepted("Ignored flags: nothing to do", IDLE),
+            *_accepted("Ignored flags: missing feature", BELONGS),
             *_refused(),
             *_replaced(),
             *_variables(),
@@ -102,7 +105,7 @@ def _working() -> Iterator[str]:
 
 def _accepted(title: str, outcome: str) -> Iterator[str]:
     yield f"## {title}\n"
-    yield "They are accepted with a line; values that they never had are errors all the same.\n"
+    yield "Accepted with a log line. Invalid values are still errors.\n"
     yield from _table("flags", "why")
     for (why, _), flags in _by_reason(outcome).items():
         yield from _row(", ".join(_names(flag.name, *flag.aliases) for flag in flags), why)
@@ -110,8 +113,8 @@ def _accepted(title: str, outcome: str) -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield "## Flags that are refused\n"
-    yield "A value in brackets asks for nothing, and is accepted; so is a switch that is off.\n"
+    yield "## Refused flags\n"
+    yield "The value in brackets is accepted, and so is a switch set to false.\n"
     yield from _table("flags", "why", "what to use")
     for (why, use), flags in _by_reason(REFUSED).items():
         names = [_names(flag.name, *flag.aliases) + _neutral(flag) for flag in flags]
@@ -133,16 +136,17 @@ def _replaced() -> Iterator[str]:
 
 def _variables() -> Iterator[str]:
     yield "## Environment variables\n"
-    yield "Every flag can be set as `BANYAN_<FLAG>`. Of other tools' variables these count:\n"
+    yield "Every flag can be set as `BANYAN_<FLAG>`. These other variables have an effect:\n"
     for name in (*variables.HONOURED, *variables.LIBRARIES):
-        yield f"- `{name}`"
+        meaning = f": {variables.SETTINGS[name].help}" if name in variables.SETTINGS else ""
+        yield f"- `{name}`{meaning}"
     for name, meaning in variables.READ.items():
         yield f"- `{name}`: {meaning}"
-    yield "\nRefused when they ask for something:\n"
+    yield "\nRefused if set:\n"
     yield from _table("variable", "why", "what to use")
     for name, refusal in variables.REFUSED.items():
         yield from _row(f"`{name}`", refusal.why, refusal.use)
-    yield "\nReported without an effect:\n"
+    yield "\nIgnored with a log line:\n"
     yield from _table("variable", "why")
     for name, why in variables.IDLE.items():
         yield from _row(f"`{name}`", why)
@@ -150,7 +154,7 @@ def _variables() -> Iterator[str]:
 
 
 def _by_reason(outcome: str) -> dict[tuple[str, str], list[Absent]]:
-    """(why, what to use) -> the absent flags that have it."""
+    """(why, what to use) -> absent flags."""
     found: dict[tuple[str, str], list[Absent]] = {}
     for flag in known_flags():
         if isinstance(flag, Absent) and flag.outcome == outcome:
@@ -170,8 +174,8 @@ def _default(flag: Flag) -> str:
     default = default_of(flag)
     if flag.kind == SWITCH:
         return "off"
-    is_told = "default:" in flag.help
-    if default in ("", (), {}) or (default in (0, UNSAID) and (flag.low > 0 or is_told)):
+    is_described = "default:" in flag.help
+    if default in ("", (), {}) or (default in (0, UNSAID) and (flag.low > 0 or is_described)):
         return ""
     return f"`{default}`"
 

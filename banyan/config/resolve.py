@@ -103,7 +103,7 @@ def _check_the_library(config: Config) -> None:
     flag = "--model-impl transformers"
     if config.model.is_embedding:
         raise ConfigError(
-            f"--is-embedding and {flag} do not go together", hint="leave --model-impl at auto"
+            f"--is-embedding cannot be combined with {flag}", hint="leave --model-impl at auto"
         )
     if config.model.load_format not in ("auto", "safetensors"):
         raise ConfigError(
@@ -326,7 +326,7 @@ def check_the_nodes(config: Config, model_config: ModelConfig, environment: Envi
         )
     if parallel.dp > 1 and not parallel.uses_dp_attention:
         raise ConfigError(
-            "--data-parallel-size and --nnodes do not go together",
+            "--data-parallel-size cannot be combined with --nnodes",
             hint="start a server on each machine, and a router before them; or join the replicas "
             "by --enable-dp-attention",
         )
@@ -353,12 +353,12 @@ def let_ray_start_the_nodes(
         raise ConfigError("--use-ray needs the package ray", hint="run: pip install 'banyan[ray]'")
     if parallel.node:
         raise ConfigError(
-            f"--use-ray and --node-rank {parallel.node} do not go together",
+            f"--use-ray cannot be combined with --node-rank {parallel.node}",
             hint="start the first node alone: Ray starts the others",
         )
     if parallel.dp > 1:
         raise ConfigError(
-            "--data-parallel-size and --use-ray do not go together",
+            "--data-parallel-size cannot be combined with --use-ray",
             hint="start a server on each machine, and a router before them",
         )
     if parallel.world == 1:

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, SpeculativeConfig
@@ -79,7 +80,7 @@ def _choose_the_tree(config: Config, model_config: ModelConfig) -> SpeculativeCo
             )
         return speculative
     is_open = speculative.is_eagle and not (steps or topk or tokens)
-    can_branch = config.device.name in ("auto", "cpu") and config.parallel.cp == 1
+    can_branch = facts_of(config).drafts_trees and config.parallel.cp == 1
     if (
         not is_open
         or model_config.architecture not in _BRANCHING

@@ -1,7 +1,7 @@
-"""Environment variables of others that have no effect here: which are reported, and which refused.
+"""Environment variables of SGLang and its libraries: honoured, ignored with a note, or refused.
 
-A variable is refused when answers, limits or security would silently differ without it. Values are
-never shown.
+A variable is refused if ignoring it would change answers, limits or security. Messages never
+contain values.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ _OFF = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a variable is refused, what to use, and the values that ask for nothing."""
+    """Why a variable is refused, what to use instead, and the values that are accepted as off."""
 
     why: str
     use: str
     neutral: tuple[str, ...] = _OFF
 
 
-OF_ASCEND = "only the libraries of Ascend NPUs read it, and the rules of a start on one"
-"""Said of a variable where the device is another one."""
+OF_ASCEND = "it concerns Ascend NPUs only"
+"""Why a variable of Ascend NPUs has no effect on other devices."""
 _NO_ASCEND = "--kernels chooses the kernels of Ascend devices"
-_NO_TRANSFER = "no transfer engine of Ascend devices is used"
-_OWN_BEAT = "a server that computes prompts is taken for dead when it is silent for 5 s"
-_ONE_THREAD = "one thread carries what servers hand over"
-_NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
+_NO_TRANSFER = "the transfer engine of Ascend NPUs is not used"
+_HEARTBEAT = "a prefill server that is silent for 5 s counts as dead"
+_ONE_THREAD = "one thread transfers the KV cache between servers"
+_NO_POLLING = "a compiled grammar wakes its requests; --grammar-timeout limits the wait"
 
 IDLE = {
-    "GLOO_SOCKET_IFNAME": "a rank listens at the address from which it reaches the others",
+    "GLOO_SOCKET_IFNAME": "a rank listens on the address from which it reaches the other ranks",
     "PYTORCH_NPU_ALLOC_CONF": OF_ASCEND,
     "STREAMS_PER_DEVICE": OF_ASCEND,
     "HCCL_BUFFSIZE": OF_ASCEND,
@@ -39,43 +39,43 @@ IDLE = {
     "HCCL_SOCKET_IFNAME": OF_ASCEND,
     "HCCL_OP_EXPANSION_MODE": OF_ASCEND,
     "TASK_QUEUE_ENABLE": OF_ASCEND,
-    "SGLANG_NPU_USE_MLAPO": "only Ascend NPUs have an operator for all before latent attention",
-    "SGLANG_USE_FIA_NZ": "only Ascend NPUs read pages in the fractal form",
+    "SGLANG_NPU_USE_MLAPO": "the fused operator MLAPO exists on Ascend NPUs only",
+    "SGLANG_USE_FIA_NZ": "the fractal page layout (NZ) exists on Ascend NPUs only",
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows go to their experts with all their bits",
-    "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "one plan is broadcast, and nothing is gathered",
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step is planned while another runs",
-    "SGLANG_ENABLE_SPEC_V2": "drafts are verified in steps that overlap",
-    "SGLANG_SIMULATE_ACC_LEN": "drafts count as often as they come true",
-    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "the kernels of the device at hand multiply fp8 weights",
-    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "the kernels of the device at hand multiply fp8 weights",
-    "VLLM_TARGET_DEVICE": "no part of vLLM is used",
-    "SGLANG_TEST_RETRACT": "tests make the cache small instead",
-    "SGLANG_FORCE_STREAM_INTERVAL": "answers are decoded as their tokens come",
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health looks at the engine's heartbeat, and "
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows are sent to experts without quantization",
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "the scheduler broadcasts one plan and gathers nothing",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "planning overlaps with the running step already",
+    "SGLANG_ENABLE_SPEC_V2": "speculative steps overlap already",
+    "SGLANG_SIMULATE_ACC_LEN": "acceptance lengths are measured, not simulated",
+    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "fp8 weights use the device's own kernels",
+    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "fp8 weights use the device's own kernels",
+    "VLLM_TARGET_DEVICE": "vLLM is not used",
+    "SGLANG_TEST_RETRACT": "use a small --max-total-tokens to test retraction",
+    "SGLANG_FORCE_STREAM_INTERVAL": "tokens are detokenized as they arrive",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health checks the engine's heartbeat; "
     "/health_generate generates",
     "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
-    "SGLANG_WARMUP_TIMEOUT": "a start takes as long as its model needs",
-    "SGLANG_PROFILE_WITH_STACK": "a profile has the phases of a step and its ops, never stacks",
+    "SGLANG_WARMUP_TIMEOUT": "the warm-up has no time limit",
+    "SGLANG_PROFILE_WITH_STACK": "profiles have step phases and ops, but no stacks",
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,
     "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_POLLING,
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _OWN_BEAT,
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _OWN_BEAT,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _HEARTBEAT,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _HEARTBEAT,
     "SGLANG_DISAGGREGATION_QUEUE_SIZE": _ONE_THREAD,
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _ONE_THREAD,
-    "SGLANG_CACHE_DIR": "compiled kernels lie in ~/.cache/banyan, and nothing else is cached",
-    "TORCHINDUCTOR_CACHE_DIR": "torch.compile compiles nothing here",
-    "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
-    "PROMETHEUS_MULTIPROC_DIR": "there is nothing to collect; read /v1/loads?format=prometheus",
+    "SGLANG_CACHE_DIR": "compiled kernels are in ~/.cache/banyan; nothing else is cached",
+    "TORCHINDUCTOR_CACHE_DIR": "torch.compile is not used",
+    "SGLANG_IS_IN_CI": "tests run the same way in CI",
+    "PROMETHEUS_MULTIPROC_DIR": "one process serves /metrics; nothing has to be collected",
 }
-"""Name -> why nothing depends on it."""
+"""Name -> why it has no effect."""
 
 QUIET = (
     "TORCHINDUCTOR_CACHE_DIR",
     *("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH"),
 )
-"""Libraries set these by themselves: nobody has asked for anything."""
+"""Set by installed libraries, not by the user: no note is logged."""
 
 OF_LAUNCHES = (
     *("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "STREAMS_PER_DEVICE", "TASK_QUEUE_ENABLE"),
@@ -87,39 +87,39 @@ OF_LAUNCHES = (
     *("SGLANG_NPU_USE_MULTI_STREAM", "SGLANG_USE_AG_AFTER_QLORA", "DEEPEP_NORMAL_LONG_SEQ_ROUND"),
     *("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"),
 )
-"""What the rules of `banyan/launch` read; a start on an Ascend NPU is held against them."""
+"""Variables that the start rules of Ascend NPUs check."""
 
 REFUSED = {
     "SGLANG_ENABLE_REQUEST_DECOMPRESSION": Refusal(
-        "bodies are never decompressed", "let a proxy do it"
+        "compressed request bodies are not supported", "decompress in a proxy"
     ),
     "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": Refusal(
-        "headers never change a request", "set the fields in the body"
+        "headers do not override request fields", "set the fields in the body"
     ),
     "SGLANG_LOG_REQUEST_HEADERS": Refusal("headers are never logged", "let a proxy log them"),
     "SGLANG_RADIX_FORCE_MISS": Refusal(
-        "a prefix that is cached is used", "use --disable-radix-cache"
+        "cached prefixes are always used", "use --disable-radix-cache"
     ),
     "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": Refusal(
-        "the store takes its bound with its other options",
+        "the size limit is an option of the storage",
         "use max_bytes in --hicache-storage-backend-extra-config",
     ),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": Refusal(
-        "no code is loaded by a variable", "register the package's entry points"
+        "no code is loaded through a variable", "register the package's entry points"
     ),
     "SGLANG_TOOL_STRICT_LEVEL": Refusal(
-        "each tool of a request says whether its calls are constrained",
+        "each tool of a request sets whether its calls are constrained",
         "set strict: true in the tools",
     ),
     "SGLANG_FORWARD_UNKNOWN_TOOLS": Refusal(
-        "the form of the calls decides on tools that were not offered", "offer the tool"
+        "the tool-call parser decides about calls of unknown tools", "list the tool in the request"
     ),
     "AIP_PREDICT_ROUTE": Refusal(
-        "the Vertex AI route is /vertex_generate", "name that one", ("", "/vertex_generate")
+        "the Vertex AI route is /vertex_generate", "use that route", ("", "/vertex_generate")
     ),
     **{
         f"SGLANG_OLLAMA_{name}_ROUTE": Refusal(
-            "Ollama's routes keep their paths", "let a proxy map others to them", ("",)
+            "Ollama's routes have fixed paths", "map other paths in a proxy", ("",)
         )
         for name in ("ROOT", "CHAT", "GENERATE", "TAGS", "SHOW")
     },
@@ -131,7 +131,7 @@ SETTINGS = {
         Flag(
             "SGLANG_INIT_NEW_TOKEN_RATIO",
             "schedule.new_token_ratio",
-            "share of its allowed output that a request is at first expected to produce",
+            "initial estimate of how much of max_new_tokens a request will use, as a fraction",
             kind=FLOAT,
             low=0.0,
             high=1.0,
@@ -140,7 +140,7 @@ SETTINGS = {
         Flag(
             "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR",
             "schedule.new_token_floor",
-            "share of that below which the expectation does not fall",
+            "lower bound of that estimate, as a fraction of the initial one",
             kind=FLOAT,
             low=0.0,
             high=1.0,
@@ -149,7 +149,7 @@ SETTINGS = {
         Flag(
             "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS",
             "schedule.new_token_decay",
-            "steps that generate from the one to the other",
+            "decode steps in which the estimate falls from the initial one to the lower bound",
             kind=INT,
             low=1,
             proof="tests/scheduler/test_growth.py::test_the_expectation_falls_in_the_steps_given",
@@ -157,7 +157,7 @@ SETTINGS = {
         Flag(
             "SGLANG_RETRACT_DECODE_STEPS",
             "schedule.retract_steps",
-            "steps of room that a retraction should have made",
+            "decode steps for which a retraction frees enough KV cache",
             kind=INT,
             low=0,
             proof="tests/scheduler/test_growth.py::test_a_retraction_makes_the_room_given",
@@ -165,7 +165,7 @@ SETTINGS = {
         Flag(
             "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
             "schedule.clip_new_tokens",
-            "longer remaining outputs are counted as this many tokens",
+            "upper limit of remaining output tokens in the scheduler's estimate",
             kind=INT,
             low=1,
             proof="tests/scheduler/test_growth.py::test_longer_outputs_are_counted_as_those_given",
@@ -173,7 +173,7 @@ SETTINGS = {
         Flag(
             "SGLANG_REQ_WAITING_TIMEOUT",
             "schedule.wait_s",
-            "seconds that a request may wait until it runs, then it ends with 503; -1 = any time",
+            "maximum seconds in the queue, then 503; -1 = no limit",
             kind=FLOAT,
             low=-1.0,
             high=FOREVER_S,
@@ -182,7 +182,7 @@ SETTINGS = {
         Flag(
             "SGLANG_REQ_RUNNING_TIMEOUT",
             "schedule.run_s",
-            "seconds that a request may run, then it ends with 503; -1 = any time",
+            "maximum seconds of running, then 503; -1 = no limit",
             kind=FLOAT,
             low=-1.0,
             high=FOREVER_S,
@@ -191,7 +191,7 @@ SETTINGS = {
         Flag(
             "SGLANG_MAX_NEW_TOKENS_LIMIT",
             "server.max_new_tokens",
-            "most tokens of an answer; a request that asks for more gets these and a warning",
+            "maximum output tokens of any request; larger values are lowered with a warning",
             kind=INT,
             low=1,
             proof="tests/requests/test_sampling_params.py::test_no_answer_is_longer_than_the_operator_s_limit",
@@ -199,7 +199,7 @@ SETTINGS = {
         Flag(
             "SGLANG_TIMEOUT_KEEP_ALIVE",
             "server.keep_alive_s",
-            "seconds that a connection without a request stays open",
+            "seconds that an idle connection stays open",
             kind=INT,
             low=1,
             high=FOREVER_S,
@@ -208,7 +208,7 @@ SETTINGS = {
         Flag(
             "SGLANG_HEALTH_CHECK_TIMEOUT",
             "server.heartbeat_timeout_s",
-            "seconds of the engine's silence after which /health is 503",
+            "seconds without an engine heartbeat after which /health answers 503",
             kind=FLOAT,
             low=0.5,
             high=FOREVER_S,
@@ -217,13 +217,13 @@ SETTINGS = {
         Flag(
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
             "cache.store_path",
-            "folder of --hicache-storage-backend file, where its extra configuration names none",
+            "folder of --hicache-storage-backend file, unless its extra configuration sets a path",
             proof="tests/config/test_hicache.py::test_a_variable_names_the_folder_of_the_store",
         ),
         Flag(
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
             "handoff.patience_s",
-            "seconds that a prompt which another server computes is waited for",
+            "seconds that a decode server waits for a prompt from a prefill server",
             kind=FLOAT,
             low=0.1,
             high=FOREVER_S,
@@ -232,7 +232,7 @@ SETTINGS = {
         Flag(
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
             "handoff.lease_s",
-            "seconds that a computed prompt is kept for the server that continues it",
+            "seconds that a prefill server keeps a finished prompt for the decode server",
             kind=FLOAT,
             low=0.1,
             high=FOREVER_S,
@@ -254,8 +254,8 @@ SETTINGS = {
         Flag(
             "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
             "experts.a2a_tokens",
-            "with --moe-a2a-backend deepep: tokens of one rank whose rows travel at once; 0 = no "
-            "bound, with --deepep-mode normal",
+            "with --moe-a2a-backend deepep: maximum tokens per rank exchanged at once; 0 = no "
+            "limit, with --deepep-mode normal",
             kind=INT,
             low=0,
             high=1024,
@@ -264,72 +264,72 @@ SETTINGS = {
         Flag(
             "SGLANG_NPU_USE_MULTI_STREAM",
             "experts.has_lane",
-            "on devices with streams: the experts that every token goes through run on a second "
-            "one, beside those that it chooses",
+            "run shared experts on a second stream, in parallel with the routed experts (CUDA, "
+            "NPU)",
             kind=SWITCH,
-            proof="tests/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
+            proof="tests/ascend/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
         ),
         Flag(
             "SGLANG_NPU_FUSED_MOE_MODE",
             "experts.fuse_mode",
-            "which operator --moe-a2a-backend ascend_fuseep is: fused_deep_moe (1), or "
-            "dispatch_ffn_combine (2)",
+            "operator of --moe-a2a-backend ascend_fuseep: 1 = fused_deep_moe, 2 = "
+            "dispatch_ffn_combine",
             kind=INT,
             low=1,
             high=2,
-            proof="tests/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
+            proof="tests/ascend/emulation/test_fused.py::test_a_variable_says_which_operator_it_is",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",
             "device.pins_cores",
-            "each rank keeps to cores of its own",
+            "pin each rank to its own cores",
             kind=SWITCH,
             proof="tests/engine/test_placement.py"
             "::test_a_variable_gives_each_rank_cores_of_its_own",
         ),
     )
 }
-"""Variables that set a field, as a flag would; empty ones set nothing."""
+"""Variables that set a config field, like a flag; empty ones are ignored."""
 
 HONOURED = (
     "SGLANG_USE_MODELSCOPE",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
     *SETTINGS,
 )
-"""Variables of SGLang's that count."""
+"""SGLang's variables that have an effect."""
 
 LIBRARIES = ("HF_TOKEN",)
-"""Variables of the documents that the libraries beneath honour by themselves."""
+"""Variables that the libraries read by themselves."""
 
 
 READ = {
-    "HF_HOME": "folder whose `hub` holds what the hub has given",
-    "HF_HUB_CACHE": "that folder itself",
+    "HF_HOME": "folder whose subfolder `hub` is the hub cache",
+    "HF_HUB_CACHE": "the hub cache folder itself",
     "HF_ENDPOINT": "address of the hub",
-    "HF_HUB_OFFLINE": "1 = never ask the hub, as `--offline`",
-    "TRANSFORMERS_OFFLINE": "the same",
-    "BANYAN_CONFIG": "a file of flags, as `--config`, before those of the command line",
-    "BANYAN_USE_MODELSCOPE": "1 = hub ids are names on ModelScope",
-    "BANYAN_ALLOW_LONGER_CONTEXT": "1 = `--context-length` may be more than the model's own",
+    "HF_HUB_OFFLINE": "1 = never contact the hub, as `--offline`",
+    "TRANSFORMERS_OFFLINE": "the same as HF_HUB_OFFLINE",
+    "BANYAN_CONFIG": "file of flags, as `--config`; files of the command line override it",
+    "BANYAN_USE_MODELSCOPE": "1 = download models from ModelScope",
+    "BANYAN_ALLOW_LONGER_CONTEXT": "1 = `--context-length` may exceed the model's own",
 }
-"""Variables that `config/env.py` reads besides, and what they say."""
+"""Other variables that `config/env.py` reads, and their meaning."""
 
 
 def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each variable that is set and has no effect."""
+    """Notes on variables that are set and have no effect."""
     found: list[str] = []
     for name in sorted(given):
         if name in IDLE and name not in QUIET:
-            found.append(f"{name} is set without an effect: {IDLE[name]}")
+            found.append(f"{name} is set but has no effect: {IDLE[name]}")
         elif name in REFUSED and _asks_for_nothing(name, given[name]):
-            found.append(f"{name} is set to what is so already")
+            found.append(f"{name} is set to the behaviour that applies anyway")
         elif name.startswith(_PREFIXES) and name not in (*REFUSED, *HONOURED, *QUIET):
-            found.append(f"{name} is set and has no effect in this build")
+            found.append(f"{name} is set but has no effect in this build")
     return tuple(found)
 
 
 def refusals_of(given: Mapping[str, str]) -> tuple[str, ...]:
-    """What to tell about each variable that must not be ignored, sorted by name."""
+    """Errors for variables that must not be ignored, sorted by name."""
     return tuple(
         f"{name} is not available in this build: {REFUSED[name].why} ({REFUSED[name].use})"
         for name in sorted(given)

@@ -37,7 +37,7 @@ def check_the_context(
         )
     for is_there, other, hint in _others(config):
         if is_there:
-            raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)
+            raise ConfigError(f"{_FLAG} cannot be combined with {other}", hint=hint)
     if model_config.pooling is not None:
         raise ConfigError(
             f"{_FLAG}: prompts of models for vectors are not divided", hint="leave it out"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from banyan.runner.batch import Batch, Everywhere
+from banyan.runner.batch import Batch, WholeStep
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Of each piece: its row, its first token within that, its tokens, and the share it belongs to; in
@@ -20,7 +20,7 @@ the order of the step's tokens."""
 
 
 @dataclass(frozen=True)
-class Division:
+class ContextParallelSplit:
     """
     Attributes:
         part: what this rank computes; its outputs are those of the whole step.
@@ -34,7 +34,7 @@ class Division:
     places: np.ndarray
 
 
-def divide(batch: Batch, share: int, shares: int, split: str) -> Division:
+def split_batch(batch: Batch, share: int, shares: int, split: str) -> ContextParallelSplit:
     """The share `share` of a step."""
     row, first, count, owner = SPLITS[split](batch.counts, shares)
     order = np.argsort(owner, kind="stable")
@@ -59,12 +59,12 @@ def divide(batch: Batch, share: int, shares: int, split: str) -> Division:
         offsets=np.concatenate(([0], np.cumsum(counts))),
         last=places[batch.last],
         carried=None if batch.carried is None else batch.carried[torch.from_numpy(tokens[own])],
-        everywhere=Everywhere(slots, batch.positions[tokens], *largest),
+        whole_step=WholeStep(slots, batch.positions[tokens], *largest),
     )
-    return Division(part, sizes, places)
+    return ContextParallelSplit(part, sizes, places)
 
 
-def room_for(tokens: int, rows: int, shares: int, split: str) -> tuple[int, int]:
+def share_capacity(tokens: int, rows: int, shares: int, split: str) -> tuple[int, int]:
     """Tokens and pieces that one share has of a step of so many tokens and rows; where rows are cut
     unevenly it may be more."""
     if split == INTERLEAVE:

@@ -1,4 +1,4 @@
-"""TakingRooms: brings the pages of rooms from the servers that compute prompts.
+"""DecodeSide: brings the pages of rooms from the servers that compute prompts.
 
 It asks only for pages that copies name, and puts what comes into the places that they say, if it is
 as long as a page: nobody who is connected can write anything else. A page that was changed on its
@@ -15,8 +15,8 @@ import numpy as np
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
 from banyan.disaggregation import wire
-from banyan.disaggregation.carrier import Carrier, Slots, code_of, open_slots
-from banyan.disaggregation.transfer import End, LoopThread, Outbox, RoomOptions
+from banyan.disaggregation.transfer import End, EndedTransfers, LoopThread, TransferOptions
+from banyan.disaggregation.transfer_engine import LandingSlots, TransferEngine, code_of, open_slots
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseTransfer,
@@ -37,7 +37,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 @dataclass
-class _Sought:
+class _Download:
     """A room that is being asked for."""
 
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
@@ -59,7 +59,7 @@ class _Lost(Exception):
         self.status = status
 
 
-class TakingRooms:
+class DecodeSide:
     """Satisfies PageMover. What has no lock belongs to the thread.
 
     Args:
@@ -71,19 +71,19 @@ class TakingRooms:
     def __init__(
         self,
         pages: Pages,
-        options: RoomOptions,
+        options: TransferOptions,
         wake: Callable[[], None],
-        carrier: Carrier | None = None,
+        engine: TransferEngine | None = None,
     ) -> None:
         self._pages = pages
-        self._slots: Slots | None = None
-        if carrier is not None:
+        self._slots: LandingSlots | None = None
+        if engine is not None:
             longest = max(pages.page_bytes(group) for group in range(len(pages.groups)))
-            self._slots = open_slots(carrier, longest)
+            self._slots = open_slots(engine, longest)
         self._options = options
         self._master = wire.master_of(options.secret)
-        self._out = Outbox(wake)
-        self._sought: dict[bytes, _Sought] = {}
+        self._out = EndedTransfers(wake)
+        self._sought: dict[bytes, _Download] = {}
         self._thread = LoopThread("rooms")
 
     # -- from the engine ----------------------------------------------------------------------
@@ -126,7 +126,7 @@ class TakingRooms:
         match order:
             case FindTransfer():
                 assert sought is None, "a room is asked for twice"
-                new = self._sought[order.transfer_id] = _Sought()
+                new = self._sought[order.transfer_id] = _Download()
                 new.task = self._thread.run(self._bring(order, new))
             case ReceiveTransfer():
                 if sought is not None:
@@ -138,7 +138,7 @@ class TakingRooms:
             case _:
                 raise AssertionError(f"a server that takes was told {order}")
 
-    async def _bring(self, order: FindTransfer, sought: _Sought) -> None:
+    async def _bring(self, order: FindTransfer, sought: _Download) -> None:
         """All of one room."""
         where = f"the prefill server {printable(order.prefill_address, 80)}"
         writers: list[asyncio.StreamWriter] = []
@@ -178,7 +178,7 @@ class TakingRooms:
         place = host.strip("[]"), int(port)
         channel, kind, body = await self._ask(order, *place, where, writers)
         if kind == wire.ELSEWHERE:
-            ports = wire.unpack(body, wire.Elsewhere).ports
+            ports = wire.unpack(body, wire.Redirect).ports
             if not 0 < place[1] + ports < 1 << 16:
                 raise wire.Broken(f"a replica {ports} ports further")
             place = place[0], place[1] + ports
@@ -208,7 +208,7 @@ class TakingRooms:
         except OSError as error:
             raise _Lost(503, f"{where} cannot be reached: {error.strerror or error}") from None
         writers.append(writer)
-        channel = await wire.greet(reader, writer, self._master, is_giver=False)
+        channel = await wire.greet(reader, writer, self._master, is_prefill=False)
         sizes = [form.tokens for form in self._options.forms]
         seek = wire.Seek(order.transfer_id, order.digest, sizes, order.prefill_replica)
         await channel.send(wire.SEEK, wire.pack(seek))
@@ -223,7 +223,7 @@ class TakingRooms:
             raise _Lost(504, text) from None
 
     async def _take(
-        self, order: FindTransfer, channel: wire.Channel, sought: _Sought, where: str
+        self, order: FindTransfer, channel: wire.Channel, sought: _Download, where: str
     ) -> None:
         """Pages, and then the rest."""
         wants = [(transfer_position(copy.src.key)[1], copy.group) for copy in sought.copies]
@@ -263,7 +263,12 @@ class TakingRooms:
         return True
 
     async def _land(
-        self, channel: wire.Channel, slots: Slots, copies: list[PageCopy], first: int, where: str
+        self,
+        channel: wire.Channel,
+        slots: LandingSlots,
+        copies: list[PageCopy],
+        first: int,
+        where: str,
     ) -> list[bool]:
         """Whether each of the first of these pages has come whole: as many as there are slots for.
 
@@ -275,7 +280,7 @@ class TakingRooms:
             offsets = [slots.offset(slot) for slot in taken]
             await channel.send(wire.GRANT, wire.pack(wire.Grant(slots.landing, offsets)))
             _, body = await self._said(channel, wire.MAX_SENT, where)
-            codes = wire.unpack(body, wire.Sent).codes
+            codes = wire.unpack(body, wire.SentCodes).codes
             if len(codes) != len(taken):
                 raise wire.Broken(f"{len(codes)} codes for {len(taken)} pages")
             come: list[bool] = []
@@ -285,7 +290,7 @@ class TakingRooms:
                 if is_whole:
                     self._pages.put(copy.group, copy.dst.page, page)
                 elif code:
-                    name = slots.carrier.name
+                    name = slots.engine.name
                     text = (
                         "a page of %s was changed on its way (%s); its tokens are computed instead"
                     )

@@ -1,4 +1,4 @@
-"""FakeRooms: the other server does not exist. For load tests of one side alone.
+"""FakeTransfer: the other server does not exist. For load tests of one side alone.
 
 A server that gives throws away what it is given. One that takes gets pages of whatever lies in its
 memory and a first token that no model chose: its answers mean nothing, and its cache is of no use
@@ -8,7 +8,7 @@ to anybody else.
 from collections.abc import Callable
 
 from banyan.base.log import logger
-from banyan.disaggregation.transfer import End, Outbox, RoomOptions
+from banyan.disaggregation.transfer import End, EndedTransfers, TransferOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseTransfer,
@@ -27,13 +27,13 @@ log = logger(__name__)
 _FIRST = bytes(4)
 
 
-class FakeRooms:
+class FakeTransfer:
     """Satisfies PageMover."""
 
     is_attached = True
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._out = Outbox(wake)
+        self._out = EndedTransfers(wake)
 
     def start(self, copies: list[PageCopy]) -> None:
         away = [copy.id for copy in copies if not copy.is_on_device]
@@ -63,7 +63,7 @@ class FakeRooms:
         """Nothing to release."""
 
 
-def open_fake(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> FakeRooms:
+def open_fake(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> FakeTransfer:
     """The mover of --disaggregation-transfer-backend fake."""
     log.warning("no pages travel with the transfer backend fake: answers mean nothing")
-    return FakeRooms(wake)
+    return FakeTransfer(wake)

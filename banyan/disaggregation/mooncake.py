@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from banyan.base.errors import ConfigError
-from banyan.disaggregation.carrier import HostMemory, Landing
-from banyan.disaggregation.tcp import open_with
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.tcp import open_with_engine
+from banyan.disaggregation.transfer import TransferOptions
+from banyan.disaggregation.transfer_engine import HostMemory, Landing
 from banyan.kv_transfer.page_mover import PageMover, Pages
 
 
 class Mooncake:
-    """Satisfies Carrier.
+    """Satisfies TransferEngine.
 
     Raises:
         ConfigError: the package is not there, or its engine does not start.
@@ -26,7 +26,7 @@ class Mooncake:
 
     name = "mooncake"
 
-    def __init__(self, host: str, options: RoomOptions) -> None:
+    def __init__(self, host: str, options: TransferOptions) -> None:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -59,5 +59,5 @@ class Mooncake:
             raise OSError(f"mooncake cannot write to {peer} (status {status})")
 
 
-def open_mooncake(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> PageMover:
-    return open_with(Mooncake, pages, options, wake)
+def open_mooncake(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> PageMover:
+    return open_with_engine(Mooncake, pages, options, wake)

@@ -10,9 +10,9 @@ from threading import Lock
 import numpy as np
 
 from banyan.base.errors import ConfigError
-from banyan.disaggregation.carrier import HostMemory, Landing
-from banyan.disaggregation.tcp import open_with
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.tcp import open_with_engine
+from banyan.disaggregation.transfer import TransferOptions
+from banyan.disaggregation.transfer_engine import HostMemory, Landing
 from banyan.kv_transfer.page_mover import PageMover, Pages
 
 _PACKAGES = "nixl nixl-cu12"
@@ -23,7 +23,7 @@ _MEMORY = "DRAM"
 
 
 class Nixl:
-    """Satisfies Carrier. One call of the agent at a time; writes of several threads overlap.
+    """Satisfies TransferEngine. One call of the agent at a time; writes of several threads overlap.
 
     Raises:
         ConfigError: the package is not there, or its agent does not start.
@@ -31,7 +31,7 @@ class Nixl:
 
     name = "nixl"
 
-    def __init__(self, host: str, options: RoomOptions) -> None:
+    def __init__(self, host: str, options: TransferOptions) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -113,5 +113,5 @@ class Nixl:
             self._agent.remove_remote_agent(name)
 
 
-def open_nixl(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> PageMover:
-    return open_with(Nixl, pages, options, wake)
+def open_nixl(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> PageMover:
+    return open_with_engine(Nixl, pages, options, wake)

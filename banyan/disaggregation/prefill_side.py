@@ -1,4 +1,4 @@
-"""GivingRooms: keeps the pages of rooms in memory of the host until they are taken, and gives them.
+"""PrefillSide: keeps the pages of rooms in memory of the host until they are taken, and gives them.
 
 A page is given to whoever names the room that it was put into, knows the secret, and asks for the
 same sequence; once. What nobody takes goes when its lease is over.
@@ -14,9 +14,9 @@ import numpy as np
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.disaggregation import wire
-from banyan.disaggregation.carrier import Carrier, Landing, code_of, write_beside
 from banyan.disaggregation.page_cutting import PageForm
-from banyan.disaggregation.transfer import End, LoopThread, Outbox, RoomOptions
+from banyan.disaggregation.transfer import End, EndedTransfers, LoopThread, TransferOptions
+from banyan.disaggregation.transfer_engine import Landing, TransferEngine, code_of, write_in_thread
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
     CloseTransfer,
@@ -67,7 +67,7 @@ class _Room:
     lease: asyncio.TimerHandle | None = None
 
 
-class GivingRooms:
+class PrefillSide:
     """Satisfies PageMover. What has no lock belongs to the thread.
 
     Args:
@@ -82,16 +82,16 @@ class GivingRooms:
     def __init__(
         self,
         pages: Pages,
-        options: RoomOptions,
+        options: TransferOptions,
         wake: Callable[[], None],
-        carrier: Carrier | None = None,
+        engine: TransferEngine | None = None,
     ) -> None:
         self._pages = pages
-        self._carrier = carrier
+        self._engine = engine
         self._has_failed = False
         self._options = options
         self._master = wire.master_of(options.secret)
-        self._out = Outbox(wake)
+        self._out = EndedTransfers(wake)
         self._rooms: dict[bytes, _Room] = {}
         self._gone: dict[bytes, wire.Gone] = {}
         self._awaited: dict[bytes, asyncio.Event] = {}
@@ -201,7 +201,7 @@ class GivingRooms:
         try:
             if self._connections > _MOST_CONNECTIONS:
                 raise wire.Broken(f"{_MOST_CONNECTIONS} connections are open")
-            channel = await wire.greet(reader, writer, self._master, is_giver=True)
+            channel = await wire.greet(reader, writer, self._master, is_prefill=True)
             _, body = await channel.receive(wire.MAX_SEEK, wire.GREETING_S)
             await self._answer(channel, wire.unpack(body, wire.Seek))
         except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
@@ -218,7 +218,7 @@ class GivingRooms:
             await channel.send(wire.GONE, wire.pack(none))
             return
         if ports := giver - options.replica:
-            await channel.send(wire.ELSEWHERE, wire.pack(wire.Elsewhere(ports)))
+            await channel.send(wire.ELSEWHERE, wire.pack(wire.Redirect(ports)))
             return
         room = await self._find(channel, seek.room)
         if isinstance(room, wire.Gone):
@@ -262,8 +262,8 @@ class GivingRooms:
     async def _give(self, channel: wire.Channel, room: _Room, heard: _Heard) -> None:
         wants = wire.unpack_wants(await self._next(channel, heard, wire.WANT))
         _check_wants(wants, room.sizes, self._options.forms)
-        if self._carrier is not None:
-            await self._write_all(self._carrier, channel, room, wants, heard)
+        if self._engine is not None:
+            await self._write_all(self._engine, channel, room, wants, heard)
         else:
             for want in wants:
                 page = await self._computed(channel, room, want)
@@ -302,7 +302,7 @@ class GivingRooms:
 
     async def _write_all(
         self,
-        carrier: Carrier,
+        engine: TransferEngine,
         channel: wire.Channel,
         room: _Room,
         wants: list[tuple[int, int]],
@@ -321,20 +321,20 @@ class GivingRooms:
                 if page is not None:
                     pages.append((offset, page))
                     codes[index] = code_of(page, channel.key, at + index)
-            if pages and not await self._is_written(carrier, channel, grant.landing, pages):
+            if pages and not await self._is_written(engine, channel, grant.landing, pages):
                 codes = [b""] * len(some)
-            await channel.send(wire.SENT, wire.pack(wire.Sent(codes)))
+            await channel.send(wire.SENT, wire.pack(wire.SentCodes(codes)))
             at += len(some)
 
     async def _is_written(
         self,
-        carrier: Carrier,
+        engine: TransferEngine,
         channel: wire.Channel,
         landing: Landing,
         pages: list[tuple[int, np.ndarray]],
     ) -> bool:
         """Whether an engine has carried these pages. The log hears once of one that cannot."""
-        writing = write_beside(carrier, landing, pages)
+        writing = write_in_thread(engine, landing, pages)
         try:
             await self._meanwhile(channel, writing)
         except OSError as error:

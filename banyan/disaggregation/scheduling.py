@@ -1,4 +1,4 @@
-"""Prefill/decode disaggregation in the scheduler: PrefillSide and DecodeSide.
+"""Prefill/decode disaggregation in the scheduler: PrefillScheduling and DecodeScheduling.
 
 A prefill server computes prompts; a decode server continues them. The decode server receives the
 whole blocks of a prompt and the first output token. It computes the few tokens after the last
@@ -126,7 +126,7 @@ class _Outgoing:
     """Set at the end of the request; sent after all pages."""
 
 
-class PrefillSide:
+class PrefillScheduling:
     """Transfers that this server sends.
 
     Args:
@@ -276,7 +276,7 @@ class PrefillSide:
             del path[0]
 
 
-class DecodeSide:
+class DecodeScheduling:
     """Transfers that this server receives."""
 
     def __init__(self, cache: KVCache, peers: PeerTier, chunk_tokens: int) -> None:
@@ -405,9 +405,9 @@ def disaggregation_side(role: str, cache: KVCache, chunk_tokens: int) -> Disaggr
     if not role or cache.peers is None:
         return None
     if role == DECODE:
-        return DecodeSide(cache, cache.peers, chunk_tokens)
+        return DecodeScheduling(cache, cache.peers, chunk_tokens)
     assert role == PREFILL, role
-    return PrefillSide(cache, cache.peers, sum(pool.total for pool in cache.pools) // 2)
+    return PrefillScheduling(cache, cache.peers, sum(pool.total for pool in cache.pools) // 2)
 
 
 def digest_of(generate: Generate, cache: KVCache) -> bytes:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
-from banyan.disaggregation.decode_side import TakingRooms
-from banyan.disaggregation.prefill_side import GivingRooms
-from banyan.disaggregation.transfer import OpenCarrier, RoomOptions
+from banyan.disaggregation.decode_side import DecodeSide
+from banyan.disaggregation.prefill_side import PrefillSide
+from banyan.disaggregation.transfer import OpenEngine, TransferOptions
 from banyan.kv_transfer.page_mover import PageMover, Pages
 
 log = logger(__name__)
@@ -18,25 +18,25 @@ log = logger(__name__)
 _ANYWHERE = ("0.0.0.0", "::", "")
 
 
-def open_tcp(pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> PageMover:
+def open_tcp(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> PageMover:
     """ConfigError when this server gives and cannot listen."""
-    kind = GivingRooms if options.is_giver else TakingRooms
+    kind = PrefillSide if options.is_prefill else DecodeSide
     return kind(pages, options, wake)
 
 
-def open_with(
-    open_carrier: OpenCarrier, pages: Pages, options: RoomOptions, wake: Callable[[], None]
+def open_with_engine(
+    open_engine: OpenEngine, pages: Pages, options: TransferOptions, wake: Callable[[], None]
 ) -> PageMover:
     """Rooms whose pages a transfer engine carries."""
     host = options.host
     if host in _ANYWHERE:
         host = socket.gethostbyname(socket.gethostname())
-    carrier = open_carrier(host, options)
-    if not options.is_giver:
+    engine = open_engine(host, options)
+    if not options.is_prefill:
         log.warning(
             "%s lets whoever reaches its ports at %s write to, and read, the memory that pages "
             "land in%s; pages are checked, and not encrypted",
-            *(carrier.name, host, " (other users of this machine too)" * is_loopback(host)),
+            *(engine.name, host, " (other users of this machine too)" * is_loopback(host)),
         )
-    kind = GivingRooms if options.is_giver else TakingRooms
-    return kind(pages, options, wake, carrier)
+    kind = PrefillSide if options.is_prefill else DecodeSide
+    return kind(pages, options, wake, engine)

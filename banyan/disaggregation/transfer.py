@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from banyan.base.table import Table
-from banyan.disaggregation.carrier import Carrier, Fabric
 from banyan.disaggregation.page_cutting import PageForm
+from banyan.disaggregation.transfer_engine import Fabric, TransferEngine
 from banyan.kv_transfer.page_mover import PageMover, Pages
 from banyan.messages.disaggregation import KVTransferEvent
 from banyan.messages.plan import CopyResult, Held
@@ -21,11 +21,11 @@ End = CopyResult | Held | KVTransferEvent
 
 
 @dataclass(frozen=True)
-class RoomOptions:
+class TransferOptions:
     """What a mover is opened with.
 
     Attributes:
-        is_giver: this server computes prompts; else it continues them.
+        is_prefill: this server computes prompts; else it continues them.
         host, port: where it listens, if it gives.
         replica, replicas: which of the server's replicas this is; their ports follow one another.
         secret: what both servers have in common; "" = the loopback address only.
@@ -37,7 +37,7 @@ class RoomOptions:
         fabric: opens what copies from device to device; it gives None where nothing does.
     """
 
-    is_giver: bool
+    is_prefill: bool
     host: str
     port: int
     secret: str = field(repr=False)
@@ -51,12 +51,12 @@ class RoomOptions:
     fabric: Callable[[], Fabric | None] = lambda: None
 
 
-OpenCarrier = Callable[[str, RoomOptions], Carrier]
+OpenEngine = Callable[[str, TransferOptions], TransferEngine]
 """Opens an engine at this address of the machine; ConfigError when that cannot be."""
-OpenRooms = Callable[[Pages, RoomOptions, Callable[[], None]], PageMover]
+OpenTransfer = Callable[[Pages, TransferOptions, Callable[[], None]], PageMover]
 """Opens a mover that rings when something has ended; ConfigError when that cannot be."""
 
-TRANSFERS: Table[OpenRooms] = Table(
+TRANSFERS: Table[OpenTransfer] = Table(
     "transfer backend",
     {
         "tcp": "banyan.disaggregation.tcp:open_tcp",
@@ -69,7 +69,7 @@ TRANSFERS: Table[OpenRooms] = Table(
 )
 
 
-class Outbox:
+class EndedTransfers:
     """What has ended, for the engine's loop.
 
     Args:

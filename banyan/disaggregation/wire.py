@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from banyan.disaggregation.carrier import Landing
+from banyan.disaggregation.transfer_engine import Landing
 from banyan.messages.disaggregation import PrefillResult
 from banyan.messages.plan import TRANSFER_ID_BYTES
 
@@ -75,13 +75,13 @@ class Grant(msgspec.Struct, frozen=True):
     offsets: list[int]
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentCodes(msgspec.Struct, frozen=True):
     """The code of each page of a grant, as it was written; b"" = none was."""
 
     codes: list[bytes]
 
 
-class Elsewhere(msgspec.Struct, frozen=True):
+class Redirect(msgspec.Struct, frozen=True):
     """Another replica of this server has the room: so many ports further."""
 
     ports: int
@@ -101,13 +101,13 @@ class Channel:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     key: bytes
-    is_giver: bool
+    is_prefill: bool
     sent: int = 0
     received: int = 0
 
     async def send(self, kind: int, body: bytes | memoryview = b"") -> None:
         head = _HEAD.pack(len(body), kind)
-        code = self._code(self.is_giver, self.sent, head, body)
+        code = self._code(self.is_prefill, self.sent, head, body)
         self.sent += 1
         self.writer.writelines((head, body, code))
         await self.writer.drain()
@@ -133,7 +133,7 @@ class Channel:
             async with asyncio.timeout(silence_s + size / 1e6):
                 body = await self.reader.readexactly(size)
                 code = await self.reader.readexactly(_CODE_BYTES)
-            right = self._code(not self.is_giver, self.received, head, body)
+            right = self._code(not self.is_prefill, self.received, head, body)
             self.received += 1
             if not hmac.compare_digest(code, right):
                 raise Corrupt(f"a frame of kind {kind} and {size:,} bytes was changed on its way")
@@ -151,8 +151,8 @@ class Channel:
         """End the connection at once, whatever waits to be sent."""
         self.writer.transport.abort()
 
-    def _code(self, is_giver: bool, number: int, head: bytes, body: bytes | memoryview) -> bytes:
-        made = blake2b(head, digest_size=_CODE_BYTES, key=self.key, person=b"giver" * is_giver)
+    def _code(self, is_prefill: bool, number: int, head: bytes, body: bytes | memoryview) -> bytes:
+        made = blake2b(head, digest_size=_CODE_BYTES, key=self.key, person=b"giver" * is_prefill)
         made.update(number.to_bytes(8, "little"))
         made.update(body)
         return made.digest()
@@ -164,7 +164,7 @@ def master_of(secret: str) -> bytes:
 
 
 async def greet(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, master: bytes, is_giver: bool
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, master: bytes, is_prefill: bool
 ) -> Channel:
     """Exchange greetings.
 
@@ -183,8 +183,8 @@ async def greet(
     if not said.startswith(GREETING):
         raise Broken("it does not speak of rooms as this release does")
     theirs = said[len(GREETING) :]
-    both = mine + theirs if is_giver else theirs + mine
-    return Channel(reader, writer, blake2b(both, key=master, digest_size=32).digest(), is_giver)
+    both = mine + theirs if is_prefill else theirs + mine
+    return Channel(reader, writer, blake2b(both, key=master, digest_size=32).digest(), is_prefill)
 
 
 def pack(body: msgspec.Struct) -> bytes:

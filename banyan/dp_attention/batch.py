@@ -5,10 +5,11 @@ rows, and the first of them gives them to the others. DividedBatch: the same, bu
 replica's step, each of which is computed by some of its ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from banyan.messages.plan import StepLoad
 from banyan.ops.api import Recorder
 
 
@@ -109,3 +110,46 @@ class DividedBatch(DPAttentionBatch):
         """The tokens of each share in the step that comes."""
         self.tokens.enter(counts)
         self.context.enter(counts)
+
+
+class DPAttentionStep:
+    """
+    Args:
+        joint: what the layers of this rank go by.
+        chunk: most tokens of one replica in a round of scores; the same on all of them.
+    """
+
+    def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
+        self._joint = joint
+        self._chunk = chunk
+        self._loads: list[StepLoad] = []
+
+    def begin(self, loads: list[StepLoad]) -> None:
+        """A step begins.
+
+        Raises:
+            ValueError: the plan is not one for these replicas.
+        """
+        if len(loads) != self._joint.replicas:
+            raise ValueError(f"{len(loads)} loads for a step of {self._joint.replicas} replicas")
+        self._loads = loads
+        self._joint.tokens.enter([load.tokens for load in loads])
+        self._joint.outputs.enter([0 if self.has_scores else load.outputs for load in loads])
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank takes part in making logits, for whichever replica."""
+        return self._joint.has_outputs and any(load.outputs for load in self._loads)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether it takes part in making logits of known tokens, for whichever replica."""
+        return self._joint.has_outputs and any(load.scores for load in self._loads)
+
+    def rounds(self) -> Iterator[slice]:
+        """The rounds of logits for scores: the part of this replica's tokens that is in each."""
+        for first in range(0, max(load.scores for load in self._loads), self._chunk):
+            left = [max(0, load.scores - first) for load in self._loads]
+            self._joint.outputs.enter([min(count, self._chunk) for count in left])
+            yield slice(first, first + self._chunk)
+        self._joint.outputs.enter([load.outputs for load in self._loads])

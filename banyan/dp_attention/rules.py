@@ -56,7 +56,7 @@ def check_the_joined_replicas(
         ),
     ):
         if is_there:
-            raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)
+            raise ConfigError(f"{_FLAG} cannot be combined with {other}", hint=hint)
     if model_config.pooling is not None:
         raise ConfigError(
             f"{_FLAG}: models for vectors are served by replicas that share nothing",

@@ -15,26 +15,27 @@ import msgspec
 import torch
 import zmq
 
+from banyan.base.child_process import Process
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import let_go
 from banyan.base.log import logger
 from banyan.base.trace import Marks
+from banyan.base.wake import WakeEvent
 from banyan.config.defaults import with_settings
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.dp_attention.network_clock import open_far_step_clock
 from banyan.dp_attention.step_clock import StepClock, open_step_clock
-from banyan.engine.child_processes import Process
 from banyan.engine.core import EngineCore
 from banyan.engine.core_spec import core_spec
 from banyan.engine.flight_recorder import Recorders
 from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.grammar_setup import open_grammars
 from banyan.engine.kv_events import Publisher
-from banyan.engine.kv_transfer_setup import Served, arrange, mover_of, store_carriers
+from banyan.engine.kv_transfer_setup import Served, arrange, mover_of, store_preparers
 from banyan.engine.launcher import Fanout, Launcher, Threaded
-from banyan.engine.loop import EngineLoop, Link, Wake
+from banyan.engine.loop import EngineLoop, Link
 from banyan.engine.model_loader import (
     OpenModel,
     Phases,
@@ -75,8 +76,7 @@ from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.balancer import balance_between_steps, open_balancer
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
@@ -84,25 +84,25 @@ from banyan.parallel.collectives import Meeting
 from banyan.parallel.gloo import own_address
 from banyan.parallel.process_group import open_store
 from banyan.pipeline.launcher import Staged
-from banyan.pipeline.runner_stage import Line
-from banyan.runner.control_ops import Carrier, ControlOpExecutor
+from banyan.pipeline.runner_stage import PipelineStage
+from banyan.runner.control_ops import ControlOpExecutor, PrepareOp
 from banyan.runner.kvstore import KVStore
-from banyan.runner.op_timer import OpMeter
+from banyan.runner.op_timer import OpTimer
 from banyan.runner.profiler import Profiler
 from banyan.runner.rank_page_access import (
-    Door,
-    Far,
-    Linked,
-    link_of,
-    places_of,
-    tell_rank_0,
-    tell_rank_0_afar,
+    LocalRankAccess,
+    RankAccess,
+    RemoteRankAccess,
+    pages_file_of,
+    publish_pages,
+    publish_pages_remotely,
+    rank_addresses_of,
 )
-from banyan.runner.rank_pages import Ahead
+from banyan.runner.rank_pages import EarlyMover
 from banyan.runner.rank_worker import serve_line, serve_rank
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import Beside, Drafter
+from banyan.runner.speculative.base import Drafter, DraftRunner
 from banyan.runner.weights import LoadedWeights
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def run_engine(
     recording: int = NO_RECORDING,
     spares: Sequence[Process] = (),
 ) -> None:
-    """Load the model and serve `link` until the loop is stopped.
+    """StepLoad the model and serve `link` until the loop is stopped.
 
     Args:
         started: given the loop before it runs, so that it can be stopped from elsewhere.
@@ -140,11 +140,11 @@ def run_engine(
         config, settings = opened.config, opened.settings
         memory = plan_the_memory(model_config, opened)
         sizes = runner_sizes(model_config, opened, memory)
-        doors = ranks.send_sizes(sizes)
-        wake = Wake()
+        rank_access = ranks.send_sizes(sizes)
+        wake = WakeEvent()
         cleanup.callback(wake.close)
         served = _served(config, model_config, opened, memory.groups)
-        open_mover = mover_of(served, wake.ring, secret, doors)
+        open_mover = mover_of(served, wake.wake, secret, rank_access)
         lora_pool = open_lora_pool(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
@@ -153,16 +153,16 @@ def run_engine(
         runner.bell = wake.fd
         config, settings = _settle_multi_step(config, settings, runner)
         kernels, marks = opened.kernels, Marks("engine")
-        switching = store_carriers(served, runner.mover)
+        switching = store_preparers(served, runner.mover)
         obeying = _with_orders(config, model_config, opened, runner, [marks], lora_pool, switching)
-        launcher = _open_launcher(model_config, opened, runner, obeying, ranks, wake.ring)
-        balancer = open_balancer(config, model_config, opened.build, wake.ring)
+        launcher = _open_launcher(model_config, opened, runner, obeying, ranks, wake.wake)
+        balancer = open_balancer(config, model_config, opened.build, wake.wake)
         del opened, served  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         first, laid_out = (lora_pool.first, lora_pool.laid_out_bytes) if lora_pool else ((), 0)
         spec = core_spec(config, model_config, memory, first, are_laid_out=laid_out > 0)
         recorders = Recorders(config.observe, spec, recording, cleanup)
-        grammars = open_grammars(config, model_config, wake.ring)
+        grammars = open_grammars(config, model_config, wake.wake)
         desk = _desk_of(grammars, cleanup)
         step_clock = _step_clock(config.parallel, ranks.meeting, secret)
         tells = kv_events(config.observe) is not None
@@ -217,12 +217,14 @@ def _open_launcher(
 
 def _line(
     model_config: ModelConfig, opened: OpenModel, runner: ModelRunner, obeying: ControlOpExecutor
-) -> Line:
+) -> PipelineStage:
     """This rank's place among stages."""
     build = opened.build
     like = torch.empty(0, dtype=build.dtype, device=build.device)
     groups = build.groups
-    return Line(runner, obeying, groups.stages, groups.world, like, model_config.hidden_size)
+    return PipelineStage(
+        runner, obeying, groups.stages, groups.world, like, model_config.hidden_size
+    )
 
 
 Sent = TypeVar("Sent", StepPlan, StepPlan | None)
@@ -230,7 +232,7 @@ Sent = TypeVar("Sent", StepPlan, StepPlan | None)
 
 def _sender(send: Callable[[Sent], None], mover: PageMover | None) -> Callable[[Sent], None]:
     """Sends a plan to the other ranks, once its copies from their pages are made."""
-    if not isinstance(mover, Ahead):
+    if not isinstance(mover, EarlyMover):
         return send
 
     def send_after(plan: Sent) -> None:
@@ -298,7 +300,7 @@ def _with_orders(
     runner: ModelRunner,
     marks: list[Marks],
     lora_pool: LoRAPool | None,
-    more: Mapping[type[ControlOp], Carrier],
+    more: Mapping[type[ControlOp], PrepareOp],
 ) -> ControlOpExecutor:
     """The runner of one rank, and what carries out the orders that it gets.
 
@@ -315,7 +317,7 @@ def _with_orders(
         may_release=config.device.memory_saver,
         offload=opened.offload,
     )
-    carriers: dict[type[ControlOp], Carrier] = {
+    preparers: dict[type[ControlOp], PrepareOp] = {
         **more,
         TakeWeights: loaded_weights.prepare_take,
         ReleaseMemory: loaded_weights.prepare_release,
@@ -327,23 +329,23 @@ def _with_orders(
     record = open_expert_record(
         config.experts, model_config, opened.build, name, config.observe.step_log_interval
     )
-    carriers[RecordExperts] = prepare_nothing if record is None else record.prepare
+    preparers[RecordExperts] = prepare_nothing if record is None else record.prepare
     if not config.experts.recorder:
-        carriers[RecordExperts] = refuse_to_record
+        preparers[RecordExperts] = refuse_to_record
     if opened.build.places is not None:
-        carriers[PlaceExperts] = ExpertMover(opened.build, lambda: runner.model).prepare
+        preparers[PlaceExperts] = ExpertMover(opened.build, lambda: runner.model).prepare
         balance_between_steps(config, model_config, opened.build, lambda: runner.model)
     if runner.drafting is not None:
-        carriers[ForgetDrafts] = runner.drafting.prepare_flush
+        preparers[ForgetDrafts] = runner.drafting.prepare_flush
     if lora_pool is not None:
-        carriers |= {TakeAdapter: lora_pool.prepare_take, DropAdapter: lora_pool.prepare_drop}
-        carriers[TakeWeights] = lora_pool.beside(loaded_weights.prepare_take)
+        preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
+        preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
     return ControlOpExecutor(
-        runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
+        runner, preparers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
 
 
-def open_meter(config: Config, model_config: ModelConfig) -> OpMeter:
+def open_op_timer(config: Config, model_config: ModelConfig) -> OpTimer:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, model_config, 0, "", Phases(WallClock()))
     memory = plan_the_memory(model_config, opened)
@@ -354,7 +356,7 @@ def open_meter(config: Config, model_config: ModelConfig) -> OpMeter:
     def probe() -> Peaks:
         return PROBES.load(device)(recorder)
 
-    return OpMeter(
+    return OpTimer(
         ModelRunner(opened.model, opened.build, sizes, opened.platform),
         sizes,
         opened.threads,
@@ -371,7 +373,7 @@ def run_rank(
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.connect(address)
-    sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
+    sizes = msgspec.json.decode(socket.recv(), type=RunnerConfig)
     stream = opened.platform.stream
     lora_pool = open_lora_pool(opened.config.lora, opened.model, opened.build, stream)
     telling = _telling(opened.config, sizes, rank, address)
@@ -379,7 +381,7 @@ def run_rank(
         *(opened.model, opened.build, sizes, opened.platform, telling),
         *(_open_drafter(opened.config), opened.draft, lora_pool),
     )
-    switching = store_carriers(_served(opened.config, model_config, opened, ()), None)
+    switching = store_preparers(_served(opened.config, model_config, opened, ()), None)
     obeying = _with_orders(opened.config, model_config, opened, runner, [], lora_pool, switching)
     line = _line(model_config, opened, runner, obeying) if config.parallel.pp > 1 else None
     del opened  # as on rank 0
@@ -396,7 +398,7 @@ def run_rank(
 
 
 def _telling(
-    config: Config, sizes: RunnerSizes, rank: int, address: str
+    config: Config, sizes: RunnerConfig, rank: int, address: str
 ) -> Callable[[KVStore], None] | None:
     """What tells rank 0 of this rank's pages, where it moves them; nothing is moved from here."""
     if not sizes.shares_pages:
@@ -405,9 +407,9 @@ def _telling(
     def tell(store: KVStore) -> None:
         arrange(config, store)
         if rank in sizes.places:
-            tell_rank_0_afar(store, sizes.places[rank])
+            publish_pages_remotely(store, sizes.places[rank])
         else:
-            tell_rank_0(store, link_of(address))
+            publish_pages(store, pages_file_of(address))
 
     return tell
 
@@ -466,20 +468,22 @@ class OtherRanks:
         some = [part for part in (self._local, self._nodes) if part is not None]
         return [found for part in some for found in part.stacks()]
 
-    def send_sizes(self, sizes: RunnerSizes) -> list[Door]:
+    def send_sizes(self, sizes: RunnerConfig) -> list[RankAccess]:
         """returns: the ways to their pages, in their order, where rank 0 moves these."""
-        doors = self._doors() if sizes.shares_pages else []
-        self._send(msgspec.json.encode(replace(sizes, places=places_of(doors))))
-        return doors
+        rank_access = self._rank_access() if sizes.shares_pages else []
+        self._send(msgspec.json.encode(replace(sizes, places=rank_addresses_of(rank_access))))
+        return rank_access
 
-    def _doors(self) -> list[Door]:
-        doors = list[Door]()
+    def _rank_access(self) -> list[RankAccess]:
+        rank_access = list[RankAccess]()
         if self._local is not None:
-            doors += [Linked(link_of(address)) for address in self._local.addresses]
+            rank_access += [
+                LocalRankAccess(pages_file_of(address)) for address in self._local.addresses
+            ]
         if self._nodes is not None:
             nodes, host = self._nodes, urlsplit(self.meeting).hostname or ""
-            doors += [Far(host, lambda: nodes.is_lost) for _ in self._remote]
-        return doors
+            rank_access += [RemoteRankAccess(host, lambda: nodes.is_lost) for _ in self._remote]
+        return rank_access
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(self._codec.encode([plan]))
@@ -530,7 +534,7 @@ def _step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> StepCloc
     )
 
 
-def _open_drafter(config: Config) -> Callable[[Callable[[], Beside]], Drafter] | None:
+def _open_drafter(config: Config) -> Callable[[Callable[[], DraftRunner]], Drafter] | None:
     """Every rank has one of its own, and all of them draft alike."""
     speculative = config.speculative
     if not speculative.drafts:

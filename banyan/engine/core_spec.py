@@ -52,12 +52,12 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         grammars: GrammarFactory | None = None,
         lockstep: StepAgreement | None = None,
         recorder: Recorder | None = None,
-        tells: bool = False,
+        records_events: bool = False,
     ) -> EngineCore:
         """A fresh core.
 
         Args:
-            tells: somebody takes the news of what the cache holds.
+            records_events: collect added and removed cache blocks (kv_cache/cache_events.py).
 
         Raises:
             ConfigError: a policy has no such name.
@@ -69,7 +69,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
             eviction_key=eviction,
             share=self.share,
             store=self.store,
-            records_events=tells,
+            records_events=records_events,
             has_peers=has_peers,
             has_partial_blocks=not self.limits.paid_drafts,
         )

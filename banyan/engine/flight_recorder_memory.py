@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from zlib import crc32
 
 from banyan.base.errors import CapacityError
+from banyan.base.os import anonymous_memory
 
 JOURNAL_MAGIC = b"BANYANJ2"
 HEAD = struct.Struct("<II")
@@ -25,7 +26,7 @@ class RecordingMemory:
     """Memory without a name in any file system, which a child may have too. It has no size yet."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("banyan-flight-recorder", os.MFD_CLOEXEC)
+        self.descriptor = anonymous_memory("banyan-flight-recorder")
         self._is_closed = False
 
     def give_size(self, size: int) -> None:

@@ -34,23 +34,26 @@ from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
 from banyan.parallel.gloo import own_address
 from banyan.platform.base import Platform, Traits
-from banyan.runner.control_ops import Carrier
-from banyan.runner.device_memory import DeviceMemory
-from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.control_ops import PrepareOp
+from banyan.runner.kvstore import DeviceMemory, GroupLayout, KVStore
 from banyan.runner.page_layout import (
+    PageLayout,
     PartsOfHead,
-    Shelf,
     forms_of,
     layout_facts,
-    shelves_of,
+    page_layouts_of,
 )
-from banyan.runner.rank_page_access import Door
-from banyan.runner.rank_pages import Ahead, RankPages
-from banyan.runner.speculative.draft_model import DraftModel
-from banyan.runner.store_switch import StoreSwitch, prepare_beside
+from banyan.runner.rank_page_access import RankAccess
+from banyan.runner.rank_pages import EarlyMover, RankPages
+from banyan.runner.speculative.draft_runner import DraftModel
 
 if TYPE_CHECKING:
-    from banyan.disaggregation.carrier import Fabric
+    from banyan.disaggregation.transfer_engine import Fabric
+
+
+import msgspec
+
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
@@ -126,7 +129,7 @@ class Served:
         )
 
     def forms(
-        self, shelves: Sequence[Shelf], groups: Sequence[GroupLayout]
+        self, page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout]
     ) -> tuple[PageForm, ...]:
         """How tokens lie in the pages of each group."""
         builds = [self.build] if self.draft is None else [self.build, self.draft.build]
@@ -134,7 +137,7 @@ class Served:
         layouts = {choice.pages for choice in choices if choice.label in ON_PAGES}
         if len(layouts) > 1 or not layouts <= _BY_HEAD.keys():
             return tuple(PageForm(0 if g.kind == STATE else g.page_size) for g in groups)
-        return forms_of(shelves, groups, _BY_HEAD[layouts.pop()])
+        return forms_of(page_layouts, groups, _BY_HEAD[layouts.pop()])
 
     def draft_facts(self) -> tuple[object, ...]:
         """Of a draft model's part of a page."""
@@ -157,7 +160,7 @@ class Served:
 
 
 def mover_of(
-    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
+    served: Served, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover | None:
     """What opens the mover of a replica; None where pages stay on the device.
 
@@ -169,10 +172,10 @@ def mover_of(
     config = served.config
     _check_the_device(config, served.traits)
     if config.handoff.role:
-        return _rooms_of(served, wake, secret, doors)
+        return _rooms_of(served, wake, secret, rank_access)
     if not can_have_store(config, served.model_config):
         return None
-    return _store_of(served, wake, doors)
+    return _store_of(served, wake, rank_access)
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
@@ -191,11 +194,13 @@ def _check_the_device(config: Config, traits: Traits) -> None:
         )
 
 
-def _store_of(served: Served, wake: Callable[[], None], doors: Sequence[Door]) -> OpenMover:
+def _store_of(
+    served: Served, wake: Callable[[], None], rank_access: Sequence[RankAccess]
+) -> OpenMover:
     cache, world = served.config.cache, served.config.parallel.world
 
     def open_mover(pages: KVStore) -> PageMover:
-        mover = Mover(_pages_of_all(served, pages, doors), None, wake)
+        mover = Mover(_pages_of_all(served, pages, rank_access), None, wake)
         store = None
         if cache.store not in ("", HOST):
             store = open_store(served, mover, cache.store, store_wishes(cache).rest)
@@ -209,7 +214,7 @@ def _store_of(served: Served, wake: Callable[[], None], doors: Sequence[Door]) -
             store = _host_tier(cache, pages, mover.page_bytes(), store)
         if store is not None:
             mover.attach(store)
-        return mover if world == 1 else Ahead(mover)
+        return mover if world == 1 else EarlyMover(mover)
 
     return open_mover
 
@@ -241,7 +246,7 @@ def _check_the_pages(served: Served, flag: str) -> None:
         )
 
 
-def store_carriers(served: Served, mover: PageMover | None) -> dict[type[ControlOp], Carrier]:
+def store_preparers(served: Served, mover: PageMover | None) -> dict[type[ControlOp], PrepareOp]:
     """What attaches a store to one rank of a replica and detaches it; nothing where none can be.
 
     Args:
@@ -252,13 +257,15 @@ def store_carriers(served: Served, mover: PageMover | None) -> dict[type[Control
         return {}
     if rank:
         return {AttachStore: prepare_beside, DetachStore: prepare_beside}
-    inner = mover.inner if isinstance(mover, Ahead) else mover
+    inner = mover.inner if isinstance(mover, EarlyMover) else mover
     assert isinstance(inner, Mover)
     switch = StoreSwitch(inner, lambda name, rest: open_store(served, inner, name, rest))
     return {AttachStore: switch.prepare_attach, DetachStore: switch.prepare_detach}
 
 
-def _pages_of_all(served: Served, store: KVStore, doors: Sequence[Door]) -> KVStore | RankPages:
+def _pages_of_all(
+    served: Served, store: KVStore, rank_access: Sequence[RankAccess]
+) -> KVStore | RankPages:
     """The pages of all ranks of a replica."""
     parallel = served.config.parallel
     if parallel.world == 1:
@@ -266,7 +273,7 @@ def _pages_of_all(served: Served, store: KVStore, doors: Sequence[Door]) -> KVSt
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
     cache = served.config.cache
     is_by_name = cache.host_tier and cache.host_layout in BY_NAME
-    given = (doors, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+    given = (rank_access, layouts == {BY_HEAD}, parallel.meet_timeout_s)
     return RankPages(store, *given, is_by_name)
 
 
@@ -314,7 +321,7 @@ def _pinned(size_bytes: int) -> np.ndarray:
 
 def _fabric_of(served: Served) -> "Fabric | None":
     """What engines between devices are opened with; None where there are none."""
-    from banyan.disaggregation.carrier import Fabric
+    from banyan.disaggregation.transfer_engine import Fabric
 
     found, device = served.platform.interconnect(), served.build.device
     if found is None:
@@ -326,18 +333,21 @@ def _fabric_of(served: Served) -> "Fabric | None":
 
 
 def _rooms_of(
-    served: Served, wake: Callable[[], None], secret: str, doors: Sequence[Door]
+    served: Served, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
-    from banyan.disaggregation.transfer import TRANSFERS, RoomOptions  # nobody else needs sockets
+    from banyan.disaggregation.transfer import (  # nobody else needs sockets
+        TRANSFERS,
+        TransferOptions,
+    )
 
     handoff, host = served.config.handoff, served.config.server.host
-    parallel, is_giver = served.config.parallel, handoff.mode == "prefill"
+    parallel, is_prefill = served.config.parallel, handoff.mode == "prefill"
     if parallel.node_of(parallel.replica):
         host = own_address(urlsplit(parallel.ranks_meet).hostname)
-    options = RoomOptions(
-        is_giver=is_giver,
+    options = TransferOptions(
+        is_prefill=is_prefill,
         host=host,
-        port=handoff.port + (parallel.replica if is_giver else 0),
+        port=handoff.port + (parallel.replica if is_prefill else 0),
         replica=parallel.replica,
         replicas=parallel.dp,
         secret=secret,
@@ -356,17 +366,19 @@ def _rooms_of(
     open_rooms = TRANSFERS.load(handoff.transfer)
 
     def open_mover(store: KVStore) -> PageMover:
-        pages = _pages_of_all(served, store, doors)
-        shelves = pages.shelves if isinstance(pages, RankPages) else shelves_of(store)
-        forms = served.forms(shelves, store.groups)
-        layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
+        pages = _pages_of_all(served, store, rank_access)
+        page_layouts = (
+            pages.page_layouts if isinstance(pages, RankPages) else page_layouts_of(store)
+        )
+        forms = served.forms(page_layouts, store.groups)
+        layout = identity(layout_facts(page_layouts, store.groups)).hex()[:_SHOWN]
         facts = {
             **options.facts,
             "layout of the cache": layout,
             **_facts_of_sizes(store.groups, forms),
         }
         mover = open_rooms(pages, replace(options, facts=facts, forms=forms), wake)
-        return mover if parallel.world == 1 else Ahead(mover)
+        return mover if parallel.world == 1 else EarlyMover(mover)
 
     return open_mover
 
@@ -380,3 +392,66 @@ def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) ->
         elif form.blocks is None:
             facts["page size, which cannot be cut here,"] = str(group.page_size)
     return facts
+
+
+OpenStore = Callable[[str, dict[str, object]], Store]
+"""Opens a store by its name and its own options; ConfigError when that cannot be."""
+
+
+class StoreSwitch:
+    """
+    Args:
+        mover: of rank 0; None on the others.
+        open_store: opens the store of this replica's pages.
+    """
+
+    def __init__(self, mover: Mover, open_store: OpenStore) -> None:
+        self._mover = mover
+        self._open_store = open_store
+        self._unused: Store | None = None
+        """Opened for an order that another rank could not carry out."""
+
+    def prepare_attach(self, order: ControlOp) -> Finish:
+        """Open the store, which changes nothing yet.
+
+        Raises:
+            ConfigError: it cannot be opened, or there is one.
+        """
+        assert isinstance(order, AttachStore)
+        self._close_unused()
+        if self._mover.is_attached:
+            raise ConfigError("a store is attached already", hint="detach it first")
+        options = msgspec.json.decode(order.options, type=dict[str, object])
+        store = self._unused = self._open_store(order.store, options)
+
+        def attach() -> RankReply:
+            if order.is_trial:
+                self._close_unused()
+                return RankReply("The store can be attached.")
+            self._unused = None
+            self._mover.attach(store)
+            return RankReply(f"store={order.store} capacity_gb={store.capacity_bytes / 1e9:.1f}")
+
+        return attach
+
+    def prepare_detach(self, order: ControlOp) -> Finish:
+        assert isinstance(order, DetachStore)
+        self._close_unused()
+
+        def detach() -> RankReply:
+            if order.is_trial:
+                return RankReply("The store can be detached.")
+            self._mover.detach()
+            return RankReply("The cache is kept in memory alone.")
+
+        return detach
+
+    def _close_unused(self) -> None:
+        store, self._unused = self._unused, None
+        if store is not None:
+            store.close()
+
+
+def prepare_beside(order: ControlOp) -> Finish:
+    """On a rank other than 0, whose pages rank 0 maps since the start."""
+    return lambda: RankReply("")

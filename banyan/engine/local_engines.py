@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import zmq
 
-from banyan.engine.child_processes import Child, spawn
+from banyan.base.child_process import Child, spawn
 from banyan.engine.process_spec import ProcessSpec
 from banyan.messages.frames import FrameSocket
 from banyan.messages.transport import PrivateFolder

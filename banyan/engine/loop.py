@@ -2,12 +2,10 @@
 thread. It blocks on two file descriptors only: the link to the front, and the runner's wake-up.
 """
 
-import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -17,6 +15,7 @@ from banyan.base.errors import DeviceError
 from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
+from banyan.base.wake import WakeEvent
 from banyan.dp_attention.step_clock import StepClock
 from banyan.engine.control import answer
 from banyan.engine.core import CoreInput, EngineCore
@@ -81,26 +80,6 @@ class Balancer(Protocol):
     def due(self) -> list[ControlOp]: ...
 
 
-class Wake:
-    """An eventfd that threads ring and the loop sleeps on."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_closed = False
-
-    def ring(self) -> None:
-        if not self._is_closed:  # a signal may come while the process ends
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        self._is_closed = True
-        os.close(self.fd)
-
-
 class EngineLoop:
     """Drives one EngineCore until told to stop.
 
@@ -138,7 +117,7 @@ class EngineLoop:
         core: EngineCore,
         launcher: Launcher,
         link: Link,
-        wake: Wake,
+        wake: WakeEvent,
         clock: Clock,
         check_ledger: bool = False,
         desk: GrammarQueue | None = None,
@@ -238,13 +217,13 @@ class EngineLoop:
     def stop(self) -> None:
         """Ask the loop to end; safe from any thread and from signal handlers."""
         self._is_stopping = True
-        self._wake.ring()
+        self._wake.wake()
 
     def fail(self, text: str) -> None:
         """Something the engine depends on has died; safe from any thread."""
         self._failure = text
         self._failed.set()
-        self._wake.ring()
+        self._wake.wake()
 
     def _turn(self, readable: set[int]) -> None:
         """One round. readable: descriptors that polled so."""

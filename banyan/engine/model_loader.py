@@ -13,7 +13,6 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
-from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
@@ -21,28 +20,27 @@ from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch, what_branches
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
-from banyan.layers.build import Build
+from banyan.layers.build import Build, SideStream
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
-from banyan.layers.side_stream import Lane
 from banyan.lora.pool import open_lora_targets
-from banyan.lora.targets import Stacked
+from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.base import Model
-from banyan.moe.dispatch_check import check_the_sending, exchanged_tokens, fused_mode
+from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
 from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
-from banyan.moe.initial_placement import open_expert_map
+from banyan.moe.expert_location import open_expert_map
 from banyan.moe.routing_record import open_expert_watch
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.choose_forward import RunnerSizes
+from banyan.runner.choose_forward import RunnerConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
     load_the_ahead,
     load_the_blocks,
@@ -115,8 +113,6 @@ def open_model(
     place_rank(config.device, parallel, place)
     platform = open_platform(config.device.name)
     traits = platform.traits
-    if not traits.is_host:
-        complete_torch()
     _check_the_device(config, model_config, traits)
     config, origins = settle(config, platform.defaults(model_config))
     sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
@@ -152,13 +148,13 @@ def open_model(
         config.model.rounds or not model_config.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
-    stacked = Stacked(dtype, device)
+    stacked = StackLayout(dtype, device)
     lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
     watch = open_expert_watch(config, model_config, groups, traits, ops.recorder)
     places = open_expert_map(config, model_config, groups, traits)
     sends = sends_rows(config)
     beside = (units, lora_targets, watch, places, sends, exchanged, bool(fused_mode(config)))
-    build = Build(ops, groups, dtype, device, *beside, _lane(config, model_config, platform))
+    build = Build(ops, groups, dtype, device, *beside, _side_stream(config, model_config, platform))
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -183,7 +179,9 @@ def open_model(
     return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
 
 
-def _lane(config: Config, model_config: ModelConfig, platform: Platform) -> Lane | None:
+def _side_stream(
+    config: Config, model_config: ModelConfig, platform: Platform
+) -> SideStream | None:
     """Where shared experts run beside the others; None where they run before them."""
     if not config.experts.has_lane:
         return None
@@ -321,13 +319,13 @@ def draft_room_of(config: Config, running: int) -> int:
     return min(DRAFT_BUDGET, running * config.speculative.drafts)
 
 
-def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     draft_room = draft_room_of(config, memory.max_running)
     check_the_tokens(config, memory.max_running + draft_room)
-    return RunnerSizes(
+    return RunnerConfig(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
         groups=tuple(
@@ -366,7 +364,7 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
-        check_the_sending(config, model_config, traits)
+        check_dispatch(config, model_config, traits)
     check_the_rounding(config.model.quantization, model_config, traits)
 
 

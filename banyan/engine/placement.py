@@ -9,6 +9,7 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.base.os import available_cores
 from banyan.config.schema import DeviceConfig, ParallelConfig
 
 log = logger(__name__)
@@ -72,9 +73,9 @@ def _nodes(given: tuple[int, ...], ranks: int) -> list[int | None]:
 
 def _cores_of(node: int | None, root: Path) -> list[int]:
     """The node's cores that this process may use, in order."""
-    ours = os.sched_getaffinity(0)
+    available = available_cores()
     if node is None:
-        return sorted(ours)
+        return available
     folder = root / "sys/devices/system/node"
     known = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
     if node not in known:
@@ -87,4 +88,4 @@ def _cores_of(node: int | None, root: Path) -> list[int]:
         first, _, last = part.partition("-")
         if first:
             cores |= set(range(int(first), int(last or first) + 1))
-    return sorted(cores & ours)
+    return sorted(cores.intersection(available))

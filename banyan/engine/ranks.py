@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from banyan.engine.child_processes import STACKS, Child, Process, Pulse, doing, spawn
+from banyan.base.child_process import STACKS, Child, Process, Pulse, doing, spawn
 from banyan.engine.process_spec import ProcessSpec
 from banyan.messages.frames import FrameSocket
 from banyan.messages.transport import PrivateFolder

@@ -48,7 +48,7 @@ class RayNodes:
         _join(parallel.meet_timeout_s)
         own = ray.get_runtime_context().get_node_id()
         alive = [str(node["NodeID"]) for node in ray.nodes() if node["Alive"]]
-        self._places = places_of(parallel, own, alive)
+        self._places = rank_addresses_of(parallel, own, alive)
         self.parallel = parallel if parallel.meeting else _with_meeting(parallel)
         self._actors: dict[ray.ObjectRef[None], tuple[str, object]] = {}
         """What tells the end of each -> its name, and the actor."""
@@ -135,7 +135,7 @@ class KeptNode:
         serve_node(parallel, environment.dist_secret, hello, model_config.path, comes_again=False)
 
 
-def places_of(parallel: ParallelConfig, own: str, alive: list[str]) -> list[str]:
+def rank_addresses_of(parallel: ParallelConfig, own: str, alive: list[str]) -> list[str]:
     """The Ray node of each node beside the first, which lies on `own`: a machine each, or where
     Ray is to start every rank by itself (`are_by_rank`), the same number on all of them.
 

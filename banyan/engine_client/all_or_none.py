@@ -1,7 +1,7 @@
-"""Verbs that all replicas carry out or none: each tries first, while none plans steps.
+"""Control verbs that all replicas execute or none: each tries first while all are paused.
 
-The ranks of one replica agree by themselves (runner/control_ops.py); replicas share nothing but the
-front, so it is the front that asks them.
+The ranks of one replica agree by themselves (runner/control_ops.py). Replicas share only this
+client, so the client coordinates them.
 """
 
 from banyan.engine_client.client import Engines
@@ -15,12 +15,12 @@ async def agreed(
     is_paused: bool,
     **args: str | int | float | bool,
 ) -> Reply:
-    """Carry out a verb that has a trial ("try_" in front of it, engine/control.py).
+    """Run a verb that has a trial form ("try_" + verb, engine/control.py).
 
     Args:
-        is_paused: somebody has paused the engines, and will let them go on.
+        is_paused: the caller has paused the engines and will resume them.
 
-    returns: the first refusal, or the yes of the first replica.
+    Returns: the first refusal, or the first replica's reply.
     """
     if sum(replica.alive for replica in engines.replicas()) < 2:
         return await engines.control(verb, timeout_s, **args)

@@ -1,10 +1,9 @@
-"""EngineClient: the front's half of the link to one engine.
+"""EngineClient: the API process's side of the link to one engine.
 
-Sorts events into one bounded stream per request, matches replies to calls, and knows whether the
-engine is alive, ready and making progress. Knows no text and no HTTP. Every stream ends exactly
-once, also when the engine dies or nobody reads. Whoever keeps the engine up may bring another one
-in the place of a lost one (`listen`, `revive`): it gets the requests of which nothing was answered,
-and is told what its predecessor was told to be.
+Sorts events into one bounded stream per request, matches replies to calls, and tracks whether the
+engine is alive, ready and making progress. Every stream ends exactly once, even if the engine
+dies or nobody reads. The supervisor may replace a lost engine (`listen`, `revive`): the new one
+gets the requests without output and is brought to the desired state.
 """
 
 import asyncio
@@ -19,10 +18,9 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.engine_client.connection import Line
-from banyan.engine_client.desired_state import ATTACH, Standing
+from banyan.engine_client.desired_state import ATTACH, DesiredState
 from banyan.engine_client.event_stream import EventStream, OpenStreams
-from banyan.engine_client.throughput_estimate import Pace
+from banyan.engine_client.throughput_estimate import ThroughputEstimate
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
 from banyan.messages.transport import FrontLink
@@ -30,16 +28,16 @@ from banyan.messages.wire import WireError, message_codec
 
 log = logger(__name__)
 
-_LOOKS = 8
-"""How often the front looks at its engine within the deadline of a heartbeat."""
-_MAX_LOOK_S = 1.0
+_CHECKS_PER_TIMEOUT = 8
+"""Health checks per heartbeat deadline."""
+_MAX_CHECK_INTERVAL_S = 1.0
 MAX_WAITING_EVENTS = 4096
-"""Events that a stream keeps for a reader who does not read; one more aborts its request."""
+"""Events that a stream buffers for a slow reader; one more aborts its request."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What the front knows of its engine. `reason` says why not, "" when all is well."""
+    """The state of an engine. `reason` explains what is wrong; "" = nothing."""
 
     alive: bool
     ready: bool
@@ -49,19 +47,19 @@ class Health:
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine, by its number: what it said when it was ready, and its latest heartbeat.
-    `alive` = it can admit requests."""
+    """One engine: its number, its Ready message and its latest heartbeat. `alive`: it admits
+    requests."""
 
     rank: int
     alive: bool
     ready: Ready | None
     stats: Stats
     ends_per_s: float = 0.0
-    """Requests that have ended lately; 0 = not known yet."""
+    """Requests finished per second, lately; 0 = not measured yet."""
 
 
 class Engines(Protocol):
-    """What the front needs of whoever generates: one engine, or several behind one face."""
+    """What the API process needs of an engine, or of several behind one client."""
 
     @property
     def stats(self) -> Stats: ...
@@ -82,7 +80,7 @@ class Engines(Protocol):
 
 
 class Replicas(Engines, Protocol):
-    """The same of several engines, which can also be asked one by one."""
+    """Engines that can also be called one by one."""
 
     async def ask(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
@@ -90,18 +88,18 @@ class Replicas(Engines, Protocol):
 
 
 class EngineClient:
-    """One engine as the front sees it. All calls from one event loop.
+    """The client of one engine. Call it from one event loop only.
 
     Args:
-        link: the front's end; closed by `close`.
-        origin: which front this is, when an engine serves several.
-        heartbeat_timeout_s: silence of the engine or of one of its ranks after which it counts as
-            stuck, and its streams end.
-        max_open: requests that may be open at once, running or waiting; 0 = any number.
-        max_queued: waiting requests before the engine refuses any other; 0 = it may not.
-        watchdog_s: age of a step after which it does; no silence may be longer.
-        is_kept_up: another engine will come in the place of a lost one, or `give_up` be called;
-            one that is stuck counts as lost.
+        link: this side of the link; `close` closes it.
+        origin: name of this client, if an engine serves several.
+        heartbeat_timeout_s: silence of the engine or of a rank after which it counts as stuck and
+            its streams end.
+        watchdog_s: age of a step after which it counts as stuck; bounds heartbeat_timeout_s.
+        max_open: most open requests, running or waiting; 0 = no limit.
+        max_queued: length of the engine's queue; 0 = no limit.
+        is_kept_up: a supervisor replaces a lost engine or calls `give_up`; a stuck engine counts
+            as lost.
     """
 
     def __init__(
@@ -120,15 +118,15 @@ class EngineClient:
         self.stats = Stats()
         """The latest heartbeat."""
         self.stats_at_s = 0.0
-        """When it came; 0 before the first."""
+        """When it arrived; 0 before the first."""
         self.streams = OpenStreams()
-        """By request, until the engine's last word on it: an id that is still being aborted
-        cannot be taken again, else the old end would end the new request."""
+        """Open streams by request, until its last event. An id that is still being aborted
+        cannot be reused: the end of the old request would end the new one."""
         self.remedy = ""
-        """What is being done about the loss of the engine; for people."""
-        self._line = Line(link, self._deliver, self.engine_lost)
+        """What is done about a lost engine, as text for people."""
+        self._connection = EngineConnection(link, self._deliver, self.engine_lost)
         self._watching: asyncio.Task[None] | None = None
-        self._pace = Pace()
+        self._throughput = ThroughputEstimate()
         self._clock = clock or WallClock()
         self._origin = origin
         self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
@@ -141,28 +139,28 @@ class EngineClient:
         self._call_numbers = itertools.count(1)
         self._codec = message_codec()
         self._sendable_text = ""
-        """The constraint of the latest request, which a frame can hold."""
+        """The constraint of the latest request, known to fit into a frame."""
         self._ready: Ready | None = None
-        self.standing = Standing()
-        """What the engine has been told to be, and the next one must be."""
+        self.desired_state = DesiredState()
+        """State set by control verbs, which a replacement engine must have too."""
         self._lost = ""
-        """Why the engine is gone; "" while it is not."""
+        """Why the engine is gone; "" while it lives."""
         self.exit_code = DeviceError.exit_code
-        """What the server should end with if the engine stays lost."""
+        """Exit code of the server if the engine stays lost."""
         self.is_stuck = False
-        """The lost engine may still be there, and does not go on."""
+        """The lost engine process may still exist but makes no progress."""
         self._is_reviving = False
         self._hello: Ready | None = None
-        """What the engine said of itself; it admits requests when `_ready` is that."""
+        """The engine's Ready message. It becomes `_ready` once the engine may get requests."""
         self._decided = asyncio.Event()
-        """Ready has come, or the engine is lost."""
+        """Set when Ready has arrived or the engine is lost."""
         self._is_lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to listen. The engine may start before or after."""
-        self._line.open()
-        every_s = min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS)
-        watch = _watch(self._look, every_s)
+        """Open the link. The engine may start before or after."""
+        self._connection.open()
+        every_s = min(_MAX_CHECK_INTERVAL_S, self._heartbeat_timeout_s / _CHECKS_PER_TIMEOUT)
+        watch = _watch(self._check_progress, every_s)
         self._watching = asyncio.create_task(watch, name="engine-client-watch")
 
     async def close(self) -> None:
@@ -170,22 +168,22 @@ class EngineClient:
         self.give_up("The server is shutting down.")
         if self._watching is not None:
             self._watching.cancel()
-        self._line.close()
+        self._connection.close()
 
     async def ready(self) -> Ready:
-        """Wait until the engine can admit requests; BanyanError when it dies instead."""
+        """Wait until the engine can admit requests; BanyanError if it dies instead."""
         await self._decided.wait()
         if self._lost or self._hello is None:
             raise BanyanError.told(self._lost, self.exit_code)
         return self._hello
 
     async def lost(self) -> str:
-        """Wait until the engine is gone, in death or by its own word; returns why."""
+        """Wait until the engine is gone (death or Fatal message); return why."""
         await self._is_lost.wait()
         return self._lost
 
     def submit(self, generate: Generate) -> EventStream:
-        """Start a request; RequestError when the engine cannot take it or its id is in use."""
+        """Start a request; RequestError if the engine cannot take it or its id is in use."""
         self._refuse_unless_ready()
         if generate.request in self.streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
@@ -200,49 +198,48 @@ class EngineClient:
         self._refuse_unless_sendable(generate)
         stream = EventStream(self, generate, self._max_waiting_events, self._is_kept_up)
         self.streams.add(stream, is_queued=not generate.grammar)
-        self._line.post(generate)
+        self._connection.post(generate)
         return stream
 
     def refuse_if_full(self) -> None:
-        """RequestError 503 when the engine would refuse whatever it is sent now: so many requests
-        are open that its queue is full even if all places are taken (scheduler/queue_limits.py).
-        Spares it the work, and whoever calls this first the reading of the request."""
+        """RequestError 503 if the engine's queue is certainly full: more requests are open than
+        can run and wait. Refusing here saves parsing the request and a message to the engine."""
         if not self._max_queued or self._ready is None:
             return
         if self.streams.num_queued >= self._ready.max_running + self._max_queued:
             raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def take_over(self, stream: EventStream) -> None:
-        """Run a request of which another engine has answered nothing, once."""
+        """Run a request of another engine that has produced no output; at most once per request."""
         generate, stream.unanswered = stream.unanswered, None
         assert generate is not None
         stream.owner = self
         self.streams.add(stream, is_queued=not generate.grammar)
-        self._line.post(generate)
+        self._connection.post(generate)
 
     def abort(self, request: RequestId) -> None:
         """End a request at any state; its stream ends with Finished("abort"). Unknown: no-op."""
-        if self._ready is None:  # no engine has it
+        if self._ready is None:  # no engine has the request
             if stream := self.streams.remove(request):
                 stream.put(Finished(request, "abort", stream.num_prompt, 0, 0))
         elif request in self.streams:
-            self.streams.told_to_end(request)
-            self._line.post(Abort(request))
+            self.streams.mark_ending(request)
+            self._connection.post(Abort(request))
 
     def stop_at(self, request: RequestId, length: int) -> None:
         """Keep `length` output tokens and finish; its stream ends with Finished("stop")."""
         if request in self.streams:
-            self.streams.told_to_end(request)
-            self._line.post(StopAt(request, length))
+            self.streams.mark_ending(request)
+            self._connection.post(StopAt(request, length))
 
     async def control(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> Reply:
-        """Carry out an administrative verb; RequestError 504 when no answer comes in time."""
+        """Run an administrative verb; RequestError 504 if no reply arrives in time."""
         self._refuse_unless_ready()
         reply = await self._call(verb, timeout_s, args)
         if reply.ok:
-            self.standing.take(verb, args)
+            self.desired_state.record(verb, args)
         return reply
 
     async def _call(
@@ -253,7 +250,7 @@ class EngineClient:
         self._refuse_unless_sendable(message)
         answer = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
-        self._line.post(message)
+        self._connection.post(message)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -271,8 +268,8 @@ class EngineClient:
         exit_code: int = DeviceError.exit_code,
         code: str = "engine_unavailable",
     ) -> None:
-        """The engine is gone (from the supervisor, or its own Fatal): end all that waits for it,
-        but for requests that the next one can run."""
+        """Handle the loss of the engine (from the supervisor, or its Fatal message): end every
+        stream and call, except requests that the next engine can run."""
         if self._lost:
             return
         self._lost, self.exit_code = reason or "The engine ended.", exit_code
@@ -286,44 +283,43 @@ class EngineClient:
                 answer.set_exception(_gone(self.remedy or self._lost))
 
     def give_up(self, reason: str) -> None:
-        """No other engine will come."""
+        """No replacement will come: fail everything that is open."""
         self._is_kept_up, self.remedy = False, ""
         self.engine_lost(reason)
         self._lost = reason
         self.streams.end(self.streams.all(), reason, "engine_unavailable")
 
     async def listen(self, link: FrontLink) -> None:
-        """Take the next engine, behind `link`, for the lost one; it admits nothing before
-        `revive`."""
-        self._line.close()
-        self._line = Line(link, self._deliver, self.engine_lost)
+        """Connect to the replacement engine; it gets no requests before `revive`."""
+        self._connection.close()
+        self._connection = EngineConnection(link, self._deliver, self.engine_lost)
         self.stats, self.stats_at_s = Stats(), 0.0
         self._lost, self.is_stuck, self._is_reviving = "", False, True
         self._decided.clear()
         self._is_lost.clear()
-        self._line.open()
+        self._connection.open()
 
     async def revive(self, timeout_s: float) -> None:
-        """Wait for the next engine, make it what the lost one was, and give it the requests that
-        wait.
+        """Wait for the replacement engine, bring it to the desired state, and send it the waiting
+        requests.
 
         Args:
-            timeout_s: for each thing that the engine is told to do before it admits requests.
+            timeout_s: for each control verb.
 
         Raises:
-            BanyanError: it is lost as well, or does not do what it is told.
+            BanyanError: the engine is lost as well, or refuses a verb.
         """
         try:
             await self.ready()
-            told = Standing()
-            while (order := self.standing.lacking(told)) is not None:
-                verb, args = order
+            reached = DesiredState()
+            while (call := self.desired_state.lacking(reached)) is not None:
+                verb, args = call
                 reply = await self._call(verb, timeout_s, args)
                 if not reply.ok and verb != ATTACH:
                     raise DeviceError(f"the new engine could not {verb}: {reply.text}")
                 if not reply.ok:
-                    log.warning("the new engine goes on without a store: %s", reply.text)
-                told.take(verb, args)
+                    log.warning("the new engine continues without a cache store: %s", reply.text)
+                reached.record(verb, args)
             await self.ready()
         finally:
             self._is_reviving = False
@@ -348,18 +344,18 @@ class EngineClient:
         return Health(True, True, True)
 
     def replicas(self) -> list[Replica]:
-        """Itself alone."""
+        """This engine alone."""
         is_alive = self._ready is not None
-        return [Replica(0, is_alive, self._ready, self.stats, self._pace.per_s)]
+        return [Replica(0, is_alive, self._ready, self.stats, self._throughput.per_s)]
 
     @property
     def num_open(self) -> int:
-        """Requests whose end has not come yet."""
+        """Number of open requests."""
         return len(self.streams)
 
     @property
     def open_tokens(self) -> int:
-        """Prompts of the open requests, and the most that may follow them."""
+        """Tokens of the open requests: prompts plus the longest possible outputs."""
         return self.streams.tokens
 
     def _refuse_unless_ready(self) -> None:
@@ -369,11 +365,13 @@ class EngineClient:
             raise RequestError(self.health().reason, status=503, code="engine_starting")
 
     def _refuse_unless_sendable(self, message: Message) -> None:
-        """What no frame can hold is the fault of its sender, and must not reach the outbox, where
-        it would end the link for everybody."""
+        """Refuse a message that no frame can hold: in the outbox it would end the link for
+        everybody."""
         checked = message
         if isinstance(message, Generate) and message.grammar == self._sendable_text:
-            checked = msgspec.structs.replace(message, grammar="")  # of many sequences, once
+            checked = msgspec.structs.replace(
+                message, grammar=""
+            )  # checked once for the sequences of a request
         try:
             self._codec.check(checked)
         except WireError as error:
@@ -381,9 +379,9 @@ class EngineClient:
         if isinstance(message, Generate):
             self._sendable_text = message.grammar
 
-    def _look(self, was_stuck: bool) -> bool:
-        """Whether the engine is stuck; end what is open once it is. It has to be so at two looks in
-        a row: after a pause of this process its heartbeats may still wait to be read."""
+    def _check_progress(self, was_stuck: bool) -> bool:
+        """Check whether the engine is stuck; if so twice in a row, end what is open. Once is not
+        enough: after a pause of this process, heartbeats may still wait to be read."""
         health = self.health()
         is_stuck = health.ready and not health.progressing
         if is_stuck and was_stuck and self._is_kept_up:
@@ -394,7 +392,7 @@ class EngineClient:
         return is_stuck
 
     def _fail_open(self, reason: str) -> None:
-        """Fail every open request. Ids stay taken until the engine, should it go on, lets go."""
+        """Fail every open request. Ids stay in use until the engine reports their end."""
         ended = [stream for stream in self.streams.all() if not stream.is_complete]
         for stream in ended:
             stream.put(Failed(stream.request, 503, reason, "engine_stuck"))
@@ -403,7 +401,7 @@ class EngineClient:
             log.error("the engine is stuck: ended %d requests: %s", len(ended), reason)
 
     def _deliver(self, event: Event) -> None:
-        if self._lost:  # what it says now may be of requests that another one gets
+        if self._lost:  # its requests may already run elsewhere
             return
         match event:
             case Tokens():
@@ -419,7 +417,7 @@ class EngineClient:
             case Stats():
                 self.stats = event
                 self.stats_at_s = self._clock.now()
-                self._pace.saw(event.finished, event.waiting, self.stats_at_s)
+                self._throughput.add(event.finished, event.waiting, self.stats_at_s)
             case Ready():
                 self._hello = event
                 if not self._is_reviving:
@@ -430,15 +428,74 @@ class EngineClient:
                 self.engine_lost(event.text, event.exit_code)
 
 
+class EngineConnection:
+    """The link to one engine: an outbox of messages, and a callback for events.
+
+    Args:
+        link: this side of the link; `close` closes it.
+        deliver: called with every event, in order.
+        failed: called with the error text when the link fails.
+    """
+
+    def __init__(
+        self, link: FrontLink, deliver: Callable[[Event], None], failed: Callable[[str], None]
+    ) -> None:
+        self.link = link
+        self._deliver = deliver
+        self._failed = failed
+        self._outbox: list[Message] = []
+        self._is_open = False
+
+    def open(self) -> None:
+        """Start to send and receive."""
+        self._is_open = True
+        self.link.listen(self._take)
+        self._send()
+
+    def post(self, message: Message) -> None:
+        """Queue a message. Messages of one event-loop iteration go in one frame."""
+        if self._is_open and not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append(message)
+
+    def close(self) -> None:
+        self._is_open = False
+        self.link.close()
+
+    def _send(self) -> None:
+        if not self._is_open:
+            return
+        messages, self._outbox = self._outbox, []
+        try:
+            self.link.send(messages)
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self) -> None:
+        """Deliver events at once, in the event loop's readability callback: every token passes
+        here."""
+        try:
+            for event in self.link.receive():
+                self._deliver(event)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open = False
+        self.link.listen(None)
+        log.exception("the link to the engine failed")
+        self._failed(f"The link to the engine failed: {type(error).__name__}: {error}")
+
+
 async def _watch(look: Callable[[bool], bool], every_s: float) -> None:
-    """Look again and again, and tell each look what the one before found."""
+    """Call `look` periodically with its previous result."""
     found = False
     while True:
         await asyncio.sleep(every_s)
         try:
             found = look(found)
-        except Exception:  # or nobody would look any more, and nobody would know
-            log.exception("a look at the engine failed")
+        except Exception:  # otherwise the checks would end silently
+            log.exception("a health check of the engine failed")
 
 
 def _gone(reason: str) -> RequestError:

@@ -1,9 +1,9 @@
-"""Fleet: several engines behind the face of one.
+"""DataParallelClient: several engines with the interface of one.
 
-A request goes to one engine and stays there, unless that dies before it has answered anything;
-administrative verbs go to all. An engine that dies ends the rest of its requests, the others go on;
-the fleet is lost with the last of them. Engines that are joined need one another at every step: the
-worst of them is the state of all.
+A request goes to one engine and stays there, unless the engine dies before it has produced output.
+Control verbs go to all engines. If an engine dies, its remaining requests end and the others
+continue; the client is lost with the last engine. With DP attention the engines need each other
+at every step, so the worst of them is the state of all.
 """
 
 import asyncio
@@ -28,27 +28,27 @@ Route = Callable[[Sequence[int], Sequence[int], int], int]
 that takes the next; see scheduler/routing.py."""
 
 
-class Fleet:
-    """Engines that serve the same model, as one `link.client.Engines`.
+class DataParallelClient:
+    """Engines that serve the same model, as one `engine_client.client.Engines`.
 
     Args:
         engines: at least one.
-        route: where a request goes.
-        are_joined: they share what they compute with, and end together.
-        gives: a request goes to the one that has its room, which another server is told of, unless
-            it names one itself.
+        route: chooses the engine of a request.
+        uses_dp_attention: the engines compute each step together and end together.
+        is_prefill_side: a request goes to the engine that its bootstrap room selects, unless it
+            names one itself (PD disaggregation).
     """
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
         route: Route,
-        are_joined: bool = False,
-        gives: bool = False,
+        uses_dp_attention: bool = False,
+        is_prefill_side: bool = False,
     ) -> None:
-        self._gives = gives
+        self._is_prefill_side = is_prefill_side
         self._engines = tuple(engines)
-        self._are_joined = are_joined
+        self._uses_dp_attention = uses_dp_attention
         self._route = route
         self._sent = 0
 
@@ -61,7 +61,7 @@ class Fleet:
             await engine.close()
 
     async def ready(self) -> Ready:
-        """Wait until every engine can admit requests; BanyanError when one dies instead."""
+        """Wait until every engine can admit requests; BanyanError if one dies instead."""
         found = await asyncio.gather(*(engine.ready() for engine in self._engines))
         return msgspec.structs.replace(
             found[0],
@@ -70,7 +70,7 @@ class Fleet:
         )
 
     async def lost(self) -> str:
-        """Wait until the last engine is gone; returns why it went."""
+        """Wait until the last engine is gone; return why."""
         waits = {asyncio.create_task(engine.lost()): engine for engine in self._engines}
         reason = ""
         try:
@@ -93,7 +93,7 @@ class Fleet:
                 f"There are {len(self._engines)} replicas, and none number {wanted}.",
                 param="routed_dp_rank",
             )
-        if wanted < 0 and self._gives and generate.transfer_id:
+        if wanted < 0 and self._is_prefill_side and generate.transfer_id:
             wanted = replica_of(generate.transfer_id, len(self._engines))
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
@@ -104,7 +104,7 @@ class Fleet:
         return stream
 
     def refuse_if_full(self) -> None:
-        """RequestError 503 when every engine that works would refuse whatever it is sent now."""
+        """RequestError 503 if the queue of every live engine is full."""
         refusal: RequestError | None = None
         for engine in self._working():
             try:
@@ -127,26 +127,26 @@ class Fleet:
     async def control(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> Reply:
-        """Carry out a verb on every engine that is ready; the first refusal counts, else the first
-        yes, which then holds for those too that come back later."""
+        """Run a verb on every ready engine; return the first refusal, else the first reply. An
+        accepted verb becomes desired state for engines that come back later."""
         able = [engine for engine in self._engines if engine.health().ready] or self._engines
         calls = (engine.control(verb, timeout_s, **args) for engine in able)
         results = await asyncio.gather(*calls, return_exceptions=True)
         replies = [result for result in results if isinstance(result, Reply)]
         for engine, result in zip(able, results, strict=True):
             if isinstance(result, BaseException) and (engine.health().ready or not replies):
-                raise result  # but for one that was lost meanwhile: it is told when it is back
+                raise result  # an engine lost meanwhile gets the verb when it is back
         refusal = next((reply for reply in replies if not reply.ok), None)
         if refusal is None:
             for engine in self._engines:
-                engine.standing.take(verb, args)
+                engine.desired_state.record(verb, args)
         return refusal or replies[0]
 
     async def ask(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> list[tuple[int, Reply]]:
-        """What each engine that is ready answers to a verb that changes nothing, with its number.
-        One that is lost meanwhile has nothing to say."""
+        """Replies of the ready engines to a read-only verb, with their numbers. An engine that
+        is lost meanwhile is left out."""
         able = [(i, engine) for i, engine in enumerate(self._engines) if engine.health().ready]
         calls = (engine.control(verb, timeout_s, **args) for _, engine in able)
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -159,9 +159,8 @@ class Fleet:
         return found
 
     def share_out(self, lost: EngineClient) -> None:
-        """Give the requests that wait for a lost engine to those that work, if any do, and may have
-        them."""
-        able = () if self._gives else self._working()
+        """Move the requests that wait for a lost engine to live engines, if there are any."""
+        able = () if self._is_prefill_side else self._working()
         for stream in lost.streams.release() if able else ():
             requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
             able[self._route(requests, tokens, self._sent)].take_over(stream)
@@ -172,14 +171,14 @@ class Fleet:
             engine.engine_lost(reason, exit_code)
 
     def health(self) -> Health:
-        """The best there is: one engine that answers keeps the service up; of joined ones the
+        """The best engine's health: one live engine keeps the service up. With DP attention: the
         worst."""
-        choose = min if self._are_joined else max
+        choose = min if self._uses_dp_attention else max
         found = [engine.health() for engine in self._engines]
         return choose(found, key=lambda h: (h.progressing, h.ready, h.alive))
 
     def replicas(self) -> list[Replica]:
-        """Every engine, the dead ones too, in order."""
+        """Every engine in order, dead ones included."""
         parts = [part for engine in self._engines for part in engine.replicas()]
         return [replace(part, rank=number) for number, part in enumerate(parts)]
 
@@ -189,7 +188,7 @@ class Fleet:
 
     @property
     def stats(self) -> Stats:
-        """Sums over the engines; the ages are the oldest step's and rank's."""
+        """Sums over the engines; ages are the maximum."""
         parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
         sums = {name: sum(part[name] for part in parts) for name in parts[0]}
         silent = max(parts, key=lambda part: part["silent_s"])

@@ -1,37 +1,36 @@
-"""Standing: what an engine has been told to be, for as long as it serves: the verbs that hold, so
-that the engine that comes in its place can be told the same."""
+"""DesiredState: the state that control verbs gave an engine, so that a replacement gets the
+same."""
 
 from collections.abc import Mapping
 
 from banyan.messages.control_ops import MEMORY_TAGS, WEIGHTS
 
 ATTACH = "attach_store"
-"""The verb that an engine may fail at, and serve all the same."""
+"""A verb whose failure does not keep a replacement engine from serving."""
 
 Value = str | int | float | bool
-ControlOp = tuple[str, Mapping[str, Value]]
+VerbCall = tuple[str, Mapping[str, Value]]
 """A verb (engine/control.py) and its arguments."""
 
 
-class Standing:
-    """Weights, adapters and a store that were taken at run time, memory that was released, and a
-    pause."""
+class DesiredState:
+    """Weights, adapters and store set at run time, released memory, and a pause."""
 
     def __init__(self) -> None:
         self._weights: Mapping[str, Value] | None = None
         self._released: frozenset[str] = frozenset()
         self._is_paused = False
         self._adapters: dict[str, Mapping[str, Value]] = {}
-        """By name, those that were loaded at run time."""
+        """Adapters loaded at run time, by name."""
         self._forgotten: frozenset[str] = frozenset()
-        """Those of the start that were unloaded."""
-        self._store: ControlOp | None = None
-        """What the last store was attached or detached with; None = that of the start."""
+        """Adapters of the start that were unloaded."""
+        self._store: VerbCall | None = None
+        """Arguments of the last attach or detach of a store; None = the store of the start."""
         self._gone: frozenset[str] = frozenset()
-        """Those that were loaded at run time and unloaded again."""
+        """Adapters loaded at run time and unloaded again."""
 
-    def take(self, verb: str, args: Mapping[str, Value]) -> None:
-        """The engine has carried this out."""
+    def record(self, verb: str, args: Mapping[str, Value]) -> None:
+        """Record a verb that the engine has executed."""
         match verb:
             case "update_weights":
                 self._weights = dict(args)
@@ -48,7 +47,9 @@ class Standing:
                 name = str(args.get("name"))
                 if self._adapters.pop(name, None) is not None:
                     self._gone |= {name}
-                elif name not in self._gone:  # a fleet tells what its engines have told already
+                elif (
+                    name not in self._gone
+                ):  # a data-parallel client repeats what its engines already have
                     self._forgotten |= {name}
             case "attach_store" | "detach_store":
                 self._store = verb, dict(args)
@@ -57,24 +58,25 @@ class Standing:
             case _:
                 pass
 
-    def lacking(self, told: "Standing") -> ControlOp | None:
-        """What to tell next to an engine that was told `told`, so that it becomes like this; None
-        when it is."""
-        if self._store is not None and told._store != self._store:  # none comes after other weights
-            is_other = told._store is None and self._store[0] == ATTACH
+    def lacking(self, reached: "DesiredState") -> VerbCall | None:
+        """The next verb for an engine in state `reached`; None when nothing is missing."""
+        if (
+            self._store is not None and reached._store != self._store
+        ):  # none comes after other weights
+            is_other = reached._store is None and self._store[0] == ATTACH
             return ("detach_store", {}) if is_other else self._store
-        if self._weights is not None and told._weights != self._weights:
+        if self._weights is not None and reached._weights != self._weights:
             return "update_weights", self._weights
-        if gone := self._forgotten - told._forgotten:
+        if gone := self._forgotten - reached._forgotten:
             return "unload_adapter", {"name": min(gone)}
         for name, args in self._adapters.items():
-            if name not in told._adapters:
+            if name not in reached._adapters:
                 return "load_adapter", args
-        if more := self._released - told._released:
+        if more := self._released - reached._released:
             return "release_memory", {"tags": ",".join(sorted(more))}
-        if fewer := told._released - self._released:
+        if fewer := reached._released - self._released:
             return "resume_memory", {"tags": ",".join(sorted(fewer))}
-        if self._is_paused is not told._is_paused:
+        if self._is_paused is not reached._is_paused:
             return "pause" if self._is_paused else "resume", {}
         return None
 

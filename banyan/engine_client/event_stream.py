@@ -1,4 +1,4 @@
-"""EventStream: the events of one request on their way to whoever reads its answer."""
+"""EventStream: the events of one request, from the engine client to the reader of the answer."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ TOKEN_BYTES = 4
 
 
 class Owner(Protocol):
-    """Who puts events into a stream."""
+    """The engine client that puts events into a stream."""
 
     def abort(self, request: RequestId) -> None: ...
 
@@ -24,8 +24,8 @@ class EventStream(Chunks[StreamEvent]):
     """The events of one request, in order; ends after its Finished or Failed.
 
     Args:
-        owner: whoever has the request now.
-        may_move: another engine may take the request while nothing of its answer is there.
+        owner: the client that has the request now.
+        may_move: another engine may take the request while it has no output.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class EventStream(Chunks[StreamEvent]):
         self.request = generate.request
         self.num_prompt = len(generate.tokens) // TOKEN_BYTES
         self.tokens = self.num_prompt + generate.sampling.max_new_tokens
-        """Prompt, and the most that may follow."""
+        """Prompt length plus the longest possible output."""
         self.unanswered = generate if may_move else None
-        """The request as long as it may run once more; None else."""
+        """The request while it may run again elsewhere; else None."""
         self._max_waiting = max_waiting
         self._waiting: deque[StreamEvent] = deque()
         self._more: Callable[[], None] | None = None
         self.is_complete = False
-        """The last event has been put."""
+        """The last event has arrived."""
         self._is_closed = False
 
     @property
@@ -60,7 +60,7 @@ class EventStream(Chunks[StreamEvent]):
         self._more = more
 
     def close(self) -> None:
-        """Let go of the request; it is aborted if it still runs."""
+        """Release the request; abort it if it still runs."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -72,7 +72,8 @@ class EventStream(Chunks[StreamEvent]):
             self.owner.abort(self.request)
 
     def put(self, event: StreamEvent) -> None:
-        """Take in an event (the client's side); one too many ends the stream and its request."""
+        """Add an event (called by the client); an overflow ends the stream and aborts the
+        request."""
         if self.is_complete or self._is_closed:
             return
         self.unanswered = None
@@ -92,14 +93,14 @@ class EventStream(Chunks[StreamEvent]):
 
 
 class OpenStreams:
-    """The streams of one engine, by request, until its last word on each."""
+    """The streams of one engine by request, until the last event of each."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, EventStream] = {}
         self.find: Callable[[RequestId], EventStream | None] = self._open.get
         self._queued: set[RequestId] = set()
         self.tokens = 0
-        """Their prompts, and the most that may follow."""
+        """Sum of prompt lengths and longest possible outputs."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -112,8 +113,8 @@ class OpenStreams:
 
     @property
     def num_queued(self) -> int:
-        """Those that run or wait in the engine's queue for certain: neither may they wait for their
-        constraint, nor has the engine been told to end them."""
+        """Requests that certainly run or wait in the engine's queue: not waiting for a grammar, not
+        being aborted."""
         return len(self._queued)
 
     def add(self, stream: EventStream, is_queued: bool = True) -> None:
@@ -122,8 +123,9 @@ class OpenStreams:
         if is_queued:
             self._queued.add(stream.request)
 
-    def told_to_end(self, request: RequestId) -> None:
-        """The engine lets go of it before it takes in what it is sent from here on."""
+    def mark_ending(self, request: RequestId) -> None:
+        """Mark a request whose end was requested: the engine frees it before it reads later
+        messages."""
         self._queued.discard(request)
 
     def remove(self, request: RequestId) -> EventStream | None:
@@ -134,13 +136,13 @@ class OpenStreams:
         return stream
 
     def end(self, ended: Sequence[EventStream], text: str, code: str) -> None:
-        """Fail some of them."""
+        """Fail these streams."""
         for stream in ended:
             self.remove(stream.request)
             stream.put(Failed(stream.request, 503, text, code))
 
     def release(self) -> list[EventStream]:
-        """Let go of all of them: the requests go to another engine."""
+        """Remove and return all streams: their requests go to another engine."""
         released, self.tokens = self.all(), 0
         self._open.clear()
         self._queued.clear()

@@ -1,38 +1,37 @@
-"""Pace: how fast requests have ended lately, and how long those that wait will therefore take."""
+"""ThroughputEstimate: requests finished per second lately, and the resulting wait of the queue."""
 
 import math
 from collections import deque
 
 LATELY_S = 30.0
-"""Of time in which somebody waited: only then does the pace tell what the engine can."""
+"""Length of the measured window, counting only time in which requests waited."""
 UNKNOWN_S = 5
 LEAST_WAIT_S, MOST_WAIT_S = 1, 600
 _APART_S = 0.5
-"""Between two heartbeats that count, as long as requests wait in both or in neither: each end of a
-request brings one."""
+"""Least seconds between two measured heartbeats, unless the queue became empty or filled: each
+finished request brings a heartbeat."""
 
 
-class Pace:
-    """Of one engine, from its heartbeats.
+class ThroughputEstimate:
+    """The estimate for one engine, from its heartbeats.
 
-    An engine with nothing to do ends nothing, and one with little to do ends what comes: neither
-    says how fast a queue will go. So the time between two heartbeats counts when the earlier one
-    told of requests that waited, and the last such times add up to LATELY_S.
+    An idle engine finishes nothing, so its rate says nothing about a queue. The time between two
+    heartbeats counts only if requests waited at the earlier one. The window is LATELY_S long.
     """
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, int]] = deque()
-        """Seconds, and how many ended in them."""
+        """(seconds, requests finished in them)."""
         self._last: tuple[float, int, bool] | None = None
-        """When the last heartbeat came, how many had ended, and whether requests waited."""
+        """(time, finished so far, whether requests waited) of the last heartbeat."""
 
-    def saw(self, ended: int, waiting: int, now: float) -> None:
+    def add(self, ended: int, waiting: int, now: float) -> None:
         if self._last is not None:
             at_s, before, was_busy = self._last
             if now - at_s < _APART_S and was_busy == (waiting > 0) and ended >= before:
                 return
             if ended < before:
-                self._spans.clear()  # another engine, which counts anew
+                self._spans.clear()  # a new engine counts from 0
             elif was_busy:
                 self._spans.append((now - at_s, ended - before))
                 while sum(seconds for seconds, _ in self._spans) > LATELY_S:
@@ -41,13 +40,13 @@ class Pace:
 
     @property
     def per_s(self) -> float:
-        """Ends per second; 0 when none has been seen."""
+        """Requests finished per second; 0 without data."""
         seconds = sum(span for span, _ in self._spans)
         return sum(ended for _, ended in self._spans) / seconds if seconds > 0 else 0.0
 
 
 def wait_s(waiting: int, per_s: float) -> int:
-    """Whole seconds until those that wait now have ended; UNKNOWN_S where no pace is known."""
+    """Whole seconds until the waiting requests have finished; UNKNOWN_S without an estimate."""
     if per_s <= 0:
         return UNKNOWN_S
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, math.ceil(waiting / per_s)))

@@ -5,11 +5,9 @@ slow or break the engine.
 Frames both ways: uint64 little-endian length, msgpack. First comes a Setup, then Jobs.
 """
 
-import ctypes
 import os
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,12 +15,12 @@ from typing import TypeVar
 import msgspec
 
 from banyan.base.log import printable
+from banyan.base.os import anonymous_memory, die_with_parent
+from banyan.base.worker_process import LENGTH
 from banyan.grammar.base import BACKENDS, Backend
 from banyan.grammar.vocabulary import Vocabulary, longest_first
 from banyan.messages.constraint import Constraint
 
-_PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct("<Q")
 _WARNING = "Warning: "
 _NO_MEMORY = "std::bad_alloc"
 """How a C++ library says so."""
@@ -52,7 +50,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def encode_frame(message: Setup | Job | Outcome) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 MAX_FRAME_BYTES = 512 << 20
@@ -64,10 +62,10 @@ def read_frame(read: Callable[[int], bytes], kind: type[T]) -> T | None:
     Raises:
         ValueError: it is longer than MAX_FRAME_BYTES, or no such message.
     """
-    head = read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    head = read(LENGTH.size)
+    if len(head) < LENGTH.size:
         return None
-    (length,) = _LENGTH.unpack(head)
+    (length,) = LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} are legal")
     body = read(length)
@@ -95,7 +93,7 @@ class Warnings:
 
     def __init__(self) -> None:
         self.text = ""
-        self._file = os.memfd_create("warnings")
+        self._file = anonymous_memory("warnings")
         self._kept = os.dup(2)
 
     def __enter__(self) -> None:
@@ -121,7 +119,7 @@ def _reason(text: str) -> str:
 
 def main() -> None:
     """Serve jobs from standard input until it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between the frames

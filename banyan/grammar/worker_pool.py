@@ -4,21 +4,19 @@ may fail. One library is asked after the other; the first that honours the whole
 Knows no requests and no cache.
 """
 
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import logger
+from banyan.base.worker_process import WorkerProcess
 from banyan.grammar.base import BACKENDS, Backend, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.grammar.worker import Job, Outcome, Setup, encode_frame, read_frame
+from banyan.grammar.worker import MAX_FRAME_BYTES, Job, Outcome, Setup, encode_frame
 from banyan.messages.constraint import Constraint
 
 log = logger(__name__)
@@ -189,71 +187,28 @@ class _Worker:
     """The compiler process. All methods but `close` raise _Lost when it fails."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "banyan.grammar.worker"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self.is_set_up = False
+        self._process = WorkerProcess("banyan.grammar.worker", max_answer_bytes=MAX_FRAME_BYTES)
 
     def set_up(self, setup: Setup) -> None:
-        """Have it load the library; that is not on the clock of a request's constraint."""
-        self._send(encode_frame(setup))
-        self._send(encode_frame(Job("")))
-        self._answer(_START_S, "the compiler did not start")
-        self.is_set_up = True
+        """Load the library. This is not part of the time limit of a constraint."""
+        task = encode_frame(setup) + encode_frame(Job(""))
+        self._run(task, _START_S, "the compiler did not start")
 
     def ask(self, job: Job, time_s: float) -> Outcome:
-        self._send(encode_frame(job))
-        return self._answer(time_s, "it takes too long to compile")
+        return self._run(encode_frame(job), time_s, "it takes too long to compile")
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._process.close()
 
-    def _send(self, frame: bytes) -> None:
-        assert self._process.stdin is not None
-        view = memoryview(frame)
+    def _run(self, task: bytes, limit_s: float, too_late: str) -> Outcome:
         try:
-            while view:
-                view = view[os.write(self._process.stdin.fileno(), view) :]
-        except BrokenPipeError:
-            raise _Lost("the compiler has ended") from None
-
-    def _answer(self, time_s: float, late: str) -> Outcome:
-        assert self._process.stdout is not None
-        reader = _Deadline(self._process.stdout.fileno(), time_s, late)
-        try:
-            outcome = read_frame(reader.read, Outcome)
-        except ValueError as error:
+            return msgspec.msgpack.decode(self._process.run(task, limit_s), type=Outcome)
+        except TimeoutError:
+            raise _Lost(too_late) from None
+        except EOFError:
+            raise _Lost("it needs too much memory to compile, or breaks the compiler") from None
+        except (ValueError, msgspec.DecodeError) as error:
             raise _Lost(f"the compiler sends nonsense: {error}") from None
-        if outcome is None:
-            raise _Lost("it needs too much memory to compile, or breaks the compiler")
-        return outcome
-
-
-class _Deadline:
-    """Reads a pipe until a moment; _Lost after it."""
-
-    def __init__(self, fd: int, time_s: float, late: str) -> None:
-        self._fd = fd
-        self._end_s = time.monotonic() + time_s
-        self._late = late
-
-    def read(self, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            left = self._end_s - time.monotonic()
-            if left <= 0 or not select.select([self._fd], [], [], left)[0]:
-                raise _Lost(self._late)
-            part = os.read(self._fd, min(size, 1 << 20))
-            if not part:
-                break
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
 
 
 def _refusal(text: str, status: int = 400, code: str = NEVER) -> RequestError:

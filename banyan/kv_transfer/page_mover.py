@@ -20,7 +20,7 @@ from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
 
 log = logger(__name__)
 
-_TOLD_AT_ONCE = 16
+_REPORTED_AT_ONCE = 16
 """Pages whose coming is told together: each word wakes the engine."""
 _GRACE_S = 0.3
 """For the page that a thread is at, when the engine ends."""
@@ -61,7 +61,7 @@ class PageMover(Protocol):
     def close(self) -> None: ...
 
 
-class Lane(Protocol):
+class Worker(Protocol):
     """Does one thing after another, elsewhere."""
 
     def do(self, work: Callable[[], None]) -> None: ...
@@ -85,20 +85,20 @@ class Mover:
         pages: Pages,
         store: Store | None,
         wake: Callable[[], None],
-        open_lane: Callable[[str], Lane] | None = None,
+        open_worker: Callable[[str], Worker] | None = None,
     ) -> None:
         self._pages = pages
         self._wake = wake
-        self._open_lane: Callable[[str], Lane] = open_lane or _Thread
+        self._open_worker: Callable[[str], Worker] = open_worker or _WorkerThread
         self._ended: SimpleQueue[CopyResult | Held | KVTransferEvent] = SimpleQueue()
-        self._carrier: _Carrier | None = None
+        self._transfers: _StoreTransfers | None = None
         if store is not None:
             self.attach(store)
 
     @property
     def is_attached(self) -> bool:
         """Whether there is a store."""
-        return self._carrier is not None
+        return self._transfers is not None
 
     def page_bytes(self) -> list[int]:
         """Of one page of each group, as a store has it."""
@@ -106,32 +106,32 @@ class Mover:
 
     def attach(self, store: Store) -> None:
         """Carry pages to and from `store`, from here on its only user. Nothing is under way."""
-        assert self._carrier is None
-        self._carrier = _Carrier(self._pages, store, self._end, self._open_lane)
+        assert self._transfers is None
+        self._transfers = _StoreTransfers(self._pages, store, self._end, self._open_worker)
 
     def detach(self) -> None:
         """Let go of the store; what waits is not begun, and is not told."""
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            carrier.close()
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.close()
 
     def start(self, copies: list[PageCopy]) -> None:
         """Begin the copies to and from the store, in order. Returns once the bytes of pages that
         go to the store are taken."""
-        carrier = self._carrier
-        if carrier is not None:
-            carrier.start(copies)
+        transfers = self._transfers
+        if transfers is not None:
+            transfers.start(copies)
         elif failed := [copy.id for copy in copies if not copy.is_on_device]:
             self._end(CopyResult(ids=[], failed=failed))
 
     def look(self, lookups: list[Lookup]) -> None:
         """Answer lookups, in order."""
-        carrier = self._carrier
+        transfers = self._transfers
         for lookup in lookups:
-            if carrier is None:
+            if transfers is None:
                 self._end(Held(lookup.id, 0))
             else:
-                carrier.look(lookup)
+                transfers.look(lookup)
 
     def obey(self, orders: list[KVTransferOp]) -> None:
         """A store has no rooms."""
@@ -150,7 +150,7 @@ class Mover:
         self._wake()
 
 
-class _Carrier:
+class _StoreTransfers:
     """What carries pages to and from one store. `end` is called from its threads."""
 
     def __init__(
@@ -158,17 +158,17 @@ class _Carrier:
         pages: Pages,
         store: Store,
         end: Callable[[CopyResult | Held], None],
-        open_lane: Callable[[str], Lane],
+        open_worker: Callable[[str], Worker],
     ) -> None:
         self._pages = pages
         self._store = store
         self._end = end
         self._groups = len(pages.groups)
-        self._told: dict[str, None] = {}
-        self._lanes = [open_lane(name) for name in ("store-look", "store-read", "store-write")]
+        self._warned: dict[str, None] = {}
+        self._workers = [open_worker(name) for name in ("store-look", "store-read", "store-write")]
 
     def start(self, copies: list[PageCopy]) -> None:
-        _, read, write = self._lanes
+        _, read, write = self._workers
         taken: list[tuple[PageCopy, np.ndarray]] = []
         wanted: list[PageCopy] = []
         refused: list[int] = []
@@ -185,16 +185,16 @@ class _Carrier:
             self._end(CopyResult(ids=[], failed=refused))
         if taken:
             write.do(lambda: self._write(taken))
-        for first in range(0, len(wanted), _TOLD_AT_ONCE):
-            read.do(lambda some=wanted[first : first + _TOLD_AT_ONCE]: self._read(some))
+        for first in range(0, len(wanted), _REPORTED_AT_ONCE):
+            read.do(lambda some=wanted[first : first + _REPORTED_AT_ONCE]: self._read(some))
 
     def look(self, lookup: Lookup) -> None:
-        self._lanes[0].do(lambda: self._look(lookup))
+        self._workers[0].do(lambda: self._look(lookup))
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
-        if all([lane.join(_GRACE_S) for lane in self._lanes]):
+        for worker in self._workers:
+            worker.close()
+        if all([worker.join(_GRACE_S) for worker in self._workers]):
             self._store.close()  # else something still runs in it
 
     def _look(self, lookup: Lookup) -> None:
@@ -205,7 +205,7 @@ class _Carrier:
                     break
                 count += 1
         except Exception as error:
-            self._tell(LOOKED_UP, error)
+            self._warn_once(LOOKED_UP, error)
         self._end(Held(lookup.id, count))
 
     def _read(self, copies: list[PageCopy]) -> None:
@@ -225,7 +225,7 @@ class _Carrier:
         except Missing:
             return False
         except Exception as error:
-            self._tell(READ, error)
+            self._warn_once(READ, error)
             return False
         return True
 
@@ -236,21 +236,21 @@ class _Carrier:
                 self._store.write(_name(copy.group, copy.dst.key), payload.data)
                 ids.append(copy.id)
             except Exception as error:
-                self._tell(WRITTEN, error)
+                self._warn_once(WRITTEN, error)
                 failed.append(copy.id)
         self._end(CopyResult(ids, failed))
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _warn_once(self, what: str, error: Exception) -> None:
         kind = f"{what} {type(error).__name__}"
-        if kind not in self._told:
-            self._told[kind] = None
+        if kind not in self._warned:
+            self._warned[kind] = None
             log.warning(
                 "pages of the cache store cannot be %s (%s: %s); %s, and this is not told again",
                 *(what, type(error).__name__, error, _INSTEAD[what]),
             )
 
 
-class _Thread:
+class _WorkerThread:
     """A lane that is a thread."""
 
     def __init__(self, name: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from banyan.kv_transfer.checksum import SUM_BYTES, checksum
+from banyan.kv_transfer.store import SUM_BYTES, checksum
 
 PAGES = 16
 """Of one segment. They are evicted together, so those of one time belong together."""

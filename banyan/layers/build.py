@@ -1,15 +1,26 @@
 """Build: what every layer of one rank is made from. Layers take it whole and keep what they use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from banyan.layers.side_stream import Lane
 from banyan.lora.targets import LoRATargets
-from banyan.moe.expert_map import ExpertMap
+from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
+
+
+class SideStream(Protocol):
+    """A second stream of the device; `platform.base` implements it."""
+
+    def mark(self) -> object: ...
+
+    def run(self, work: Callable[[], object], after: object) -> object: ...
+
+    def wait(self, mark: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Build:
             `groups.exchange`; 0 = by their counts.
         is_fused: one operator makes that exchange and what experts compute, so more rows go in
             several of them.
-        lane: where what every token goes through runs beside its experts; None = before them.
+        side_stream: runs the shared experts in parallel with the routed ones; None = one stream.
     """
 
     ops: Ops
@@ -42,4 +53,4 @@ class Build:
     sends_rows: bool = False
     exchanged: int = 0
     is_fused: bool = False
-    lane: Lane | None = None
+    side_stream: SideStream | None = None

@@ -1,5 +1,4 @@
-"""Adapters that operators name: where each is, and its configuration, whatever form it is stored
-in."""
+"""Adapters by path: reads their configuration in any format and parses --lora-paths."""
 
 import os
 import re
@@ -9,19 +8,18 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import printable
 from banyan.lora.adapter_config import CONFIG, WEIGHTS, AdapterConfig
-from banyan.lora.adapter_gguf import read_gguf
-from banyan.lora.adapter_peft import read_peft
-from banyan.lora.adapter_tokens import highest_token
+from banyan.lora.from_gguf import read_gguf
+from banyan.lora.from_peft import highest_token, read_peft
 
 
 def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:
-    """The configuration of the adapter in a folder as PEFT saves it, or in a GGUF file.
+    """Read the configuration of an adapter: a PEFT folder or a GGUF file.
 
     Args:
-        max_rank: highest that may be served; 0 = any.
+        max_rank: highest rank that may be served; 0 = any.
 
     Raises:
-        ConfigError: there is none, or one that cannot be served; says which and why.
+        ConfigError: there is no adapter at `path`, or it cannot be served.
     """
     folder = printable(path, 200)
     is_file = os.path.isfile(path)
@@ -45,17 +43,18 @@ def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:
 
 
 def names_token(folder: str, token: int) -> bool:
-    """Whether the tokenizer in a model's folder has tokens up to that id; no where the model is a
-    file."""
+    """Whether the tokenizer in a model folder has a token with this id or a higher one; False if
+    the
+    model is a single file."""
     return os.path.isdir(folder) and token <= highest_token(folder)
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """An adapter that an operator has named.
+    """A configured adapter.
 
     Attributes:
-        is_pinned: it stays in memory.
+        is_pinned: never evicted.
     """
 
     name: str
@@ -67,7 +66,7 @@ _NAME = re.compile(r"[\w./+@-]{1,128}")
 
 
 def checked_name(name: str) -> str:
-    """A name that requests can use; ConfigError for any other."""
+    """Return a name that requests can use; ConfigError for any other."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
             f"{printable(repr(name), 100)} cannot name an adapter",
@@ -77,10 +76,10 @@ def checked_name(name: str) -> str:
 
 
 def named_adapters(words: tuple[str, ...]) -> tuple[AdapterPlace, ...]:
-    """What --lora-paths names: NAME=PATH, PATH, or JSON with lora_name, lora_path and pinned.
+    """Parse --lora-paths: NAME=PATH, PATH, or JSON with lora_name, lora_path and pinned.
 
     Raises:
-        ConfigError: a word is none of them, or two have one name.
+        ConfigError: an entry has another form, or two have the same name.
     """
     found: dict[str, AdapterPlace] = {}
     for word in words:

@@ -1,6 +1,6 @@
-"""Whether an adapter belongs to a model: every tensor has its place, and every projection that it
-claims has its tensors. Knows names and sizes, no numbers.
-"""
+"""FitCheck: whether an adapter fits a model. Every tensor needs a place, and every projection that
+the
+configuration names needs tensors. Checks names and shapes only."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,22 +22,21 @@ from banyan.lora.adapter_config import (
     ROUTER,
     AdapterConfig,
     LowRank,
+    ReplacedWeight,
     TokenRows,
-    Whole,
 )
 from banyan.lora.adapter_files import names_token
+from banyan.lora.layers import EXPANSION_SUFFIX, ROUTER_SUFFIX
 from banyan.lora.load_experts import (
-    ROUTER_ENDING,
     ExpertPlace,
     ExpertSlot,
     check_experts,
     expert_place,
+    experts_mismatch,
     lacking_experts,
     module_place,
-    of_experts,
 )
-from banyan.lora.load_heads import ENDING
-from banyan.lora.load_rows import BODY, MERGE, Share, check_end, check_tokens
+from banyan.lora.load_rows import BODY, MERGE, VocabularyShare, check_end, check_tokens
 from banyan.lora.targets import HEADS, LoRATargets
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.names import Place, place_of
@@ -48,25 +47,26 @@ _END_KINDS = {"embedding": EMBEDDING, **dict.fromkeys(HEADS, HEAD)}
 
 @dataclass(frozen=True)
 class Base:
-    """What an adapter must fit: the model of one rank, without its weights.
+    """The model of one rank, without weights, that adapters must fit.
 
     Attributes:
-        stage: the layers that the rank has.
-        shares: what it has of the vocabulary.
+        stage: the layers of this rank.
+        shares: this rank's part of the vocabulary.
         experts: the projections of experts.
     """
 
     model_config: ModelConfig
     stage: range
     lora_targets: LoRATargets
-    shares: Mapping[str, Share]
+    shares: Mapping[str, VocabularyShare]
     experts: Mapping[str, ExpertSlot]
 
 
-def in_full(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
-    """An adapter with the names of a whole model: made for the body alone (`AutoModel`), it leaves
-    out what stands in front of them. What it does to the pooler of an encoder without classes,
-    which no vector goes through, counts for nothing."""
+def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
+    """An adapter with the module names of the whole model. An adapter for the body alone
+    (`AutoModel`)
+    lacks their prefix. Changes to the pooler of an encoder without classes have no effect and are
+    dropped."""
     names = FAMILIES.load(base.model_config.architecture).names.get(adapter_config.format)
     if names is None:
         return adapter_config
@@ -91,8 +91,8 @@ def _is_known(name: str, names: NameMap) -> bool:
     return bool(module_place(name, names) or expert_place(name, names))
 
 
-class Fit:
-    """Whether an adapter belongs to a model."""
+class FitCheck:
+    """Where each tensor of an adapter goes in a model."""
 
     def __init__(self, base: Base, adapter_config: AdapterConfig) -> None:
         self._adapter_config = adapter_config
@@ -113,8 +113,9 @@ class Fit:
         self.is_interleaved = self._names.has_gates_between
 
     def _check_tokenizer(self) -> None:
-        """ConfigError where a tokenizer came with the adapter that has tokens beyond the base's; of
-        some bases the tokenizer itself has such."""
+        """ConfigError if the adapter's own tokenizer has tokens beyond the base model's vocabulary.
+        Some base
+        tokenizers have such tokens too; those are accepted."""
         base, highest = self._base.model_config, self._adapter_config.highest_token
         if highest < base.vocab_size or names_token(base.path, highest):
             return
@@ -128,7 +129,7 @@ class Fit:
             ) from None
 
     def expert_place(self, name: str, low_rank: LowRank) -> ExpertPlace | None:
-        """Where the matrices of experts go; None for those of anything else.
+        """Where matrices of experts go; None if they are for something else.
 
         Raises:
             ConfigError: the model has no such experts.
@@ -137,23 +138,23 @@ class Fit:
         if place is None or self._base.model_config.experts is None:
             return None
         if not 0 <= place.layer < self._base.model_config.num_layers:
-            raise self._stranger(name, None)
+            raise self._no_such_projection(name, None)
         if place.layer not in self._base.stage:
             return place
         if (slot := self._base.experts.get(place.module)) is None:
-            raise self._stranger(name, None)
-        self._check_room(EXPERTS, name)
+            raise self._no_such_projection(name, None)
+        self._check_kind_enabled(EXPERTS, name)
         if low_rank.magnitude:
             raise self._not_served(name, "DoRA")
         if why := check_experts(place, slot, low_rank):
-            raise of_experts(name, why, self._folder, self._made_for())
+            raise experts_mismatch(name, why, self._folder, self._made_for())
         return place
 
     def place_of(self, name: str, low_rank: LowRank) -> Place | None:
-        """Where a module's matrices go; None on another rank.
+        """Where the matrices of a module go; None if on another rank.
 
         Raises:
-            ConfigError: the model has no such projection, or one of another size.
+            ConfigError: the model has no such projection, or one with another size.
         """
         place = module_place(name, self._names)
         if place is not None and place.module in self._base.shares:
@@ -161,16 +162,16 @@ class Fit:
         layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
         number = int(layer) if layer.isdecimal() else -1
         if place is None or not 0 <= number < self._base.model_config.num_layers:
-            raise self._stranger(name, place)
+            raise self._no_such_projection(name, place)
         if number not in self._base.stage:
             return None
         slot = self._base.lora_targets.slots.get(place.module)
         if slot is None or any(part not in slot.shapes for part in place.parts):
-            raise self._stranger(name, place)
-        if place.module.endswith(ENDING):
+            raise self._no_such_projection(name, place)
+        if place.module.endswith(EXPANSION_SUFFIX):
             self._check_heads(name, low_rank)
-        elif place.module.endswith(ROUTER_ENDING):
-            self._check_room(ROUTER, name)
+        elif place.module.endswith(ROUTER_SUFFIX):
+            self._check_kind_enabled(ROUTER, name)
             if low_rank.magnitude:
                 raise self._not_served(name, "DoRA")
         elif place.module not in self._base.lora_targets.tables:
@@ -180,7 +181,7 @@ class Fit:
                 hint="name its target there, or leave the flag out",
             )
         if low_rank.magnitude:
-            self._check_room(DORA, name)
+            self._check_kind_enabled(DORA, name)
         declared = [slot.shapes[part] for part in place.parts]
         outputs, inputs = sum(shape[0] for shape in declared), declared[0][1]
         if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
@@ -193,7 +194,7 @@ class Fit:
         return place
 
     def _check_heads(self, name: str, low_rank: LowRank) -> None:
-        self._check_room(EXPANSION, name)
+        self._check_kind_enabled(EXPANSION, name)
         if low_rank.magnitude or self._adapter_config.format == "gguf":
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
@@ -204,11 +205,11 @@ class Fit:
             hint=MERGE,
         )
 
-    def place_of_whole(self, name: str, whole: Whole) -> Place:
-        """Where a weight that the adapter brings goes.
+    def place_of_whole(self, name: str, whole: ReplacedWeight) -> Place:
+        """Where a replaced weight goes.
 
         Raises:
-            ConfigError: no weight of the base may be replaced there, or by that.
+            ConfigError: this weight of the base model cannot be replaced.
         """
         heads = {CLASSES, ENCODER_CLASSES}.intersection(name.split("."))
         if heads and not self._base.model_config.labels:
@@ -226,12 +227,12 @@ class Fit:
                 hint=MERGE,
             )
         if not whole.is_copy:
-            self._check_room(_END_KINDS[place.module], name)
+            self._check_kind_enabled(_END_KINDS[place.module], name)
             self._check_bias(name, place.module, whole)
         self._check_end(name, place.module, True, whole.shape)
         return place
 
-    def _check_bias(self, name: str, module: str, whole: Whole) -> None:
+    def _check_bias(self, name: str, module: str, whole: ReplacedWeight) -> None:
         has_one = module in HEADS[1:]
         if has_one == bool(whole.bias):
             return
@@ -246,7 +247,7 @@ class Fit:
         )
 
     def _ends_here(self) -> str:
-        """What of this model may be replaced as a whole."""
+        """The weights of this model that can be replaced."""
         if HEADS[2] in self._base.shares:
             return f"{EMBEDDING} and {ENCODER_CLASSES}"
         if "head" not in self._base.shares:
@@ -254,15 +255,16 @@ class Fit:
         return f"{EMBEDDING} and {CLASSES if self._base.model_config.labels else HEAD}"
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
-        """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
-        has it, unless the adapter brings others for the head.
+        """Where rows of single tokens go. If embedding and head are tied, to both, as in PEFT,
+        unless the
+        adapter has separate rows for the head.
 
         Raises:
-            ConfigError: the base has no such tokens there.
+            ConfigError: the base model has no such tokens there.
         """
         place = place_of(f"{name}.weight", self._names)
         if place is None or place.module not in self._base.shares:
-            raise self._stranger(name, place)
+            raise self._no_such_projection(name, place)
         ends = [place.module]
         is_tied = self._base.model_config.tie_embeddings and not self._base.model_config.labels
         if is_tied and len(self._adapter_config.tokens) == 1:
@@ -278,7 +280,7 @@ class Fit:
             raise self._not_served(name, "Single rows of scores")
         rows = max(self._base.model_config.vocab_size, max(tokens.ids) + 1)
         for end in ends:
-            self._check_room(_END_KINDS[end], name)
+            self._check_kind_enabled(_END_KINDS[end], name)
             self._check_end(name, end, True, (rows, tokens.width))
         return ends
 
@@ -287,7 +289,7 @@ class Fit:
         if low_rank.magnitude or self._adapter_config.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
             raise self._not_served(name, what)
-        self._check_room(_END_KINDS[place.module], name)
+        self._check_kind_enabled(_END_KINDS[place.module], name)
         shape = (low_rank.outputs, low_rank.inputs)
         is_turned = place.module == "embedding"
         self._check_end(name, place.module, False, shape[::-1] if is_turned else shape)
@@ -302,18 +304,19 @@ class Fit:
                 hint=error.hint,
             ) from None
 
-    def _check_room(self, kind: str, name: str) -> None:
+    def _check_kind_enabled(self, kind: str, name: str) -> None:
         if kind not in self._base.lora_targets.kinds:
             flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)} ({kind}), and the server "
-                "was started without room for that",
+                "was started without memory for that",
                 hint=f"name such an adapter in --lora-paths at the start{flag}",
             )
 
     def check_claims(self) -> None:
-        """ConfigError when a layer lacks a projection that the adapter says it changes, or a head
-        one of the two that it brings."""
+        """ConfigError if a layer lacks a projection that the configuration names, or if the adapter
+        replaces
+        only one of the two projections of a head."""
         there = {module_place(name, self._names) for name in self._adapter_config.modules}
         claimed: dict[Place | None, str] = {}  # a body may have two names
         for name in self._claimed():
@@ -358,11 +361,11 @@ class Fit:
                     found.append(name)
         return found
 
-    def _stranger(self, name: str, place: Place | None) -> ConfigError:
+    def _no_such_projection(self, name: str, place: Place | None) -> ConfigError:
         module = "" if place is None else place.module
         hint = MERGE
         if ".attention.indexer." in module:
-            why = "what an indexer reads takes no adapters here"
+            why = "projections of an indexer take no adapters here"
         else:
             why = f"the model has no such projection{self._made_for()}"
             hint = "serve the model that it was made for"

@@ -1,7 +1,6 @@
-"""From an adapter's tensors to this rank's share of them, by projection of the model.
+"""Loads an adapter: reads its tensors and cuts this rank's part for each layer of the model.
 
-Knows names, files and cuts; what is done with the matrices is the op's. An adapter fits wholly or
-not at all: every tensor has its projection, and every projection that it claims has its tensors.
+An adapter fits completely or is refused: `lora/fit.py`.
 """
 
 import hashlib
@@ -24,16 +23,25 @@ from banyan.lora.adapter_config import (
     AdapterConfig,
 )
 from banyan.lora.adapter_files import read_adapter
-from banyan.lora.fit import Base, Fit, in_full
-from banyan.lora.layers import Projection, bias_of, projections, wrap, wrap_ends, wrap_head
+from banyan.lora.fit import Base, FitCheck, with_full_names
+from banyan.lora.layers import (
+    EXPANSION_SUFFIX,
+    Projection,
+    bias_of,
+    declare_experts,
+    declare_heads,
+    enable_experts,
+    enable_heads,
+    projections,
+    wrap,
+    wrap_ends,
+    wrap_head,
+)
 from banyan.lora.load_experts import (
     Found,
+    add_expert_parts,
     expert_slots,
-    open_experts,
-    seat_experts_on_paper,
-    take_experts,
 )
-from banyan.lora.load_heads import ENDING, head_parts, open_heads, seat_on_paper
 from banyan.lora.load_rows import (
     DENSE,
     OUT,
@@ -47,7 +55,7 @@ from banyan.lora.load_rows import (
     whole_part,
 )
 from banyan.lora.targets import HEAD, LoRATargets
-from banyan.model_config.model_config import ModelConfig
+from banyan.model_config.model_config import LatentFacts, ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -61,19 +69,18 @@ from banyan.ops.stored import StoredWeight
 _DIGEST_BYTES = 16
 _BLOCK = 1 << 20
 _LATENT = ("squeeze", "query", "latent", "out")
-"""Projections of latent attention that are products by themselves."""
+"""Projections of latent attention that are plain matrix products."""
 _SHORT = 64
-"""Tokens of a model that is never run."""
+"""Context length of a model that is never run."""
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """
-    Attributes:
-        parts: projection of the model -> what the adapter adds there on this rank.
-        experts: the same of projections of experts, by expert.
-        rows: what it does to whole rows; projection, "embedding" or "head" -> what.
-        digest: of the files; the same on every rank.
+    """Attributes:
+    parts: projection of the model -> this rank's matrices.
+    experts: the same for projections of experts, by expert.
+    rows: changes to whole rows, by projection, "embedding" or a head.
+    digest: hash of the files; the same on every rank.
     """
 
     parts: Mapping[str, list[Part]]
@@ -83,21 +90,21 @@ class LoadedAdapter:
     rank: int
 
 
-def open_projections(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
-    """Wrap the projections that adapters may change."""
+def enable_lora(model: Model, lora_targets: LoRATargets, ops: Ops) -> None:
+    """Wrap the layers of a loaded model that adapters may change."""
     assert isinstance(model, DecoderLM | EncoderLM)
     for name, projection in _open(model, lora_targets):
         wrap(lora_targets, name, projection, ops)
-    open_heads(model, lora_targets, ops)
-    open_experts(model, lora_targets)
+    enable_heads(model, lora_targets, ops)
+    enable_experts(model, lora_targets)
     wrap_ends(lora_targets, model.embedding, model.head, ops)
     if HEAD in lora_targets.kinds and isinstance(model.head, ClassHead):
         wrap_head(lora_targets, DENSE, model.head.dense, ops, has_bias=True)
         wrap_head(lora_targets, OUT, model.head.out, ops, has_bias=True)
 
 
-def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
-    """What adapters of a model must fit, without its weights."""
+def base_without_weights(model_config: ModelConfig, ops: Ops) -> Base:
+    """What adapters of a model must fit, without loading its weights."""
     model: DecoderLM | EncoderLM
     if model_config.is_encoder:
         model = EncoderLM(model_config, Build(ops))
@@ -107,16 +114,16 @@ def base_on_paper(model_config: ModelConfig, ops: Ops) -> Base:
         )
     lora_targets = LoRATargets(max_rank=1, capacity=0, kinds=KINDS)
     for name, _ in _open(model, lora_targets):
-        lora_targets.seat(name)
-    seat_on_paper(model, lora_targets)
-    seat_experts_on_paper(model, lora_targets)
+        lora_targets.add_table(name)
+    declare_heads(model, lora_targets)
+    declare_experts(model, lora_targets)
     return base_of(model, lora_targets)
 
 
 def _open(
     model: DecoderLM | EncoderLM, lora_targets: LoRATargets
 ) -> Iterator[tuple[str, Projection]]:
-    """The projections that adapters may change; of those that are closed, the sizes are kept."""
+    """The projections that adapters may change. The sizes of all others are recorded too."""
     named = _named(model.model_config)
     for name, projection in projections(model):
         if stems := named.get(_template(name), ()):
@@ -126,7 +133,7 @@ def _open(
 
 
 def base_of(model: Model, lora_targets: LoRATargets) -> Base:
-    """What adapters of `model` must fit, once its projections are open."""
+    """What adapters of `model` must fit, after its tables have been created."""
     assert isinstance(model, DecoderLM | EncoderLM)
     return Base(
         model.model_config, model.stage, lora_targets, shares_of(model), expert_slots(model)
@@ -134,13 +141,13 @@ def base_of(model: Model, lora_targets: LoRATargets) -> Base:
 
 
 def load_adapter(path: str, base: Base) -> LoadedAdapter:
-    """This rank's share of the adapter in a folder.
+    """Load this rank's part of an adapter.
 
     Raises:
         ConfigError: it cannot be served, or does not fit the model.
     """
-    adapter_config = in_full(read_adapter(path, base.lora_targets.max_rank), base)
-    fit = Fit(base, adapter_config)
+    adapter_config = with_full_names(read_adapter(path, base.lora_targets.max_rank), base)
+    fit = FitCheck(base, adapter_config)
     found: dict[str, list[Part]] = {}
     rows: dict[str, RowPart] = {}
     scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
@@ -152,7 +159,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
                     both = tuple(_stored(file, tensor, adapter_config) for tensor in low_rank.names)
                     dense = both[0].dense, both[1].dense
                     slot = base.experts[at.module]
-                    take_experts(experts, at, slot, low_rank, dense, fit.is_interleaved)
+                    add_expert_parts(experts, at, slot, low_rank, dense, fit.is_interleaved)
                 continue
             place = fit.place_of(name, low_rank)
             if place is None:
@@ -164,7 +171,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
                 rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
                 continue
             slot = base.lora_targets.slots[place.module]
-            if place.module.endswith(ENDING):
+            if place.module.endswith(EXPANSION_SUFFIX):
                 assert base.model_config.latent is not None
                 facts = (base.model_config.latent, down, up, low_rank.scale)
                 found.update(head_parts(place.module, slot, *facts))
@@ -196,10 +203,10 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
 def _gains(
     adapter_config: AdapterConfig, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
 ) -> dict[str, RowPart]:
-    """Rows of weight and matrices together are brought to the lengths that the adapter says.
+    """Scales that bring the rows of weight plus update to the adapter's magnitudes (DoRA).
 
     Args:
-        scaled: name of a weight -> its place, what the adapter adds to it, the lengths.
+        scaled: name of a weight -> its place, the adapter's update, the magnitudes.
     """
     if not scaled:
         return {}
@@ -213,7 +220,7 @@ def _gains(
 
 
 def check_numbers(adapter_config: AdapterConfig) -> None:
-    """ConfigError when a number of the adapter is none."""
+    """ConfigError if a number of the adapter is not finite."""
     with _opened(adapter_config) as file:
         for low_rank in adapter_config.modules.values():
             for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
@@ -232,7 +239,7 @@ def _opened(adapter_config: AdapterConfig) -> MappedFile:
 
 
 def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> StoredWeight:
-    """In memory of its own, as the file may be written anew while it is used."""
+    """Copied to memory, as the file may be overwritten while the adapter is used."""
     tensor = file.tensors[name]
     raw = as_tensor(file.bytes_of(name)).clone()
     stored = StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
@@ -246,9 +253,9 @@ def _stored(file: MappedFile, name: str, adapter_config: AdapterConfig) -> Store
 
 
 def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
-    """ConfigError when an adapter does not belong to a model; says why."""
-    adapter_config = in_full(adapter_config, base)
-    fit = Fit(base, adapter_config)
+    """ConfigError with the reason if an adapter does not fit a model."""
+    adapter_config = with_full_names(adapter_config, base)
+    fit = FitCheck(base, adapter_config)
     for name, low_rank in adapter_config.modules.items():
         if fit.expert_place(name, low_rank) is None:
             fit.place_of(name, low_rank)
@@ -260,8 +267,9 @@ def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
 
 
 def _named(model_config: ModelConfig) -> dict[str, list[str]]:
-    """Projections of blocks that take adapters, with {} for the layer -> the last parts of the
-    names under which checkpoints have them."""
+    """Projections of blocks that take adapters, with {} for the layer -> last parts of their names
+    in
+    checkpoints."""
     names = FAMILIES.load(model_config.architecture).names["safetensors"]
     found: dict[str, list[str]] = {}
     for template, target in names.modules.items():
@@ -283,7 +291,7 @@ def _template(module: str) -> str:
 def _parts(
     slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
 ) -> list[Part]:
-    """What lies beside this rank's share of a projection, by part."""
+    """This rank's part of a projection's matrices, by part of the projection."""
     found: list[Part] = []
     for part, first, rows in own_rows(slot, place, up):
         rule = slot.rules[part]
@@ -294,10 +302,36 @@ def _parts(
 
 
 def _digest(adapter_config: AdapterConfig) -> str:
-    """Of the configuration and the weights: equal ones mean equal answers."""
+    """Hash of configuration and weights: equal hashes mean equal outputs."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in adapter_config.files:
         with Path(name).open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def head_parts(
+    module: str,
+    slot: WeightSlot,
+    facts: LatentFacts,
+    down: StoredWeight,
+    up: StoredWeight,
+    scale: float,
+) -> Iterator[tuple[str, list[Part]]]:
+    """Matrices for this rank's heads of `kv_b_proj`, by table.
+
+    Latent attention (MLA) absorbs the keys' matrix into the queries and the values' matrix into the
+    output, so both are separate per head. The keys' matrix is used transposed, and so are the
+    adapter's.
+
+    down: [rank, latent]; up: [heads · (plain_dim + value_dim), rank].
+    """
+    mine = slot.rules[""].cut(up, slot.group).dense
+    heads = mine.view(-1, facts.plain_dim + facts.value_dim, mine.shape[1])
+    shared = down.dense.contiguous()
+    turned = shared.t().contiguous()
+    for head, both in enumerate(heads):
+        keys, values = both.split([facts.plain_dim, facts.value_dim])
+        yield f"{module}.into.{head}", [Part(0, keys.t().contiguous(), turned, scale)]
+        yield f"{module}.back.{head}", [Part(0, shared, values.contiguous(), scale)]

@@ -1,9 +1,7 @@
-"""What an adapter brings for experts and routers: where it goes, whether it fits, and this rank's
-share of it.
+"""Adapters of experts and routers: where matrices go, whether they fit, and this rank's part.
 
-Checkpoints have experts one by one (`experts.3.gate_proj`), or all of a layer in one tensor: PEFT's
-form of stacked parameters, or three dimensions with the experts first (GGUF, and adapters that
-share their outer matrices between experts).
+Checkpoints store experts one by one (`experts.3.gate_proj`) or stacked: PEFT's `target_parameters`,
+or three dimensions with the experts first (GGUF, and adapters that share outer matrices).
 """
 
 import re
@@ -16,19 +14,15 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.families.names import NameMap
 from banyan.layers.weight_slot import ShardRule
-from banyan.lora.adapter_config import EXPERTS, ROUTER, AdapterConfig, LowRank
-from banyan.lora.expert_layers import (
+from banyan.lora.adapter_config import AdapterConfig, LowRank
+from banyan.lora.layers import (
     expert_blocks,
-    seat_experts,
-    wrap_experts,
 )
-from banyan.lora.targets import AdaptedRouter, LoRATargets
 from banyan.models.weights.names import Place, place_of
 from banyan.moe.layer import ExpertWeights
 from banyan.ops.lora_experts import ExpertPart
 from banyan.parallel.groups import Group
 
-ROUTER_ENDING = ".mlp.router"
 _STACK = re.compile(
     r"(?:.+\.)?layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)"
 )
@@ -41,15 +35,16 @@ _PARTS_OF = {
 }
 """Last part of a name -> parts of the projection."""
 Found = dict[str, dict[int, list[ExpertPart]]]
-"""Projection of experts -> expert, counted from the first one here -> its parts."""
+"""Projection of experts -> local expert index -> its parts."""
 
 
 @dataclass(frozen=True)
 class ExpertSlot:
-    """One projection of the experts of a layer, as adapters must fit it.
+    """Shape and sharding of one projection of a layer's experts.
 
     Attributes:
-        count: of the model; mine: those of this rank.
+        count: experts of the model.
+        mine: experts of this rank.
         shape: outputs and inputs of each part of one expert.
     """
 
@@ -73,8 +68,8 @@ class ExpertPlace:
 
     Attributes:
         module: dotted name of the projection of experts.
-        parts: which of its parts, over one another.
-        expert: whose they are; None = of all.
+        parts: parts of the projection, stacked.
+        expert: number of the expert; None = all of them.
     """
 
     module: str
@@ -84,27 +79,6 @@ class ExpertPlace:
     @property
     def layer(self) -> int:
         return int(self.module.split(".")[1])
-
-
-def open_experts(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """Let adapters lie beside experts and routers, where they were asked for."""
-    for name, block in expert_blocks(model):
-        router = f"{name}.router"
-        lora_targets.slots[router] = block.router.slots()["weight"]
-        if ROUTER in lora_targets.kinds:
-            lora_targets.seat(router, is_exact=True)
-            gathers = block.group.gathers and not block.sends_rows
-            block.router.adapted = AdaptedRouter(lora_targets.tables[router], lora_targets, gathers)
-        if EXPERTS in lora_targets.kinds:
-            wrap_experts(f"{name}.experts", block.experts, lora_targets)
-
-
-def seat_experts_on_paper(model: nn.Module, lora_targets: LoRATargets) -> None:
-    """The same for a model without weights."""
-    for name, block in expert_blocks(model):
-        lora_targets.slots[f"{name}.router"] = block.router.slots()["weight"]
-        lora_targets.seat(f"{name}.router")
-        seat_experts(f"{name}.experts", block.experts, lora_targets)
 
 
 def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
@@ -117,8 +91,9 @@ def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
 
 
 def module_place(name: str, names: NameMap) -> Place | None:
-    """The place of an adapter's module; those of newer models are named `mlp` where checkpoints
-    have another name for a block of experts."""
+    """The place of an adapter's module. Newer models name an MoE block `mlp` where checkpoints have
+    another
+    name."""
     place = place_of(f"{name}.weight", names)
     if place is None and ".mlp." in name:
         place = place_of(f"{name.replace('.mlp.', '.block_sparse_moe.')}.weight", names)
@@ -126,7 +101,7 @@ def module_place(name: str, names: NameMap) -> Place | None:
 
 
 def expert_place(name: str, names: NameMap) -> ExpertPlace | None:
-    """None for what is no projection of experts."""
+    """The place of a projection of experts; None for other modules."""
     if match := _STACK.fullmatch(name):
         layer, last = match.groups()
         side = "down" if _PARTS_OF[last] == ("",) else "gate_up"
@@ -142,7 +117,7 @@ def expert_place(name: str, names: NameMap) -> ExpertPlace | None:
 
 
 def check_experts(place: ExpertPlace, slot: ExpertSlot, low_rank: LowRank) -> str:
-    """Why matrices do not fit there; "" where they do."""
+    """Why matrices do not fit this projection; "" if they do."""
     if any(part not in slot.parts for part in place.parts):
         return "its experts have no gates"
     if low_rank.experts and low_rank.experts not in (1, slot.count):
@@ -160,7 +135,7 @@ def check_experts(place: ExpertPlace, slot: ExpertSlot, low_rank: LowRank) -> st
     return ""
 
 
-def take_experts(
+def add_expert_parts(
     found: Found,
     place: ExpertPlace,
     slot: ExpertSlot,
@@ -168,11 +143,11 @@ def take_experts(
     both: tuple[Tensor, Tensor],
     is_interleaved: bool,
 ) -> None:
-    """Add this rank's share to what was found.
+    """Add this rank's part of some matrices to `found`.
 
     Args:
-        both: down and up, as the file has them.
-        is_interleaved: the outputs of gate and up take turns in one matrix.
+        both: down and up, as in the file.
+        is_interleaved: outputs of gate and up alternate in one matrix.
     """
     inner = found.setdefault(place.module, {})
     for at, expert in enumerate(slot.mine):
@@ -210,8 +185,9 @@ def _of_expert(low_rank: LowRank, down: Tensor, up: Tensor, expert: int) -> tupl
 def lacking_experts(
     adapter_config: AdapterConfig, names: NameMap, slots: Mapping[str, ExpertSlot]
 ) -> Iterator[str]:
-    """What the configuration says an adapter brings, and it does not: stacks of whole layers, and
-    experts of a layer where it has others."""
+    """Names that the configuration claims and that have no tensors: stacks of whole layers, and
+    single
+    experts of a layer."""
     stacks, single = set[tuple[str, str]](), dict[tuple[str, str], set[int]]()
     for name in adapter_config.modules:
         place = expert_place(name, names)
@@ -233,7 +209,7 @@ def lacking_experts(
         yield from (f"{module} ({last} of expert {e})" for e in range(count) if e not in there)
 
 
-def of_experts(name: str, why: str, folder: str, made_for: str) -> ConfigError:
+def experts_mismatch(name: str, why: str, folder: str, made_for: str) -> ConfigError:
     return ConfigError(
         f"adapter {folder!r} is of another base: {printable(name, 100)}: {why}{made_for}",
         hint="serve the model that it was made for",

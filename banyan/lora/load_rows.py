@@ -1,6 +1,4 @@
-"""What an adapter does to whole rows on this rank: of the embedding and the logits, and the gains
-of DoRA, for which the base's weights are read once more.
-"""
+"""Adapters that change whole rows: embedding, head, and DoRA's scales (which need base weights)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +29,14 @@ from banyan.ops.stored import RawTensor, StoredWeight
 
 _, DENSE, OUT = HEADS
 BODY = "model."
-"""What names have in front that a model without a head leaves out."""
+"""Name prefix that a model without a head leaves out."""
 MERGE = "merge the adapter into the weights"
 RESIZE = "resize the base, save it with the adapter's tokenizer, and serve that"
 
 
 @dataclass(frozen=True)
-class Share:
-    """The ids of the vocabulary that this rank has: first … last − 1.
+class VocabularyShare:
+    """The ids of the vocabulary on this rank: first … last − 1.
 
     Attributes:
         scale: factor on rows of the embedding.
@@ -49,25 +47,26 @@ class Share:
     scale: float = 1.0
 
 
-def shares_of(model: DecoderLM | EncoderLM) -> dict[str, Share]:
-    """By "embedding" and "head", whose ids are classes where it scores these; an encoder's head is
-    in two."""
+def shares_of(model: DecoderLM | EncoderLM) -> dict[str, VocabularyShare]:
+    """Shares of the embedding and the head, whose ids may be classes. An encoder's head can have
+    two
+    projections."""
     embedding = model.embedding
     found = {
-        "embedding": Share(embedding.share.first, embedding.share.last, embedding.scale),
+        "embedding": VocabularyShare(embedding.share.first, embedding.share.last, embedding.scale),
     }
     if isinstance(model.head, Logits):
-        found["head"] = Share(model.head.share.first, model.head.share.last)
+        found["head"] = VocabularyShare(model.head.share.first, model.head.share.last)
     if isinstance(model.head, ColumnLinear):
-        found["head"] = Share(0, len(model.model_config.labels))
+        found["head"] = VocabularyShare(0, len(model.model_config.labels))
     if isinstance(model.head, ClassHead):
-        found[DENSE] = Share(0, model.model_config.hidden_size)
-        found[OUT] = Share(0, len(model.model_config.labels))
+        found[DENSE] = VocabularyShare(0, model.model_config.hidden_size)
+        found[OUT] = VocabularyShare(0, len(model.model_config.labels))
     return found
 
 
 def check_tokens(model_config: ModelConfig, count: int) -> None:
-    """ConfigError, without the adapter's name, for ids up to `count` that the base has not."""
+    """ConfigError, without the adapter's name, if the base model has fewer than `count` tokens."""
     if count > model_config.vocab_size:
         raise ConfigError(
             f"it adds {count - model_config.vocab_size} tokens to the {model_config.vocab_size} "
@@ -80,13 +79,13 @@ def check_tokens(model_config: ModelConfig, count: int) -> None:
 def check_end(
     model_config: ModelConfig, module: str, is_whole: bool, rows: int, width: int
 ) -> None:
-    """Whether an adapter may change the embedding or the head so.
+    """Check the shape of a change to the embedding or the head.
 
     Args:
-        rows, width: of the weight that it was made for.
+        rows, width: shape of the weight that the adapter was made for.
 
     Raises:
-        ConfigError: without the adapter's name, which the caller knows.
+        ConfigError: without the adapter's name, which the caller adds.
     """
     if module == DENSE:
         if (rows, width) != (model_config.hidden_size, model_config.hidden_size):
@@ -134,8 +133,10 @@ def _check_classes(model_config: ModelConfig, classes: int, width: int) -> None:
     )
 
 
-def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) -> RowPart:
-    """down: [rank, in], up: [out, rank], of the embedding with the ids as its inputs."""
+def end_part(
+    module: str, share: VocabularyShare, down: Tensor, up: Tensor, scale: float
+) -> RowPart:
+    """down: [rank, in], up: [out, rank]; for the embedding the ids are the inputs."""
     mine = slice(share.first, share.last)
     if module == "embedding":
         ids = down.float().t()[mine].contiguous()
@@ -144,22 +145,25 @@ def end_part(module: str, share: Share, down: Tensor, up: Tensor, scale: float) 
     return RowPart(PRODUCT, down.float().contiguous(), (up.float()[mine].t() * scale).contiguous())
 
 
-def whole_part(module: str, share: Share, weight: Tensor) -> RowPart:
-    """weight: [ids, width], in the place of the base's."""
+def whole_part(module: str, share: VocabularyShare, weight: Tensor) -> RowPart:
+    """weight: [ids, width], replaces the base model's."""
     mine = (weight[share.first : share.last].float() * share.scale).contiguous()
     kind = LOOKED_UP if module == "embedding" else PRODUCT
     return RowPart(kind, mine, first=share.first, replaces=True)
 
 
 def bias_part(bias: Tensor) -> RowPart:
-    """bias: [outputs], of a weight that was replaced without any."""
+    """bias: [outputs], of a replaced weight, whose own bias is left out."""
     shifts = bias.float().contiguous()
     return RowPart(GAIN, torch.ones_like(shifts), shifts=shifts)
 
 
-def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) -> RowPart | None:
-    """weight: [tokens, width], in the place of the base's rows of these ids; None where this rank
-    has none of them."""
+def token_part(
+    module: str, share: VocabularyShare, weight: Tensor, ids: Sequence[int]
+) -> RowPart | None:
+    """weight: [tokens, width], replaces the base model's rows of these ids; None if this rank has
+    none of
+    them."""
     mine = sorted((token, at) for at, token in enumerate(ids) if share.first <= token < share.last)
     if not mine:
         return None
@@ -173,8 +177,9 @@ def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) ->
 def own_rows(
     slot: WeightSlot, place: Place, whole: StoredWeight
 ) -> Iterator[tuple[str, int, StoredWeight]]:
-    """Of a matrix over a projection's outputs: each part, the first of this rank's outputs that it
-    has, and its rows in their order."""
+    """This rank's rows of a matrix over a projection's outputs: for each part its name, its first
+    output
+    on this rank, and its rows."""
     firsts, first = {}, 0
     for part, shape in slot.shapes.items():
         rule = slot.rules[part]
@@ -194,7 +199,7 @@ def own_rows(
 
 
 class Gains:
-    """The gains of one adapter by projection, put together from its modules."""
+    """DoRA's scales of one adapter by projection."""
 
     def __init__(self, slots: Mapping[str, WeightSlot], biases: Mapping[str, Tensor | None]):
         self._slots = slots
@@ -202,7 +207,7 @@ class Gains:
         self._found: dict[str, Tensor] = {}
 
     def add(self, place: Place, gain: Tensor) -> None:
-        """gain: [outputs], of a module's outputs in the checkpoint's order."""
+        """gain: [outputs], in the checkpoint's order."""
         slot = self._slots[place.module]
         if place.module not in self._found:
             self._found[place.module] = torch.ones(sum(own_outputs(slot)))
@@ -215,7 +220,7 @@ class Gains:
         return {name: self._part(name, gain) for name, gain in self._found.items()}
 
     def _part(self, name: str, gain: Tensor) -> RowPart:
-        """The bias is added by the projection, and is none of what is scaled."""
+        """The bias is added by the projection and must not be scaled."""
         bias = self._biases.get(name)
         shifts = torch.zeros_like(gain) if bias is None else (1 - gain) * bias.float()
         return RowPart(GAIN, gain, shifts=shifts)
@@ -224,10 +229,10 @@ class Gains:
 def base_weights(
     model_config: ModelConfig, names: set[str], folder: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the base's checkpoint by their names, one after another, [out, in] fp32.
+    """Weights of the base model's checkpoint by name, one after another, [out, in] fp32.
 
     Raises:
-        ConfigError: it has not all of them.
+        ConfigError: some are missing.
     """
     lacking = set(names)
     for short, tensor in tensors_of(model_config):

@@ -1,6 +1,6 @@
-"""LoRAPool: the adapters that one rank holds, by their number. Knows files and tensors; which
-adapters there are and when one comes or goes is the engine's business.
-"""
+"""LoRAPool: the adapters that are loaded on one rank, by number. The scheduler
+(`lora/scheduling.py`)
+decides which adapters are loaded and when."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from banyan.layers.build import Build
 from banyan.lora.adapter_config import CONFIG, EXPANSION, ROUTER, WEIGHTS
 from banyan.lora.adapter_files import AdapterPlace, named_adapters
 from banyan.lora.load import Base, LoadedAdapter, base_of, load_adapter
-from banyan.lora.targets import GAINS, LoRATargets, Stacked
+from banyan.lora.targets import GAINS, LoRATargets, StackLayout
 from banyan.messages.control_ops import ControlOp, DropAdapter, TakeAdapter
 from banyan.models.base import Model
 from banyan.ops.arena import HUGE_PAGE, Arena
@@ -27,14 +27,14 @@ from banyan.ops.lora_experts import PlacedExperts
 from banyan.ops.lora_rows import RowPart
 from banyan.parallel.groups import Group
 from banyan.platform.base import Traits
-from banyan.runner.control_ops import Alike, Carrier, Finish, NoRoom, Said
+from banyan.runner.control_ops import Alike, Finish, NoRoom, PrepareOp, RankReply
 
 log = logger(__name__)
 
 Stream = Callable[[], AbstractContextManager[object]]
 _KIB, _GIB = 1 << 10, 1 << 30
 _STACKED = (EXPANSION, ROUTER)
-"""Kinds of changes beside those of projections that devices compute too."""
+"""Kinds of changes besides plain projections that devices support too."""
 
 
 def open_lora_targets(
@@ -42,17 +42,17 @@ def open_lora_targets(
     traits: Traits,
     is_rounded: bool = False,
     keeps_parts: bool = True,
-    stacked: Stacked | None = None,
+    stacked: StackLayout | None = None,
 ) -> LoRATargets | None:
-    """What adapters lie in beside the model that is loaded next; None where none are asked for.
+    """Create the tables for the model that is loaded next; None without --enable-lora.
 
     Args:
         is_rounded: the model multiplies rounded activations with quantised weights.
         keeps_parts: as for AdapterTable.
-        stacked: how they lie on a device that is not the host.
+        stacked: layout of the tables on a device other than the host.
 
     Raises:
-        ConfigError: the device cannot compute them.
+        ConfigError: the device does not support adapters, or not this kind.
     """
     if not lora.is_enabled:
         return None
@@ -66,7 +66,7 @@ def open_lora_targets(
         )
     if others := [kind for kind in lora.kinds if kind not in _STACKED]:
         raise ConfigError(
-            f"adapters of {', '.join(others)} on {traits.name}: those of projections, "
+            f"adapters of {', '.join(others)} on {traits.name}: projections, "
             f"{' and '.join(_STACKED)} are computed there",
             hint="leave them out of --lora-paths and --lora-target-modules, or use --device cpu",
         )
@@ -76,44 +76,47 @@ def open_lora_targets(
 def open_lora_pool(
     lora: LoraConfig, model: Model, build: Build, stream: Stream = nullcontext
 ) -> "LoRAPool | None":
-    """The rack of one rank with the adapters of the start; None where there is no room for any. All
-    ranks must call this.
+    """Open the pool of one rank and load the adapters of --lora-paths; None without LoRA. All ranks
+    must
+    call this.
 
     Args:
         stream: as for LoRAPool.
 
     Raises:
-        ConfigError: one of them cannot be served, or does not fit.
+        ConfigError: an adapter cannot be served or does not fit the model.
     """
     if build.adapters is None:
         return None
     lora_pool = LoRAPool(base_of(model, build.adapters), stream)
     if lora_pool.laid_out_bytes:
-        _check_the_room(lora, lora_pool.laid_out_bytes)
+        _check_preallocated(lora, lora_pool.laid_out_bytes)
     places = named_adapters(lora.paths)
-    lora_pool.take_first(places)
-    lora_pool.agree(places, build.groups.everyone, build.device)
+    lora_pool.load_first(places)
+    lora_pool.check_ranks_agree(places, build.groups.everyone, build.device)
     return lora_pool
 
 
-def _check_the_room(lora: LoraConfig, size_bytes: int) -> None:
-    """ConfigError where tables that are laid out at the start are larger than adapters may be."""
+def _check_preallocated(lora: LoraConfig, size_bytes: int) -> None:
+    """ConfigError if preallocated tables are larger than --lora-memory-gib."""
     most = int(lora.memory_gib * _GIB)
-    room = f"{lora.max_loaded} adapters of rank {lora.max_rank} have {megabytes(size_bytes)}"
-    log.info("%s on the device, laid out at the start", room)
+    capacity = f"{lora.max_loaded} adapters of rank {lora.max_rank} have {megabytes(size_bytes)}"
+    log.info("%s on the device, laid out at the start", capacity)
     if 0 < most < size_bytes:
         raise ConfigError(
-            f"{room} on a rank, laid out at the start, and --lora-memory-gib allows "
+            f"{capacity} on a rank, laid out at the start, and --lora-memory-gib allows "
             f"{megabytes(most)}",
             hint="lower --max-loaded-loras or --max-lora-rank, or name fewer --lora-target-modules",
         )
 
 
 class LoRAPool:
-    """
+    """The adapters of one rank.
+
     Args:
-        base: what adapters must fit, and the tables that its projections read.
-        stream: what steps of the device are ordered by; matrices are put there in their turn.
+        base: the model that adapters must fit, with the tables that its layers read.
+        stream: the stream that orders the steps of the device; matrices are copied in order
+            with them.
     """
 
     def __init__(self, base: Base, stream: Stream = nullcontext) -> None:
@@ -121,17 +124,19 @@ class LoRAPool:
         self._stream = stream
         self.lora_targets = base.lora_targets
         self._ranks: dict[int, int] = {}
-        """Number -> rank, of those that are there."""
+        """Number -> rank of each loaded adapter."""
         self.first: list[FirstLoad] = []
-        """The adapters of the start."""
+        """The adapters of --lora-paths."""
         self._read: _Read | None = None
-        """What waits for room, so that it is read once."""
+        """The adapter that was read last and has not been loaded for lack of memory, so that it is
+        read only
+        once."""
 
-    def take_first(self, places: Sequence[AdapterPlace]) -> None:
-        """Load the adapters of the start as 1, 2 …
+    def load_first(self, places: Sequence[AdapterPlace]) -> None:
+        """Load the adapters of --lora-paths as numbers 1, 2 …
 
         Raises:
-            ConfigError: one cannot be served, or does not fit.
+            ConfigError: one cannot be served or does not fit the model.
         """
         for number, place in enumerate(places, 1):
             loaded = load_adapter(place.path, self._base)
@@ -144,19 +149,21 @@ class LoRAPool:
                 printable(place.path, 200),
             )
 
-    def agree(self, places: Sequence[AdapterPlace], ranks: Group, device: torch.device) -> None:
-        """Let the sizes of the adapters of the start be those of the rank where they are largest.
-        All ranks must call this.
+    def check_ranks_agree(
+        self, places: Sequence[AdapterPlace], ranks: Group, device: torch.device
+    ) -> None:
+        """Set the sizes of the first adapters to the largest of all ranks. All ranks must call
+        this.
 
         Raises:
-            ConfigError: the files of one are not the same for all ranks.
+            ConfigError: the files of an adapter differ between ranks.
         """
         if ranks.size == 1 or not self.first:
             return
         own = [(first.size_bytes / _KIB, *bytes.fromhex(first.digest)) for first in self.first]
-        told = torch.tensor(own, device=device).view(1, -1)  # bytes are exact in any float
-        all_told = ranks.all_gather(told, told.numel() * ranks.size)
-        every = all_told.view(ranks.size, len(own), -1).cpu()  # sync: once
+        mine = torch.tensor(own, device=device).view(1, -1)  # bytes are exact in any float
+        gathered = ranks.all_gather(mine, mine.numel() * ranks.size)
+        every = gathered.view(ranks.size, len(own), -1).cpu()  # sync: once
         for place, odd in zip(places, (every != every[0])[:, :, 1:].any(2).T, strict=True):
             if odd.any():
                 raise ConfigError(
@@ -170,18 +177,19 @@ class LoRAPool:
 
     @property
     def laid_out_bytes(self) -> int:
-        """What all that may be loaded have on the device from the start on; 0 where memory is taken
-        as they come."""
+        """Bytes that are preallocated on the device for all adapters; 0 if memory is allocated per
+        adapter."""
         return self.lora_targets.stacked_bytes
 
     def has(self, number: int) -> bool:
         return number in self._ranks
 
-    def prepare_take(self, order: ControlOp) -> Finish:
-        """
+    def prepare_load(self, order: ControlOp) -> Finish:
+        """Read an adapter; the result loads it between two steps.
+
         Raises:
-            ConfigError: the adapter cannot be served, does not fit, or is not what it was.
-            NoRoom: it needs more memory than it may have.
+            ConfigError: the adapter cannot be served, does not fit, or its files have changed.
+            NoRoom: it needs more memory than it may use.
         """
         assert isinstance(order, TakeAdapter)
         if order.number in self._ranks or not 1 <= order.number <= self.lora_targets.capacity:
@@ -197,25 +205,26 @@ class LoRAPool:
                 size,
             )
 
-        def take() -> Said:
+        def load() -> RankReply:
             self._read = None
             with self._stream():
                 self._enter(order.number, read.placed)
-            return Said("The adapter has been loaded.", read.digest.encode(), size)
+            return RankReply("The adapter has been loaded.", read.digest.encode(), size)
 
         path = printable(order.path, 200)
-        return Alike(take, f"the adapter at {path!r}", read.digest.encode())
+        return Alike(load, f"the adapter at {path!r}", read.digest.encode())
 
     def _read_again(self, order: TakeAdapter) -> "_Read | None":
-        """What was read last and not taken, for want of room here or on another rank, if it is what
-        is to be taken now; else it goes before another one is read."""
+        """The adapter that was read last and not loaded, if its files are unchanged and it is the
+        one that
+        is loaded now."""
         read, self._read = self._read, None
         if read is None or order.digest not in ("", read.digest):
             return None
-        return read if read.stamp and read.stamp == _stamp_of(order.path) else None
+        return read if read.files and read.files == _file_states(order.path) else None
 
     def _read_anew(self, order: TakeAdapter) -> "_Read":
-        stamp = _stamp_of(order.path)
+        files = _file_states(order.path)
         loaded = load_adapter(order.path, self._base)
         if order.digest and loaded.digest != order.digest:
             raise ConfigError(
@@ -223,12 +232,12 @@ class LoRAPool:
                 "named",
                 hint="POST /unload_lora_adapter, then /load_lora_adapter",
             )
-        return _Read(stamp, loaded.digest, self._place(loaded))
+        return _Read(files, loaded.digest, self._place(loaded))
 
-    def prepare_drop(self, order: ControlOp) -> Finish:
+    def prepare_unload(self, order: ControlOp) -> Finish:
         assert isinstance(order, DropAdapter)
 
-        def drop() -> Said:
+        def unload() -> RankReply:
             self._ranks.pop(order.number, None)
             with self._stream():
                 for table in self.lora_targets.tables.values():
@@ -237,26 +246,27 @@ class LoRAPool:
                 rows.enter(order.number, None)
             for experts in self.lora_targets.experts.values():
                 experts.enter(order.number, {})
-            return Said("The adapter has been unloaded.")
+            return RankReply("The adapter has been unloaded.")
 
-        return drop
+        return unload
 
-    def beside(self, take_weights: Carrier) -> Carrier:
-        """What takes other weights, where adapters do not depend on those of the start."""
+    def guard_weight_update(self, update_weights: PrepareOp) -> PrepareOp:
+        """Wrap a weight update so that it fails if loaded adapters depend on the first weights
+        (DoRA)."""
 
         def prepare(order: ControlOp) -> Finish:
             if GAINS in self.lora_targets.kinds:
                 raise ConfigError(
-                    "other weights are not taken where DoRA adapters are served: what scales their "
-                    "outputs is made of the weights of the start",
-                    hint="start again with the other weights",
+                    "weights cannot be updated while DoRA adapters are served: their scales are "
+                    "computed from the weights of the start",
+                    hint="restart with the new weights",
                 )
-            return take_weights(order)
+            return update_weights(order)
 
         return prepare
 
     def _place(self, loaded: LoadedAdapter) -> "_Placed":
-        """Put an adapter where kernels read it, under no number yet."""
+        """Copy an adapter to where kernels read it, without a number yet."""
         arena, lora_targets = Arena(HUGE_PAGE), self.lora_targets
         parts = {
             name: lora_targets.tables[name].place(its, arena) for name, its in loaded.parts.items()
@@ -282,7 +292,7 @@ class LoRAPool:
 
 
 class FirstLoad(NamedTuple):
-    """What came of loading an adapter of the start."""
+    """Result of loading one adapter of --lora-paths."""
 
     digest: str
     size_bytes: int
@@ -293,7 +303,7 @@ class _Placed:
     """An adapter in memory, by projection.
 
     Attributes:
-        size_bytes: of all of it on this rank.
+        size_bytes: all of it on this rank.
     """
 
     parts: Mapping[str, PlacedParts]
@@ -303,21 +313,21 @@ class _Placed:
     size_bytes: int
 
 
-_Stamp = tuple[tuple[str, int, int, int], ...]
-"""Of each file of an adapter: its path, number, size and time of change."""
+_FileStates = tuple[tuple[str, int, int, int], ...]
+"""Path, inode, size and modification time of each file of an adapter."""
 
 
 @dataclass(frozen=True)
 class _Read:
     """An adapter that has been read and has no number yet."""
 
-    stamp: _Stamp
+    files: _FileStates
     digest: str
     placed: _Placed
 
 
-def _stamp_of(path: str) -> _Stamp:
-    """As files were before they are read; () where there is none."""
+def _file_states(path: str) -> _FileStates:
+    """State of the files before they are read; () if one is missing."""
     names = [path] if os.path.isfile(path) else [os.path.join(path, n) for n in (CONFIG, WEIGHTS)]
     try:
         found = [(name, os.stat(name)) for name in names]

@@ -110,7 +110,7 @@ def _check_the_base(config: Config) -> None:
     ):
         if is_there:
             raise ConfigError(
-                f"DoRA adapters and {flag} do not go together: the lengths of the base's rows are "
+                f"DoRA adapters cannot be combined with {flag}: the lengths of the base's rows are "
                 "read from its checkpoint, and the served weights are others",
                 hint="save the changed weights as a checkpoint, or merge the adapter into them",
             )
@@ -124,13 +124,13 @@ def _check_the_joined(config: Config, kinds: Sequence[str]) -> None:
         return
     if not config.lora.paths:
         raise ConfigError(
-            f"{_FLAG} without --lora-paths and --enable-dp-attention do not go together: joined "
+            f"{_FLAG} without --lora-paths cannot be combined with --enable-dp-attention: joined "
             "replicas have the adapters of the start alone",
             hint="name them in --lora-paths",
         )
     if HEAD in kinds and not parallel.are_heads_apart:
         raise ConfigError(
-            "adapters of lm_head and --enable-dp-attention do not go together where replicas make "
+            "adapters of lm_head cannot be combined with --enable-dp-attention where replicas make "
             "their logits together",
             hint="add --enable-dp-lm-head",
         )
@@ -161,4 +161,4 @@ def _check(config: Config) -> None:
         ),
     ):
         if is_there:
-            raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)
+            raise ConfigError(f"{_FLAG} cannot be combined with {other}", hint=hint)

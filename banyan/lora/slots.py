@@ -1,6 +1,6 @@
-"""Which adapter each slot has, and so each token of a step: on the host, where its memory is the
-device's, else on the device, where slots have it too. Knows no files and no matrices.
-"""
+"""AdapterSlots: the adapter of each request slot, and so of each token of a step. A device that is
+not
+the host has its own copy."""
 
 import numpy as np
 import torch
@@ -13,12 +13,11 @@ from banyan.parallel.groups import Group, Groups
 
 
 class StepAdapters:
-    """Which tokens of a step have which adapter, in memory that stays where it is.
+    """Adapters of the tokens of a step, in memory with a fixed address.
 
     Args:
-        seats: of the rank.
-        max_tokens, max_outputs: of the largest step.
-        sharers: replicas or shares whose rows layers gather.
+        max_tokens, max_outputs: sizes of the largest step.
+        sharers: replicas or context-parallel ranks whose rows are gathered in layers.
     """
 
     def __init__(
@@ -33,22 +32,23 @@ class AdapterSlots:
     """The adapter of each slot.
 
     Args:
-        slots: how many there are, padding included.
-        groups: of this rank.
+        slots: number of slots, padding included.
+        groups: process groups of this rank.
     """
 
     def __init__(self, slots: int, lora_pool: LoRAPool, groups: Groups) -> None:
         self._numbers = np.zeros(slots, np.int64)
         self._of_step = self._numbers
-        """Of each token of the step at hand; of a divided one of all shares."""
+        """Adapter of each token of the current step; with context parallelism for all ranks'
+        tokens."""
         self._lora_pool = lora_pool
         stacked = lora_pool.lora_targets.stacked
         self._on_device: Tensor | None = None
-        """The same for the device, where its memory is not the host's."""
+        """Copy of `_numbers` on the device; None if the device is the host."""
         if stacked is not None:
             self._on_device = torch.zeros(slots, dtype=torch.int64, device=stacked.device)
         self._replicas: Group | None = None
-        """Whose rows are gathered from step to step."""
+        """The replicas that gather rows in each step."""
         self._sharers = 1
         if groups.joint is not None:
             self._replicas = groups.everyone.of_rows(groups.joint.tokens)
@@ -57,7 +57,7 @@ class AdapterSlots:
             self._sharers = groups.divided.replicas
 
     def problem(self, number: int) -> str:
-        """Why a slot cannot have this adapter; "" when it can."""
+        """Why a slot cannot use this adapter; "" if it can."""
         if not number or self._lora_pool.has(number):
             return ""
         return f"the request wants adapter {number}, which is not loaded"
@@ -67,49 +67,52 @@ class AdapterSlots:
         if self._on_device is not None:
             self._on_device[slot : slot + 1].fill_(number)
 
-    def room(self, max_tokens: int, max_outputs: int) -> StepAdapters:
-        """For steps of that size."""
+    def new_step(self, max_tokens: int, max_outputs: int) -> StepAdapters:
+        """Buffers for steps of this size."""
         return StepAdapters(self._lora_pool.lora_targets, max_tokens, max_outputs, self._sharers)
 
-    def show(self, step: StepAdapters) -> None:
-        """Let what is computed or recorded next read these."""
+    def use(self, step: StepAdapters) -> None:
+        """Make the layers read these adapters from now on."""
         lora_targets = self._lora_pool.lora_targets
         lora_targets.tokens, lora_targets.gathered = step.own, step.gathered
 
     def fill(self, step: StepAdapters, slots: np.ndarray, of_all: np.ndarray | None) -> None:
-        """Enter a step, at the same time as the other replicas that work on it.
+        """Set the adapters of a step; replicas that share the step call this together.
 
         Args:
-            slots: [tokens], of each token.
-            of_all: of those of all shares, where it is divided.
+            slots: [tokens], slot of each token.
+            of_all: slots of all ranks' tokens, with context parallelism.
         """
         mine = self._numbers[slots]
         self._of_step = mine if of_all is None else self._numbers[of_all]
         step.own.fill(mine)
-        self.show(step)
+        self.use(step)
         if step.gathered is None:
             return
         everyone = self._of_step
         if self._replicas is not None:
-            told = self._replicas.gather_rows(torch.from_numpy(mine).unsqueeze(1))
-            everyone = told.flatten().numpy()
-        has_room = len(everyone) <= len(step.gathered.order)
-        gathered = step.gathered if has_room else AdapterTokens(len(everyone))
+            numbers = self._replicas.gather_rows(torch.from_numpy(mine).unsqueeze(1))
+            everyone = numbers.flatten().numpy()
+        fits = len(everyone) <= len(step.gathered.order)
+        gathered = step.gathered if fits else AdapterTokens(len(everyone))
         gathered.fill(everyone)
         self._lora_pool.lora_targets.gathered = gathered
 
-    def mark(self, step: StepAdapters, slot_of: Tensor) -> None:
-        """`fill` on the device, in the stream at hand or in what is captured: of a divided step
-        this rank's share. slot_of: [tokens] int64, the slot of each token."""
+    def fill_on_device(self, step: StepAdapters, slot_of: Tensor) -> None:
+        """`fill` on the device, in the current stream or while a graph is captured. With context
+        parallelism only for this rank's tokens.
+
+        slot_of: [tokens] int64, slot of each token.
+        """
         assert self._on_device is not None
         numbers = self._on_device[slot_of]
         step.own.mark(numbers)
-        self.show(step)
+        self.use(step)
         if self._replicas is not None and step.gathered is not None:
             self._gather(step.gathered, self._replicas.gather_rows(numbers.unsqueeze(1)).flatten())
 
-    def mark_all(self, step: StepAdapters, slot_of: Tensor) -> None:
-        """The rest of a divided step. slot_of: of the tokens of all shares."""
+    def fill_all_on_device(self, step: StepAdapters, slot_of: Tensor) -> None:
+        """The tokens of all context-parallel ranks. slot_of: slot of each of them."""
         assert self._on_device is not None and step.gathered is not None
         self._gather(step.gathered, self._on_device[slot_of])
 
@@ -120,20 +123,22 @@ class AdapterSlots:
         gathered.mark(numbers)
         self._lora_pool.lora_targets.gathered = gathered
 
-    def turn_to(self, slots: np.ndarray) -> None:
-        """Let `choose` be of a step that was entered before. slots: [tokens], as for `fill`."""
+    def select_step(self, slots: np.ndarray) -> None:
+        """Make `fill_outputs` refer to a step that was filled before. slots: [tokens], as for
+        `fill`."""
         self._of_step = self._numbers[slots]
 
     @property
     def has_outputs(self) -> bool:
-        """Logits depend on adapters of their own."""
+        """Whether logits depend on the adapter directly."""
         return self._lora_pool.lora_targets.has_outputs
 
-    def show_outputs(self, outputs: AdapterTokens) -> None:
-        """Let logits that are made or recorded next read these."""
+    def use_outputs(self, outputs: AdapterTokens) -> None:
+        """Make the computation of logits read these adapters from now on."""
         self._lora_pool.lora_targets.outputs = outputs
 
-    def choose(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:
-        """chosen: [n], tokens of the step whose logits are wanted."""
+    def fill_outputs(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:
+        """Set the adapters of the tokens whose logits are computed. chosen: [n], indices of these
+        tokens."""
         outputs.fill(self._of_step[chosen])
-        self.show_outputs(outputs)
+        self.use_outputs(outputs)

@@ -1,6 +1,4 @@
-"""What a rank holds of adapters: a table for every place where one may lie. Knows no layer that
-adapters lie beside.
-"""
+"""LoRATargets: the tables of adapter matrices of a rank, one per layer that adapters can change."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,29 +13,29 @@ from banyan.ops.lora_rows import RowTable
 from banyan.ops.lora_stack import AdapterStack
 
 EMBEDDING, HEAD, GAINS = "embed_tokens", "lm_head", "DoRA"
-"""Kinds of changes beside those of projections; the names of lora/adapter_config.py."""
+"""Kinds of changes besides plain projections, as named in lora/adapter_config.py."""
 HEADS = ("head", "head.dense", "head.out")
-"""What makes logits of tokens or scores of classes; an encoder does so in two steps."""
+"""Modules that compute logits or class scores; an encoder may use the last two."""
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """How matrices lie on a device that is not the host: of which type, and where."""
+class StackLayout:
+    """Dtype and device of matrices that are preallocated on a device."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 class LoRATargets:
-    """The tables of one rank by projection, and the tokens of the step that is being computed.
+    """The tables of one rank by module name, and the adapter of each token of the current step.
 
     Args:
         max_rank: highest rank of an adapter.
-        capacity: highest number of one.
+        capacity: highest number of an adapter.
         targets: last parts of the projections' names in checkpoints; () = every projection.
-        kinds: what else adapters may change: EMBEDDING, HEAD, and outputs as a whole (GAINS).
+        kinds: further changes that adapters may make, from adapter_config.KINDS.
         is_rounded, keeps_parts: as for AdapterTable.
-        stacked: where tables lie on a device that is not the host; None = they are the host's.
+        stacked: layout of tables on a device other than the host; None = they are on the host.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class LoRATargets:
         kinds: Collection[str] = (),
         is_rounded: bool = False,
         keeps_parts: bool = True,
-        stacked: Stacked | None = None,
+        stacked: StackLayout | None = None,
     ) -> None:
         self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
         self.stacked = stacked
@@ -57,40 +55,42 @@ class LoRATargets:
         self.targets = () if "all" in targets else tuple(targets)
         self.kinds = frozenset(kinds)
         self.tables: dict[str, AdapterTable] = {}
-        """By the projection's name in the model."""
+        """By name of the projection in the model."""
         self.experts: dict[str, ExpertTable] = {}
-        """By the projection of experts."""
+        """By name of the projection of experts."""
         self.rows: dict[str, RowTable] = {}
-        """The same of what is done to whole rows; also of "embedding" and "head"."""
+        """Changes to whole rows, by name of the projection; also "embedding" and the names in
+        HEADS."""
         self.biases: dict[str, Tensor | None] = {}
-        """Of projections in `rows`, where this rank adds one."""
+        """Biases of the projections in `rows`, if this rank adds one."""
         self.slots: dict[str, WeightSlot] = {}
-        """Shapes and cuts of every projection that could have a table."""
+        """Shapes and sharding of every projection that could have a table."""
         self.tokens = AdapterTokens(1)
-        """Of the step at hand; what is recorded keeps those of its recording."""
+        """Adapters of the current step; a recorded step keeps the object it was recorded with."""
         self.gathered: AdapterTokens | None = None
-        """Of all replicas that work on the step, or all shares of it; None where layers gather no
-        rows (`Group.gather_rows`)."""
+        """Adapters of the tokens of all replicas or context-parallel ranks of the step; None if
+        layers
+        gather no rows (`Group.gather_rows`)."""
         self.outputs = AdapterTokens(1)
-        """Of the tokens whose logits are computed."""
+        """Adapters of the tokens whose logits are computed."""
 
-    def seat(self, name: str, is_exact: bool = False) -> None:
-        """Make room for what adapters bring for a projection; is_exact: in float32."""
+    def add_table(self, name: str, is_exact: bool = False) -> None:
+        """Create the table of a projection. is_exact: in float32."""
         if name not in self.tables:
             slot = self.slots[name]
             self.tables[name] = self.table(_own_inputs(slot), own_outputs(slot), is_exact)
 
     @property
     def has_outputs(self) -> bool:
-        """Logits or scores depend on adapters of their own."""
+        """Whether logits or scores depend on the adapter directly."""
         return not self.rows.keys().isdisjoint(HEADS)
 
     def tokens_of(self, gathers: bool) -> AdapterTokens:
-        """Those whose rows come to a layer, which are the gathered ones or this rank's own."""
+        """Adapters of the rows that a layer receives: gathered ones or this rank's own."""
         return self.gathered if gathers and self.gathered is not None else self.tokens
 
     def table(self, inputs: int, outputs: Sequence[int], is_exact: bool = False) -> AdapterTable:
-        """Empty; see there. outputs: of each part of the projection on this rank."""
+        """Create an empty table. outputs: outputs of each part of the projection on this rank."""
         stack, sizes = None, (self.max_rank, self.capacity)
         if self.stacked is not None:
             dtype = torch.float32 if is_exact else self.stacked.dtype
@@ -100,7 +100,7 @@ class LoRATargets:
         return AdapterTable(inputs, width, self.capacity, *how)
 
     def new_tokens(self, count: int) -> AdapterTokens:
-        """For steps of so many tokens."""
+        """Buffers for steps with up to `count` tokens."""
         if self.stacked is None:
             return AdapterTokens(count)
         shape, device = (count, self.capacity), self.stacked.device
@@ -108,22 +108,22 @@ class LoRATargets:
 
     @property
     def stacked_bytes(self) -> int:
-        """Of all tables on a device that is not the host."""
+        """Bytes of all preallocated tables on a device."""
         return sum(t.stack.size_bytes for t in self.tables.values() if t.stack is not None)
 
 
 class AdaptedRouter:
-    """What lies beside a router.
+    """The adapters of a router.
 
     Args:
-        gathers: it scores rows that were gathered.
+        gathers: it scores gathered rows.
     """
 
     def __init__(self, table: AdapterTable, lora_targets: LoRATargets, gathers: bool) -> None:
         self._table, self._lora_targets, self._gathers = table, lora_targets, gathers
 
     def now(self) -> tuple[AdapterTable, AdapterTokens]:
-        """Of the step at hand."""
+        """Table and adapters of the current step."""
         return self._table, self._lora_targets.tokens_of(self._gathers)
 
 
@@ -138,7 +138,7 @@ def own_outputs(slot: WeightSlot) -> list[int]:
 
 
 def _own_inputs(slot: WeightSlot) -> int:
-    """Inputs on this rank; all parts have the same."""
+    """Inputs on this rank; all parts have the same number."""
     (part, shape), *_ = slot.shapes.items()
     rule = slot.rules[part]
     first, last = rule.span(shape[1], slot.group) if rule.dim == 1 else (0, shape[1])

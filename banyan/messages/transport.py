@@ -24,6 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.base.wake import WakeEvent
 from banyan.messages.events import Event
 from banyan.messages.frames import FrameSocket
 from banyan.messages.repeats import Receiver, Sender
@@ -105,18 +106,18 @@ class _Mailbox(Generic[T]):
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
+        self._wake = WakeEvent()
+        self.fd = self._wake.fd
+        weakref.finalize(self, self._wake.close)
 
     def put(self, items: list[T]) -> None:
         if items:
             self._items.extend(items)
-            os.eventfd_write(self.fd, 1)
+            self._wake.wake()
 
     def take(self) -> list[T]:
         # The descriptor is cleared first: an item that comes after it raises it again.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
+        self._wake.clear()
         return [self._items.popleft() for _ in range(len(self._items))]
 
 

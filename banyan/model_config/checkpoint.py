@@ -59,7 +59,7 @@ def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelCon
         )
     if overrides:
         raise ConfigError(
-            "--json-model-override-args and --model-impl transformers do not go together",
+            "--json-model-override-args cannot be combined with --model-impl transformers",
             hint="change config.json, or leave --model-impl at auto",
         )
     return read_hub_folder(path, is_foreign=True)

@@ -8,29 +8,33 @@ and count the same, so each carries out between two of them what the others do a
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
 from banyan.layers.build import Build
 from banyan.messages.control_ops import ControlOp, PlaceExperts
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
-from banyan.moe.expert_map import ExpertMap
-from banyan.moe.expert_mover import ExpertMover
+from banyan.moe.eplb import balanced, kept_in_place, unevenness
+from banyan.moe.expert_location import ExpertMap
 from banyan.moe.layer import Experts
-from banyan.moe.load_balancing import balanced, kept_in_place, unevenness
 from banyan.moe.routing_record import ExpertLayers, counts_of
 from banyan.moe.rules import balances_by_itself, groups_and_nodes
+from banyan.ops.experts_api import PackedExperts
+from banyan.parallel.groups import Group
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
 
 def open_balancer(
-    config: Config, model_config: ModelConfig, build: Build, ring: Callable[[], None]
+    config: Config, model_config: ModelConfig, build: Build, wake: Callable[[], None]
 ) -> "ExpertBalancer | None":
     """None where experts stay where they are.
 
@@ -44,8 +48,8 @@ def open_balancer(
         return None
     layers = ExpertLayers.of(facts, model_config.num_layers)
     groups = groups_and_nodes(config, facts)
-    balancer = ExpertBalancer(config.experts, layers, build.places, groups, ring)
-    build.watch.heard.append(balancer.ran)
+    balancer = ExpertBalancer(config.experts, layers, build.places, groups, wake)
+    build.watch.local_observers.append(balancer.ran)
     return balancer
 
 
@@ -64,7 +68,7 @@ def balance_between_steps(
     layers = ExpertLayers(facts.count, facts.per_token, model_config.num_layers, mine)
     balancer = ExpertBalancer(
         *(config.experts, layers, places, groups_and_nodes(config, facts)),
-        tells=not build.groups.experts.rank,
+        is_reporting=not build.groups.experts.rank,
     )
     mover = ExpertMover(build, model)
 
@@ -74,7 +78,7 @@ def balance_between_steps(
             mover.prepare(order)()
 
     if mine:  # a stage may have none
-        watch.heard.append(ran)
+        watch.local_observers.append(ran)
 
 
 class ExpertBalancer:
@@ -91,12 +95,12 @@ class ExpertBalancer:
         layers: ExpertLayers,
         places: ExpertMap,
         groups: tuple[int, int] = (1, 1),
-        ring: Callable[[], None] = lambda: None,
-        tells: bool = True,
+        wake: Callable[[], None] = lambda: None,
+        is_reporting: bool = True,
     ) -> None:
-        self._level = logging.INFO if tells else logging.DEBUG
+        self._level = logging.INFO if is_reporting else logging.DEBUG
         self._experts, self._layers, self._places = experts, layers, places
-        self._groups, self._ring = groups, ring
+        self._groups, self._ring = groups, wake
         self._waiting: deque[PlaceExperts] = deque()
         """Chunks to come; the loop's thread takes them, the runner's adds them."""
         self._has_run = False
@@ -167,3 +171,82 @@ class ExpertBalancer:
             self._waiting.append(PlaceExperts(layers, rows))
         if self._waiting:
             self._ring()
+
+
+class ExpertMover:
+    """
+    Args:
+        build: of the model; its places tell where experts are.
+        model: the one that runs, None while its weights are released.
+    """
+
+    def __init__(self, build: Build, model: Callable[[], Model | None]) -> None:
+        assert build.places is not None
+        self._places, self._group = build.places, build.groups.experts
+        self._model = model
+
+    def prepare(self, order: ControlOp) -> Finish:
+        """
+        Raises:
+            DeviceError: the weights are not there, or the order is not for this model.
+        """
+        assert isinstance(order, PlaceExperts)
+        model = self._model()
+        if model is None:
+            log.info("experts are not moved: the weights are released")
+            raise DeviceError("the weights are released")
+        assert isinstance(model, nn.Module)
+        layers = {m.layer: m for m in model.modules() if isinstance(m, Experts)}
+        experts, count = self._places.experts, self._places.logical.shape[1]
+        for layer, row in zip(order.layers, order.places, strict=True):
+            if layer not in layers or len(row) != count or set(row) != set(range(experts)):
+                raise DeviceError(f"experts of layer {layer} cannot lie so")
+
+        def move() -> RankReply:
+            moved = 0
+            for layer, row in zip(order.layers, order.places, strict=True):
+                packed = layers[layer].packed
+                assert packed is not None
+                moved += move_experts(packed, self._places, layer, row, self._group)
+            if not self._group.rank:
+                log.info("experts moved: layers=%d experts=%d", len(order.layers), moved)
+            return RankReply(f"{moved} experts of {len(order.layers)} layers moved.")
+
+        return move
+
+
+def move_experts(
+    packed: PackedExperts, places: ExpertMap, layer: int, wanted: list[int], group: Group
+) -> int:
+    """Bring the experts of a layer to their places, on every rank of `group` at once; how many
+    were not there before."""
+    staged: dict[int, list[Tensor]] = {}
+    changes = list(moves(places.logical[layer], wanted, places.of_rank))
+    for source, target in changes:
+        source_rank, target_rank = source // places.of_rank, target // places.of_rank
+        if places.rank == source_rank:
+            parts = packed.parts(source - places.first)
+            if source_rank == target_rank:
+                staged[target] = [part.clone() for part in parts]
+            else:
+                for part in parts:
+                    group.send(part.view(-1), target_rank)
+        elif places.rank == target_rank:
+            staged[target] = [torch.empty_like(p) for p in packed.parts(target - places.first)]
+            for part in staged[target]:
+                group.recv(part.view(-1), source_rank)
+    for target, parts in staged.items():
+        packed.put(target - places.first, parts)
+    places.enter(layer, wanted)
+    return len(changes)
+
+
+def moves(present: np.ndarray, wanted: list[int], of_rank: int) -> Iterator[tuple[int, int]]:
+    """From which place to which an expert goes: from one of the same rank if there is one, else
+    from the first that has it."""
+    for target, expert in enumerate(wanted):
+        if int(present[target]) == expert:
+            continue
+        there = np.flatnonzero(present == expert).tolist()
+        near = [place for place in there if place // of_rank == target // of_rank]
+        yield (near or there)[0], target

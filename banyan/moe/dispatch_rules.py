@@ -32,17 +32,17 @@ def share_the_experts(
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     if config.model.implementation == "transformers":
         raise ConfigError(
-            f"{flag} and --model-impl transformers do not go together",
+            f"{flag} cannot be combined with --model-impl transformers",
             hint="leave --model-impl at auto",
         )
     if is_fused(config) and experts.a2a_mode == "normal":
         raise ConfigError(
-            f"{flag} and {_MODE} normal do not go together: its operator sends rows at once",
+            f"{flag} cannot be combined with {_MODE} normal: its operator sends rows at once",
             hint=f"leave {_MODE} at auto",
         )
     if experts.a2a_tokens == 0 and experts.a2a_mode != "normal":
         raise ConfigError(
-            f"{LIMIT}=0 (no bound) and {_MODE} {experts.a2a_mode} do not go together",
+            f"{LIMIT}=0 (no bound) cannot be combined with {_MODE} {experts.a2a_mode}",
             hint=f"give {'' if is_fused(config) else f'{_MODE} normal, or '}the most tokens of a "
             f"rank, up to {MOST}",
         )

@@ -14,7 +14,7 @@ from banyan.dp_attention.batch import DPAttentionRows
 from banyan.ops.api import Recorder
 from banyan.parallel.groups import Group
 
-Heard = Callable[[np.ndarray, np.ndarray], None]
+ChoiceObserver = Callable[[np.ndarray, np.ndarray], None]
 """Told of each pass: choices [layers, tokens, per_token] int32, and the tokens' positions; where
 several replicas work on one batch, the choices of all of them, and the positions of this one's."""
 
@@ -47,14 +47,14 @@ class ExpertWatch:
         """Layer -> ids [most tokens, per_token] of the recorded step."""
         self._called: dict[int, Tensor] = {}
         """The same of a step whose ops were called one by one."""
-        self.heard: list[Heard] = []
+        self.local_observers: list[ChoiceObserver] = []
         """Told of the layers that are here, when a pass has been through them."""
-        self.heard_whole: list[Heard] = []
+        self.observers: list[ChoiceObserver] = []
         """Told of all layers, at the end of a pass."""
         self.chosen = np.zeros((0, 0, 0), np.int32)
         """What the last step chose: [layers with experts here, tokens, per_token]."""
 
-    def saw(self, layer: int, ids: Tensor) -> None:
+    def chose(self, layer: int, ids: Tensor) -> None:
         """The router of a layer has chosen, or will whenever the recorded step runs."""
         is_recorded = self._recorder is not None and self._recorder.is_recording
         (self._recorded if is_recorded else self._called)[layer] = ids
@@ -68,7 +68,7 @@ class ExpertWatch:
             return
         chosen = [seen[layer][:count].numpy() for layer in sorted(seen)]
         self.chosen = np.stack(chosen).astype(np.int32)
-        for told in self.heard:
+        for told in self.local_observers:
             told(self.chosen, positions)
 
     def whole(self, chosen: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ class ExpertWatch:
         """
         if self._stages.size > 1 and len(positions):
             chosen = np.concatenate(self._of_stages(chosen, len(positions)))
-        for told in self.heard_whole if chosen.size else ():
+        for told in self.observers if chosen.size else ():
             told(chosen, positions)
         return chosen
 

@@ -17,10 +17,9 @@ from banyan.layers.mlp import GatedMLP, PlainMLP, gate_of
 from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot, single
 from banyan.lora.targets import AdaptedRouter
 from banyan.model_config.model_config import ExpertFacts
-from banyan.moe.all_to_all import Exchange
 from banyan.ops.experts_api import Clamp, ExchangingExperts, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.groups import Group
+from banyan.parallel.groups import Group, Groups
 
 
 class Router(Layer):
@@ -72,7 +71,7 @@ class Router(Layer):
     def tell(self, ids: Tensor) -> None:
         """ids: what the rows of all replicas have chosen."""
         if self.watch is not None:
-            self.watch.saw(self.layer, ids)
+            self.watch.chose(self.layer, ids)
 
 
 class ExpertWeights(Layer):
@@ -280,8 +279,8 @@ class ExpertBlock(nn.Module):
             self.back = ColumnLinear(latent, {"": dim}, whole, False, Group(), build)
         self.group = build.groups.ffn
         self.sends_rows = build.sends_rows
-        self.exchange = Exchange.of(build)
-        self.lane = build.lane
+        self.exchange = ExpertExchange.of(build)
+        self.side_stream = build.side_stream
         self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
@@ -297,7 +296,7 @@ class ExpertBlock(nn.Module):
         rows = self.group.gather_rows(x) if is_for_all else x
         if self.shared is None:
             return self._of_experts(x, rows)
-        routed, shared = self._beside(x, rows, self.shared)
+        routed, shared = self._with_shared_experts(x, rows, self.shared)
         if self.shared_gate is not None:
             shared = self.ops.sigmoid_scale(shared, self.shared_gate(x))
         return self.ops.add(routed, shared)
@@ -306,18 +305,18 @@ class ExpertBlock(nn.Module):
         routed = self._sent(x) if self.sends_rows else self._routed(x, rows)
         return routed if self.back is None else self.back(routed)
 
-    def _beside(
+    def _with_shared_experts(
         self, x: Tensor, rows: Tensor, shared: "GatedMLP | PlainMLP"
     ) -> tuple[Tensor, Tensor]:
         """What the experts make of rows, and what the block beside them does: at once, where there
         is a lane. Ranks add up behind it, because a group exchanges one thing at a time."""
-        lane = self.lane
-        if lane is None:
+        stream = self.side_stream
+        if stream is None:
             return self._of_experts(x, rows), shared.of_gathered(rows)
         parts = list[Tensor]()
-        done = lane.run(lambda: parts.append(shared.partial(rows)), lane.mark())
+        done = stream.run(lambda: parts.append(shared.partial(rows)), stream.mark())
         routed = self._of_experts(x, rows)
-        lane.wait(done)
+        stream.wait(done)
         return routed, self.group.reduce_rows(parts[0])
 
     def _routed(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -340,3 +339,44 @@ class ExpertBlock(nn.Module):
         ids = self.group.gather_rows(own[0])
         self.router.tell(ids)
         return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)
+
+
+class ExpertExchange:
+    """
+    Args:
+        most: tokens of a rank in one exchange.
+        has_rounds: more of them go in several, one after another.
+    """
+
+    def __init__(self, groups: Groups, most: int, has_rounds: bool) -> None:
+        self._has_rounds = has_rounds
+        self._rows, self._alike = groups.ffn, groups.attention
+        self._ranks, self._most = groups.exchange.ranks, most
+
+    @classmethod
+    def of(cls, build: Build) -> "ExpertExchange | None":
+        is_there = build.sends_rows and build.exchanged
+        return cls(build.groups, build.exchanged, build.is_fused) if is_there else None
+
+    def _share(self, rows: int) -> int:
+        """What each rank brings, in the step at hand; ranks with the same rows divide them."""
+        return -(-self._rows.most_rows(rows) // self._alike.size)
+
+    def holds(self, rows: int) -> bool:
+        """The same on all ranks. rows: of this replica."""
+        return self._has_rounds or self._share(rows) <= self._most
+
+    def __call__(
+        self, packed: ExchangingExperts, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """x: [tokens, dim], of this replica; ids, weights: of the router; returns [tokens, dim]."""
+        rows, share, alike = len(x), self._share(len(x)), self._alike
+        first, end, most = alike.rank * share, (alike.rank + 1) * share, self._most
+        parts = list[Tensor]()
+        for at in range(first, end, most):
+            mine, count = slice(at, min(at + most, end)), min(most, end - at)
+            given = (x[mine], ids[mine], weights[mine])
+            parts.append(packed.exchanged(*given, self._ranks, count))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = alike.all_gather(out.reshape(1, -1), alike.size * out.numel())
+        return whole.view(-1, x.shape[1])[:rows]

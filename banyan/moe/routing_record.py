@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger
@@ -18,6 +20,7 @@ from banyan.config.schema import Config, ExpertsConfig
 from banyan.formats.arrays import write_arrays
 from banyan.layers.build import Build
 from banyan.messages.control_ops import ControlOp, RecordExperts
+from banyan.messages.plan import EXPERTS
 from banyan.model_config.model_config import ExpertFacts, ModelConfig
 from banyan.models.decoder import layers_of
 from banyan.moe.expert_watch import ExpertWatch
@@ -25,7 +28,8 @@ from banyan.moe.rules import balances_by_itself
 from banyan.ops.api import Recorder
 from banyan.parallel.groups import Groups
 from banyan.platform.base import Traits
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.batch import Batch
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
@@ -75,7 +79,7 @@ def refuse_to_record(order: ControlOp) -> Finish:
 
 def prepare_nothing(order: ControlOp) -> Finish:
     """What ranks do that keep no record."""
-    return lambda: Said("")
+    return lambda: RankReply("")
 
 
 def open_expert_record(
@@ -98,7 +102,7 @@ def open_expert_record(
     if groups.everyone.rank:  # the first one reports on all
         experts = replace(experts, reports=False)
     record = ExpertRecord(experts, places, groups.experts.size, name, report_every, watch.own)
-    watch.heard_whole.append(record.ran)
+    watch.observers.append(record.ran)
     return record
 
 
@@ -199,20 +203,20 @@ class ExpertRecord:
             raise RequestError(f"The record could not be written: {error}") from None
         return lambda: self._dumped(path)
 
-    def _start(self) -> Said:
+    def _start(self) -> RankReply:
         self._empty()
         self._is_recording = True
-        return Said("Start recording expert distribution.")
+        return RankReply("Start recording expert distribution.")
 
-    def _stop(self) -> Said:
+    def _stop(self) -> RankReply:
         self._is_recording = False
-        return Said(f"Stop recording expert distribution after {self.passes} passes.")
+        return RankReply(f"Stop recording expert distribution after {self.passes} passes.")
 
-    def _dumped(self, path: str) -> Said:
+    def _dumped(self, path: str) -> RankReply:
         passes = self.passes
         self._empty()
         log.info("expert record of %d passes: %s", passes, path)
-        return Said(f"Dump expert distribution record of {passes} passes: {path}")
+        return RankReply(f"Dump expert distribution record of {passes} passes: {path}")
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """What a dump holds; layers without experts have counted nothing."""
@@ -260,3 +264,29 @@ def evenness(counts: np.ndarray, shares: int) -> float:
     loads = counts.reshape(len(counts), shares, -1).sum(-1) if shares > 1 else counts
     most = loads.max(-1)
     return float(np.mean(loads.mean(-1)[most > 0] / most[most > 0])) if most.any() else 1.0
+
+
+def returned_experts(
+    watch: ExpertWatch | None, chosen: np.ndarray, batch: Batch, model_config: ModelConfig
+) -> dict[int, Tensor]:
+    """Let whoever listens hear of the choices of a step, on every rank that has run it.
+
+    chosen: what it chose in the layers that are here, `ExpertWatch.chosen`.
+    returns: of the rows with EXPERTS: index in the plan -> int32 [positions, layers, per_token],
+        best first; 0 in layers without experts.
+    """
+    asks = bool(batch.wanted & EXPERTS)
+    if watch is None or not (asks or watch.is_recorded):
+        return {}
+    mine = watch.own(watch.whole(chosen, batch.positions))
+    facts, found = model_config.experts, dict[int, Tensor]()
+    assert facts is not None
+    sparse = [layer for layer in range(model_config.num_layers) if layer not in facts.dense_layers]
+    for at in batch.wanting(EXPERTS):
+        skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
+        tokens = slice(int(batch.offsets[at]) + skipped, int(batch.offsets[at + 1]))
+        of_row = mine[:, tokens]
+        whole = np.zeros((of_row.shape[1], model_config.num_layers, facts.per_token), np.int32)
+        whole[:, sparse] = of_row.swapaxes(0, 1)
+        found[int(batch.indices[at])] = torch.from_numpy(whole)
+    return found

@@ -80,7 +80,7 @@ def _check_the_places(config: Config, model_config: ModelConfig, flag: str) -> N
         )
     if config.parallel.nodes > 1 and experts.location != TRIVIAL:
         raise ConfigError(
-            f"{_LOCATION} and {config.parallel.nodes_flag} do not go together",
+            f"{_LOCATION} cannot be combined with {config.parallel.nodes_flag}",
             hint="start all ranks on one machine",
         )
     if experts.dispatch == "fake":
@@ -91,7 +91,7 @@ def _check_the_places(config: Config, model_config: ModelConfig, flag: str) -> N
 def _check_the_fake(config: Config, facts: ExpertFacts) -> None:
     if config.parallel.uses_dp_attention:
         raise ConfigError(
-            f"{_DISPATCH} fake and --enable-dp-attention do not go together",
+            f"{_DISPATCH} fake cannot be combined with --enable-dp-attention",
             hint="use --data-parallel-size alone",
         )
     log.warning(
@@ -120,7 +120,7 @@ def _check_the_location(location: str) -> None:
 def _check_the_library(config: Config, model_config: ModelConfig, flag: str) -> None:
     if config.model.implementation == "transformers":
         raise ConfigError(
-            f"{flag} and --model-impl transformers do not go together",
+            f"{flag} cannot be combined with --model-impl transformers",
             hint="leave --model-impl at auto",
         )
     if model_config.experts is None:
@@ -132,7 +132,7 @@ def _check_what_is_told(config: Config, model_config: ModelConfig) -> None:
         raise ConfigError(f"{_TOLD}: this model is served for vectors", hint="leave it out")
     if config.handoff.role:
         raise ConfigError(
-            f"{_TOLD} and --disaggregation-mode {config.handoff.mode} do not go together: what a "
+            f"{_TOLD} cannot be combined with --disaggregation-mode {config.handoff.mode}: what a "
             "prompt's tokens chose is not handed over",
             hint="serve such requests with one server",
         )
@@ -152,12 +152,12 @@ def _check_the_folder(config: Config) -> None:
 def _check_the_balance(config: Config) -> None:
     if config.parallel.nodes > 1:
         raise ConfigError(
-            f"{_BALANCE} and {config.parallel.nodes_flag} do not go together",
+            f"{_BALANCE} cannot be combined with {config.parallel.nodes_flag}",
             hint="start all ranks on one machine",
         )
     if config.experts.dispatch == "fake":
         raise ConfigError(
-            f"{_BALANCE} and {_DISPATCH} fake do not go together: those choices are even already",
+            f"{_BALANCE} cannot be combined with {_DISPATCH} fake: those choices are even already",
             hint="use static or dynamic",
         )
 

@@ -10,6 +10,7 @@ import os
 import time
 
 from banyan.base.errors import CapacityError, DeviceError
+from banyan.base.os import anonymous_memory
 from banyan.ops.cpu.collectives import SLOT_BYTES, SharedMemory, most_ranks, segment_bytes
 from banyan.ops.cpu.library import Library
 from banyan.parallel.collectives import Meeting, Transport
@@ -59,8 +60,7 @@ def open_shared(meeting: Meeting) -> SharedMemory:
 
 def _make(size_bytes: int) -> int:
     try:
-        file = os.memfd_create("banyan-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(file, size_bytes)
+        file = anonymous_memory("banyan-ranks", size_bytes, can_seal=True)
     except OSError as error:
         raise CapacityError(
             f"no {size_bytes} bytes of memory for the ranks to share: {error.strerror}"

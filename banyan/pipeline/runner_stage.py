@@ -1,4 +1,4 @@
-"""Line: one rank's place in a line of stages, through which several plans go at once.
+"""PipelineStage: one rank's place in a line of stages, through which several plans go at once.
 
 The ranks take turns together. In a turn each stage runs another plan: the first one the plan that
 comes in, every other one what the stage before has run in the turn before. Then all ranks sample
@@ -19,26 +19,25 @@ from banyan.base.errors import DeviceError
 from banyan.messages.plan import CopyResult, StepPlan
 from banyan.parallel.groups import Group
 from banyan.runner.batch import Batch
-from banyan.runner.control_ops import ControlOpExecutor
-from banyan.runner.control_ops import PendingStep as Pending
-from banyan.runner.pending import Begun, PendingStep, after
+from banyan.runner.control_ops import ControlOpExecutor, StepInFlight
+from banyan.runner.pending import BegunStep, PendingStep, after
 from banyan.runner.runner import MaskOf, ModelRunner
 
 
 @dataclass
-class _Passing:
+class _InFlight:
     """A plan on its way."""
 
     plan: StepPlan
     mask_of: MaskOf | None
-    begun: Begun | None = None
+    begun: BegunStep | None = None
     left: Tensor | None = None
     """What the next stage goes on with."""
     copies: CopyResult | None = None
     seconds: float = 0.0
 
 
-class Line:
+class PipelineStage:
     """
     Args:
         runner: of the layers that are here.
@@ -68,13 +67,13 @@ class Line:
         self._world = world
         self._like = like
         self._width = width
-        self._line: deque[_Passing | None] = deque([None] * stages.size, stages.size)
+        self._line: deque[_InFlight | None] = deque([None] * stages.size, stages.size)
         """By stage, in this turn."""
         self.turns = 0
         self.ran = 0
 
     @torch.inference_mode()
-    def turn(self, plan: StepPlan | None, mask_of: MaskOf | None = None) -> Pending | None:
+    def turn(self, plan: StepPlan | None, mask_of: MaskOf | None = None) -> StepInFlight | None:
         """Take a turn; `plan` comes in. Orders come alone, and are carried out at once.
 
         returns: the plan that has been through all stages, if there is one.
@@ -86,7 +85,7 @@ class Line:
         if plan is not None and plan.control_ops:
             assert not any(self._line), "orders came while plans were in the line"
             return self._obeying.launch(plan, mask_of)
-        self._line.appendleft(None if plan is None else _Passing(plan, mask_of))
+        self._line.appendleft(None if plan is None else _InFlight(plan, mask_of))
         self._hand_on()
         here = self._line[self._stages.rank]
         if here is not None:
@@ -116,7 +115,7 @@ class Line:
         x = self._like.new_empty((int(batch.offsets[-1]), self._width))
         return self._stages.recv(x, self._stages.rank - 1)
 
-    def _begin(self, here: _Passing) -> None:
+    def _begin(self, here: _InFlight) -> None:
         runner, stage, plan = self._runner, self._stages.rank, here.plan
         began = time.perf_counter()
         here.copies = runner.begin_copies(plan.copies)
@@ -134,7 +133,7 @@ class Line:
                 here.left = runner.left(here.begun)
         here.seconds = time.perf_counter() - began
 
-    def _end(self, last: _Passing) -> Pending:
+    def _end(self, last: _InFlight) -> StepInFlight:
         runner, began = self._runner, time.perf_counter()
         assert last.begun is not None and last.copies is not None
         with runner.platform.stream():

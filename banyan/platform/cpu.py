@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.base import ANY_SIZE, Memory, Traits
@@ -75,8 +76,7 @@ class CpuPlatform(Host):
         return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
 
     def _cores(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-        cores = cores or os.cpu_count() or 1
+        cores = num_cores()
         for group in self._groups:
             quota, period = _cpu_quota(group)
             if quota > 0 and period > 0:

@@ -1,12 +1,12 @@
 """CUDA devices through torch."""
 
-import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
 
 from banyan.base.errors import ConfigError
+from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
@@ -42,7 +42,7 @@ class CudaPlatform(Accelerator):
             page_sizes=(64, 16, 32, 128),
             async_launch=True,
             features=frozenset({f"sm{major}{minor}"} | has_triton),
-            cores=len(os.sched_getaffinity(0)),
+            cores=num_cores(),
             is_host=False,
             programs=BY_SHAPE,
             verified=16,

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import RequestError
 
 if TYPE_CHECKING:
-    from banyan.requests.generation import TextRequest
+    from banyan.requests.request_spec import RequestSpec
     from banyan.requests.sampling_params import Limits
 
 _ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _HERE = ("routed_dp_rank", "data_parallel_rank")
 """Two names, the first one counts."""
 _THERE = "disagg_prefill_dp_rank"
-HEADER = b"x-data-parallel-rank"
+HEADER = "x-data-parallel-rank"
 FIELDS = (*_ROOMS, *_HERE, _THERE)
 DEFAULT_PORT = 8998
 _MOST_REPLICAS = 1 << 16
@@ -93,10 +93,16 @@ def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, obje
     return {**fields, _HERE[0]: int(header)}
 
 
-def check_room(request: "TextRequest", limits: "Limits") -> None:
+def check_room(request: "RequestSpec", limits: "Limits") -> None:
     """Whether a sequence goes with the role of this server; RequestError when it does not."""
     if not limits.role:
-        name = _ROOMS[2] if request.room else _THERE if request.giver >= 0 else ""
+        name = (
+            _ROOMS[2]
+            if request.message.transfer_id
+            else _THERE
+            if request.message.prefill_replica >= 0
+            else ""
+        )
         if name:
             raise RequestError(
                 f"{name} asks for a server that shares the work with another one",
@@ -107,14 +113,14 @@ def check_room(request: "TextRequest", limits: "Limits") -> None:
         return
     if request.route in _OWN_ROUTES or not limits.has_rooms:
         return
-    if not request.room:
+    if not request.message.transfer_id:
         raise RequestError(
             f"This is a {limits.role} server, and the request names no bootstrap_room",
             param="bootstrap_room",
             code="no_room",
             hint="Send requests to the router of the two servers.",
         )
-    if limits.role == "decode" and not request.peer:
+    if limits.role == "decode" and not request.message.prefill_address:
         raise RequestError(
             "bootstrap_host must name the server that computes the prompt", param="bootstrap_host"
         )
@@ -126,11 +132,13 @@ def check_room(request: "TextRequest", limits: "Limits") -> None:
         )
 
 
-def with_room(request: "TextRequest", limits: "Limits") -> "TextRequest":
+def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
     """The request with a room of its own, where nothing is handed over really."""
-    if limits.has_rooms or not limits.role or request.room or request.route in _OWN_ROUTES:
+    if limits.has_rooms or not limits.role:
         return request
-    return replace(request, room=Meeting(secrets.randbits(63)).name(0))
+    if request.message.transfer_id or request.route in _OWN_ROUTES:
+        return request
+    return request.with_message(transfer_id=Meeting(secrets.randbits(63)).name(0))
 
 
 def _spread(value: object, name: str, num: int | None) -> Sequence[object]:

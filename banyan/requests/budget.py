@@ -7,13 +7,13 @@ of the server's memory.
 from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
-from banyan.messages.requests import NO_HIDDEN, NO_SCORES
-from banyan.requests.generation import ALL_HIDDEN, TextRequest
+from banyan.messages.requests import NO_SCORES
 from banyan.requests.long_texts import check_total
+from banyan.requests.request_spec import ALL_HIDDEN, RequestSpec
 from banyan.requests.sampling_params import Limits
 
 
-def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
+def check_budget(requests: Sequence[RequestSpec], limits: Limits) -> None:
     """Raise RequestError when `requests`, the sequences of one request, ask for too much."""
     check_total(sum(len(r.prompt) for r in requests), limits)
     scores = sum(map(_prompt_scores, requests))
@@ -46,26 +46,28 @@ def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
         )
 
 
-def _positions(request: TextRequest) -> int:
+def _positions(request: RequestSpec) -> int:
     return len(request.prompt) + request.sampling.max_new_tokens
 
 
-def _told_positions(request: TextRequest) -> int:
-    first = request.experts_from
-    return 0 if first == NO_HIDDEN else _positions(request) - first
+def _told_positions(request: RequestSpec) -> int:
+    message = request.message
+    return _positions(request) - message.hidden_from if message.wants_experts else 0
 
 
-def _width(request: TextRequest) -> int:
+def _width(request: RequestSpec) -> int:
     """Log-probabilities at each scored position."""
-    scores = request.scores
-    return 0 if scores.start == NO_SCORES else 1 + scores.top + len(scores.ids)
+    message = request.message
+    if message.score_from == NO_SCORES:
+        return 0
+    return 1 + message.score_top + len(message.score_ids)
 
 
-def _prompt_scores(request: TextRequest) -> int:
-    return (len(request.prompt) - request.scores.start) * _width(request)
+def _prompt_scores(request: RequestSpec) -> int:
+    return (len(request.prompt) - request.message.score_from) * _width(request)
 
 
-def _output_scores(request: TextRequest) -> int:
+def _output_scores(request: RequestSpec) -> int:
     return request.sampling.max_new_tokens * _width(request)
 
 

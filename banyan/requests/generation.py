@@ -1,95 +1,21 @@
 """Generation: the one path from a prompt to text, for every route and for the offline API.
 
-Turns a TextRequest into engine messages, and engine events into TextChunks: detokenises, finds
+Turns a RequestSpec into engine messages, and engine events into TextChunks: detokenises, finds
 stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
 from banyan.messages.events import DraftReport
-from banyan.messages.requests import NO_HIDDEN, NO_SCORES
-from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.chunks import Chunks, Through
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """How tokens become text, and which text ends the request."""
-
-    stop: tuple[str, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    shown: frozenset[int] = frozenset()
-    """Special tokens that are text all the same, because a parser looks for them."""
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """Which log-probabilities are wanted. `start` is the first position; NO_SCORES = none."""
-
-    start: int = NO_SCORES
-    top: int = 0
-    ids: tuple[int, ...] = ()
-
-
-ALL_HIDDEN = "all"
-"""TextRequest.hidden: hidden states of every position that went through the model."""
-LAST_HIDDEN = "last"
-"""TextRequest.hidden: that of the last such position alone."""
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """One sequence to generate (n > 1 is n of these)."""
-
-    id: RequestId
-    prompt: list[int]
-    sampling: SamplingParams
-    text: TextOptions = field(default_factory=TextOptions)
-    scores: ScoreOptions = field(default_factory=ScoreOptions)
-    grammar: str = ""
-    """What the output must look like, as requests.constraint makes it; "" for anything."""
-    namespace: bytes = b""
-    caller: bytes = b""
-    """Digest of the credential that asks."""
-    pool: bool = False
-    """The prompt's vector is wanted, and no text."""
-    hidden: str = ""
-    """Which hidden states are wanted; "" for none."""
-    experts_from: int = NO_HIDDEN
-    """First position whose chosen experts are wanted; NO_HIDDEN = none."""
-    embeds: bytes = b""
-    """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
-    room: bytes = b""
-    """Where it is handed over from one server to another; b"" = nowhere."""
-    peer: str = ""
-    """host:port of the server that computes its prompt."""
-    replica: int = -1
-    """Which replica of this server takes it; -1 = whichever is chosen."""
-    giver: int = -1
-    """Which replica of the other server computes its prompt; -1 = the one that has its room."""
-    priority: int = 0
-    adapter: str = ""
-    """Who answers; "" = the model by itself."""
-    route: str = ""
-    """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
-    stride: int = 1
-    """Tokens that a chunk has at least, unless it is the first or the last; 0 = all of them."""
-    pin_s: float = 0.0
-    """For how long the pages of its prompt stay once it has ended; 0 = as any others."""
-    pin_priority: int = 0
-    """What is pinned with a lower one gives way first."""
-
+from banyan.requests.request_spec import RequestSpec
 
 _SHOWN_BYTES = 32
 """Of one log-probability as JSON."""
@@ -171,11 +97,11 @@ class TextChunk(msgspec.Struct, frozen=True):
 class Generator(Protocol):
     """What routes and the offline API call. Closing the chunks early aborts the request."""
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         """Begin it; RequestError when it is refused."""
         ...
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         """RequestError when these sequences together ask for more than one request may."""
         ...
 
@@ -308,7 +234,7 @@ class _SideBySide(Chunks[Arrival]):
             self._more()
 
 
-def run(generator: Generator, requests: Sequence[TextRequest]) -> Chunks[Arrival]:
+def run(generator: Generator, requests: Sequence[RequestSpec]) -> Chunks[Arrival]:
     """What requests that run side by side bring, as it comes, each at its stride. Closing it ends
     all of them.
 
@@ -327,12 +253,12 @@ def run(generator: Generator, requests: Sequence[TextRequest]) -> Chunks[Arrival
     return parts[0] if len(parts) == 1 else _SideBySide(parts)
 
 
-def at_once(requests: Sequence[TextRequest]) -> list[TextRequest]:
+def at_once(requests: Sequence[RequestSpec]) -> list[RequestSpec]:
     """The same requests for a reader who takes nothing before the end."""
-    return [replace(request, stride=0) for request in requests]
+    return [request.with_message(stream_interval=0) for request in requests]
 
 
-async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list[TextChunk]:
+async def collect(generator: Generator, requests: Sequence[RequestSpec]) -> list[TextChunk]:
     """The complete answer of each request as one chunk, in order; errors as of `run`."""
     parts: list[list[TextChunk]] = [[] for _ in requests]
     async with aclosing(run(generator, at_once(requests))) as chunks:
@@ -341,7 +267,8 @@ async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list
     return [join(chunks) for chunks in parts]
 
 
-def _in_pieces(generator: Generator, request: TextRequest) -> Chunks[TextChunk]:
+def _in_pieces(generator: Generator, request: RequestSpec) -> Chunks[TextChunk]:
     """Chunks of one request at its stride."""
     chunks = generator.generate(request)
-    return InStrides(chunks, request.stride) if request.stride > 1 else chunks
+    stride = request.message.stream_interval
+    return InStrides(chunks, stride) if stride > 1 else chunks

@@ -16,7 +16,7 @@ from banyan.router.state import RouterState
 from banyan.router.upstream import Lost, NotReached
 from banyan.router.worker import Worker
 from banyan.server.errors import Json, unavailable
-from banyan.server.http.request_context import RETRY_AFTER_S, RequestContext
+from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
 
 log = logger(__name__)
 
@@ -25,48 +25,48 @@ ALL_S = 30.0
 MOST_ANSWER_BYTES = 4 << 20
 
 
-async def livez(context: RequestContext, state: RouterState) -> None:
-    await context.json({"status": "alive"})
+async def livez(exchange: HttpExchange, state: RouterState) -> None:
+    await exchange.json({"status": "alive"})
 
 
-async def readyz(context: RequestContext, state: RouterState) -> None:
+async def readyz(exchange: HttpExchange, state: RouterState) -> None:
     trouble = state.trouble()
     body: Json = {"status": "not ready" if trouble else "ready"}
     if trouble:
         body |= {"reason": trouble}
-    await context.json(body, 503 if trouble else 200, _retry(trouble))
+    await exchange.json(body, 503 if trouble else 200, _retry(trouble))
 
 
-async def health(context: RequestContext, state: RouterState) -> None:
+async def health(exchange: HttpExchange, state: RouterState) -> None:
     """As readyz, but draining is healthy work, and the body of a 200 is empty."""
     trouble = state.fleet.trouble()
     if trouble:
         body = {"status": "unhealthy", "reason": trouble}
-        await context.json(body, 503, _retry(trouble))
+        await exchange.json(body, 503, _retry(trouble))
     else:
-        await context.whole(b"", 200, "text/plain")
+        await exchange.whole(b"", 200, "text/plain")
 
 
-async def health_generate(context: RequestContext, state: RouterState) -> None:
+async def health_generate(exchange: HttpExchange, state: RouterState) -> None:
     """200 when every worker that gets requests makes a token."""
     if trouble := state.trouble():
         raise unavailable(trouble, "no_worker")
-    found = await ask_all(context, state)
+    found = await ask_all(exchange, state)
     bad = {w.url: answer for w, answer in found.items() if answer.status != 200}
     if bad:
         told = "; ".join(f"{url} {answer}" for url, answer in bad.items())
         raise unavailable(f"not every worker makes a token: {told}", "worker_stuck")
-    await context.whole(b"", 200, "text/plain")
+    await exchange.whole(b"", 200, "text/plain")
 
 
-async def list_workers(context: RequestContext, state: RouterState) -> None:
-    await context.json({"urls": [w.url for w in state.fleet.workers]})
+async def list_workers(exchange: HttpExchange, state: RouterState) -> None:
+    await exchange.json({"urls": [w.url for w in state.fleet.workers]})
 
 
-async def workers(context: RequestContext, state: RouterState) -> None:
+async def workers(exchange: HttpExchange, state: RouterState) -> None:
     """GET lists them, POST adds one."""
-    if context.method == "POST":
-        worker = await _add(context, state, await context.json_object())
+    if exchange.method == "POST":
+        worker = await _add(exchange, state, await exchange.json_object())
         body = {
             "status": "accepted",
             "worker_id": str(worker.number),
@@ -74,11 +74,11 @@ async def workers(context: RequestContext, state: RouterState) -> None:
             "location": f"/workers/{worker.number}",
             "message": "it gets requests once it is well",
         }
-        await context.json(body, 202)
+        await exchange.json(body, 202)
         return
     some = state.fleet.workers
     kinds = {kind: sum(w.spec.kind == kind for w in some) for kind in KINDS}
-    await context.json(
+    await exchange.json(
         {
             "workers": [facts_of(w) for w in some],
             "total": len(some),
@@ -87,26 +87,26 @@ async def workers(context: RequestContext, state: RouterState) -> None:
     )
 
 
-async def worker(context: RequestContext, state: RouterState) -> None:
+async def worker(exchange: HttpExchange, state: RouterState) -> None:
     """GET tells of one, DELETE removes it."""
-    one = _named(state, context.tail)
-    if context.method == "DELETE":
+    one = _named(state, exchange.tail)
+    if exchange.method == "DELETE":
         _remove(state, one)
-        await context.json({"status": "accepted", "worker_id": str(one.number), "url": one.url})
+        await exchange.json({"status": "accepted", "worker_id": str(one.number), "url": one.url})
         return
-    await context.json(facts_of(one))
+    await exchange.json(facts_of(one))
 
 
-async def add_worker(context: RequestContext, state: RouterState) -> None:
+async def add_worker(exchange: HttpExchange, state: RouterState) -> None:
     """The older form: ?url=."""
-    one = await _add(context, state, dict(context.query))
-    await context.text(f"Successfully added worker: {one.url}")
+    one = await _add(exchange, state, dict(exchange.query))
+    await exchange.text(f"Successfully added worker: {one.url}")
 
 
-async def remove_worker(context: RequestContext, state: RouterState) -> None:
-    one = _named(state, context.query.get("url", ""))
+async def remove_worker(exchange: HttpExchange, state: RouterState) -> None:
+    one = _named(state, exchange.query.get("url", ""))
     _remove(state, one)
-    await context.text(f"Successfully removed worker: {one.url}")
+    await exchange.text(f"Successfully removed worker: {one.url}")
 
 
 def facts_of(worker: Worker) -> Json:
@@ -125,9 +125,9 @@ def facts_of(worker: Worker) -> Json:
     }
 
 
-async def everywhere(context: RequestContext, state: RouterState) -> None:
+async def everywhere(exchange: HttpExchange, state: RouterState) -> None:
     """Ask every worker the same; 200 when all of them say so."""
-    found = await ask_all(context, state)
+    found = await ask_all(exchange, state)
     if not found:
         raise unavailable(state.trouble() or "there is no worker", "no_worker")
     told: list[Json] = [
@@ -136,12 +136,12 @@ async def everywhere(context: RequestContext, state: RouterState) -> None:
     ]
     bad = [answer.status for answer in found.values() if answer.status != 200]
     body: Json = {"success": not bad, "workers": told}
-    await context.json(body, 200 if not bad else max(bad))
+    await exchange.json(body, 200 if not bad else max(bad))
 
 
-async def server_info(context: RequestContext, state: RouterState) -> None:
+async def server_info(exchange: HttpExchange, state: RouterState) -> None:
     """What the first worker says of itself, the states of all, and what the router knows."""
-    found = await ask_all(context, state)
+    found = await ask_all(exchange, state)
     infos = {w: said for w, a in found.items() if a.status == 200 and is_object(said := a.said())}
     if not infos:
         told = "; ".join(f"{w.url} {answer}" for w, answer in found.items())
@@ -155,17 +155,17 @@ async def server_info(context: RequestContext, state: RouterState) -> None:
     pools: Json = {kind: by_kind[kind] for kind in (PREFILL, DECODE) if by_kind[kind]}
     first = answering[0] if answering else next(iter(infos.values()))
     router = {"workers": [facts_of(w) for w in state.fleet.workers], "trouble": state.trouble()}
-    await context.json({**first, "internal_states": states, **pools, "router": router})
+    await exchange.json({**first, "internal_states": states, **pools, "router": router})
 
 
-async def loads(context: RequestContext, state: RouterState) -> None:
-    found = await ask_all(context, state)
-    await context.json(
+async def loads(exchange: HttpExchange, state: RouterState) -> None:
+    found = await ask_all(exchange, state)
+    await exchange.json(
         {"workers": [{"worker": w.url, "load": answer.said()} for w, answer in found.items()]}
     )
 
 
-async def show_metrics(context: RequestContext, state: RouterState) -> None:
+async def show_metrics(exchange: HttpExchange, state: RouterState) -> None:
     if state.figures is None:
         raise RequestError(
             "This router counts nothing for Prometheus",
@@ -173,7 +173,7 @@ async def show_metrics(context: RequestContext, state: RouterState) -> None:
             code="not_enabled",
             hint="Start it with --enable-metrics.",
         )
-    await context.whole(state.figures.show(), 200, state.figures.kind)
+    await exchange.whole(state.figures.show(), 200, state.figures.kind)
 
 
 class Said:
@@ -194,9 +194,9 @@ class Said:
             return self.body[:1000].decode("utf-8", "replace")
 
 
-async def ask_all(context: RequestContext, state: RouterState) -> dict[Worker, Said]:
+async def ask_all(exchange: HttpExchange, state: RouterState) -> dict[Worker, Said]:
     """The same request to every worker that is well, at the same time."""
-    return await ask([w for w in state.fleet.workers if w.is_well], outgoing(context), ALL_S)
+    return await ask([w for w in state.fleet.workers if w.is_well], outgoing(exchange), ALL_S)
 
 
 async def ask(some: Sequence[Worker], request: Outgoing, limit_s: float) -> dict[Worker, Said]:
@@ -221,7 +221,7 @@ async def _ask(worker: Worker, request: Outgoing, limit_s: float) -> Said:
         return Said(502, str(error).encode())
 
 
-async def _add(context: RequestContext, state: RouterState, fields: Json) -> Worker:
+async def _add(exchange: HttpExchange, state: RouterState, fields: Json) -> Worker:
     spec = _spec(fields)
     try:
         worker = state.fleet.add(spec)

@@ -123,7 +123,7 @@ def _take(
         why = REFUSED[name]
         raise ConfigError(f"{spelled} is not available in this build: {why}")
     if name in IDLE:
-        reading.notes.append(f"{spelled} is accepted without an effect: {IDLE[name]}")
+        reading.notes.append(f"{spelled} is accepted but has no effect: {IDLE[name]}")
         return
     if name not in known:
         reading.theirs += [spelled, *words] if spelled else words

@@ -1,4 +1,7 @@
-"""Breaker: whether a worker that failed lately is asked at all. Knows no network and no clock."""
+"""Breaker: whether a worker that failed several times in a row is asked at all.
+
+Knows no network and no clock.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,9 +21,10 @@ class BreakerRule:
     """When a breaker opens and closes.
 
     Attributes:
-        failures: so many within `window_s` open it; 0 = it never opens.
-        successes: so many in a row, once tried again, close it.
-        open_s: how long nobody is sent there.
+        failures: so many in a row, all within `window_s`, open it; 0 = it never opens. A success
+            between two of them starts the count again.
+        successes: so many in a row close it.
+        open_s: how long after the last failure nobody is sent there.
     """
 
     failures: int = 10
@@ -35,15 +39,16 @@ class Breaker:
     def __init__(self, rule: BreakerRule) -> None:
         self._rule = rule
         self._failed_s: deque[float] = deque()
-        self._opened_s = 0.0
         self._succeeded = 0
         self._is_open = False
         self._is_probing = False
+        self.last_failed_s = 0.0
+        """When the last failure was; it means nothing where there was none."""
 
     def state(self, now: float) -> Circuit:
         if not self._is_open:
             return Circuit.CLOSED
-        return Circuit.HALF_OPEN if now - self._opened_s >= self._rule.open_s else Circuit.OPEN
+        return Circuit.HALF_OPEN if now - self.last_failed_s >= self._rule.open_s else Circuit.OPEN
 
     def lets_in(self, now: float) -> bool:
         """Whether a request may be sent; while half open, one at a time."""
@@ -57,8 +62,8 @@ class Breaker:
         return is_probe
 
     def end(self, is_good: bool | None, is_probe: bool, now: float) -> None:
-        """A request that was sent has ended: in order, by the worker's fault, or (None) otherwise,
-        as when its client left.
+        """A request that was sent has ended: in order, by the worker's fault, or (None) in a way
+        that says nothing of the worker, as when its client left or the worker was busy.
 
         Args:
             is_probe: as `begin` said.
@@ -67,16 +72,15 @@ class Breaker:
             self._is_probing = False
         if is_good is None:
             return
-        state = self.state(now)
-        if state is Circuit.HALF_OPEN:
-            self._succeeded = self._succeeded + 1 if is_good else 0
-            if not is_good:
-                self._opened_s = now
-            elif self._succeeded >= self._rule.successes:
-                self._is_open = False
-                self._failed_s.clear()
-        elif state is Circuit.CLOSED and not is_good:
-            self._count(now)
+        if not is_good:
+            self.last_failed_s, self._succeeded = now, 0
+            if not self._is_open:
+                self._count(now)
+            return
+        self._failed_s.clear()
+        if self._is_open:
+            self._succeeded += 1
+            self._is_open = self._succeeded < self._rule.successes
 
     def close(self) -> None:
         """Forget all failures: the worker has begun anew."""
@@ -90,5 +94,5 @@ class Breaker:
         while now - self._failed_s[0] > self._rule.window_s:
             self._failed_s.popleft()
         if len(self._failed_s) >= self._rule.failures:
-            self._is_open, self._opened_s, self._succeeded = True, now, 0
+            self._is_open = True
             self._failed_s.clear()

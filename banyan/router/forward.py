@@ -4,6 +4,7 @@ answer back, byte for byte and as it comes.
 
 import asyncio
 import random
+import re
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -20,19 +21,20 @@ from banyan.router.proxy import Outgoing, Proxy
 from banyan.router.state import RouterState
 from banyan.router.stream_frames import Frames, is_stream
 from banyan.router.upstream import Answer, Lost, NotReached
+from banyan.router.verdict import FAILED, speaks_for_worker
 from banyan.router.worker import Try, Worker
 from banyan.server.errors import unavailable
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
 log = logger(__name__)
 
 WHOLE_BYTES = 1 << 20
 """Answers up to this size that are no streams are sent on when all of them is here, so that one
 that breaks off can be asked for again."""
-BUSY = 429
-_FAILED = (502, 503, 504)
-AGAIN = (BUSY, *_FAILED)
+AGAIN = (429, 502, 503, 504)
 """Statuses that another worker may do better than."""
+_TARGET = re.compile(rb"[\x21-\x7e]+")
+_BODILESS = (204, 304)
 _OWN_TO_A_CONNECTION = (
     *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer"),
     *(b"upgrade", b"expect", b"content-length"),
@@ -50,37 +52,37 @@ class Kept:
     body: bytes
 
 
-async def forward(context: RequestContext, state: RouterState) -> None:
+async def forward(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of the routes whose requests need steps: any worker answers, or any pair."""
     is_paired = state.settings.fleet.is_paired
-    if is_paired and context.path not in PATHS:
+    if is_paired and exchange.path not in PATHS:
         raise RequestError(
-            f"{context.path} is not shared by prefill and decode servers",
+            f"{exchange.path} is not shared by prefill and decode servers",
             status=501,
             code="not_routed",
             hint=f"These are: {', '.join(PATHS)}",
         )
-    await _forward(context, state, AGAIN, is_paired)
+    await _forward(exchange, state, AGAIN, is_paired)
 
 
-async def tell(context: RequestContext, state: RouterState) -> None:
+async def tell(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of the routes that any worker answers without a step."""
-    await _forward(context, state, AGAIN, False)
+    await _forward(exchange, state, AGAIN, False)
 
 
-async def seek(context: RequestContext, state: RouterState) -> None:
+async def seek(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of routes about what one worker keeps: asks one after the other, until one has it."""
-    await _forward(context, state, (*AGAIN, 404), False)
+    await _forward(exchange, state, (*AGAIN, 404), False)
 
 
-async def respond(context: RequestContext, state: RouterState) -> None:
+async def respond(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of new responses, which may go on from one that some worker keeps."""
-    goes_on = b'"previous_response_id"' in context.body and not state.settings.fleet.is_paired
-    await (seek if goes_on else forward)(context, state)
+    goes_on = b'"previous_response_id"' in exchange.body and not state.settings.fleet.is_paired
+    await (seek if goes_on else forward)(exchange, state)
 
 
 async def _forward(
-    context: RequestContext, state: RouterState, again: Sequence[int], is_paired: bool
+    exchange: HttpExchange, state: RouterState, again: Sequence[int], is_paired: bool
 ) -> None:
     if state.draining:
         raise unavailable("the router is shutting down; send the request elsewhere", "draining")
@@ -88,7 +90,7 @@ async def _forward(
     limit_s = state.settings.limits.request_s
     try:
         async with state.gate.place(), asyncio.timeout(limit_s):
-            await Course(context, state, again, is_paired).run()
+            await Course(exchange, state, again, is_paired).run()
     except TimeoutError:
         raise RequestError(
             f"the request did not end within {limit_s:g} s", status=504, code="timeout"
@@ -96,7 +98,7 @@ async def _forward(
     finally:
         if state.figures is not None:
             seconds = time.monotonic() - began_s
-            state.figures.ended(context.route, context.status, seconds)
+            state.figures.ended(exchange.route, exchange.status, seconds)
 
 
 class Course:
@@ -108,10 +110,10 @@ class Course:
     """
 
     def __init__(
-        self, context: RequestContext, state: RouterState, again: Sequence[int], is_paired: bool
+        self, exchange: HttpExchange, state: RouterState, again: Sequence[int], is_paired: bool
     ) -> None:
-        self._context = context
-        self._request = outgoing(context)
+        self._exchange = exchange
+        self._request = outgoing(exchange)
         self._state = state
         self._again = again
         self._is_paired = is_paired
@@ -125,26 +127,26 @@ class Course:
 
     async def run(self) -> None:
         """Answer, or RequestError 503."""
-        context, fleet = self._context, self._state.fleet
-        is_read = fleet.reads_prompts and bool(context.body)
-        prompt = await prompt_of(context.body) if is_read else b""
+        exchange, fleet = self._exchange, self._state.fleet
+        is_read = fleet.reads_prompts and bool(exchange.body)
+        prompt = await prompt_of(exchange.body) if is_read else b""
         speaker = fleet.speaker if is_read else None
         tokens: Sequence[int] = ()
         if speaker is not None:
-            tokens = await tokens_of(context.body, self._request.headers, speaker)
-        asked = Asked(prompt, context.header(ROUTING_KEY), tokens)
+            tokens = await tokens_of(exchange.body, self._request.headers, speaker)
+        asked = Asked(prompt, exchange.header(ROUTING_KEY), tokens)
         most = len(fleet.workers) if self._again is not AGAIN else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
             proxy = await self._pick(asked)
             if proxy is None:
                 break
             if number and self._state.figures is not None:
-                self._state.figures.retried(context.route)
+                self._state.figures.retried(exchange.route)
             if await self._is_answered(proxy):
                 return
         if self._kept is not None:
-            await context.relay(self._kept.status, self._kept.headers)
-            await context.piece(self._kept.body, is_last=True)
+            await exchange.relay(self._kept.status, self._kept.headers)
+            await exchange.piece(self._kept.body, is_last=True)
             return
         raise unavailable(self._why or fleet.trouble() or "no worker took it", "no_worker")
 
@@ -188,17 +190,17 @@ class Course:
         """Note why there is no answer; RequestError 503 where nobody else may be asked."""
         self._tried += workers
         self._why = f"{' and '.join(w.url for w in workers)} was asked: {error}"
-        log.warning("not answered id=%s %s", self._context.id, self._why)
+        log.warning("not answered id=%s %s", self._exchange.context.id, self._why)
         for worker in workers:
             worker.doubted.set()
         if isinstance(error, NotReached):
             return
-        has_started = self._context.started
+        has_started = self._exchange.started
         if has_started:
             if self._state.figures is not None:
-                self._state.figures.broke_off(self._context.route)
-            if not self._context.streaming:
-                self._context.cut()
+                self._state.figures.broke_off(self._exchange.route)
+            if not self._exchange.streaming:
+                self._exchange.cut()
         if self._has_lost or has_started:
             raise unavailable(self._why, "worker_lost") from None
         self._has_lost = True
@@ -210,51 +212,55 @@ class Course:
         is_short = length.isdigit() and int(length[:20]) <= WHOLE_BYTES
         if not is_stream(media) and is_short:
             body = await answer.whole(WHOLE_BYTES)
-            attempt.is_good = answer.status not in _FAILED
-            if not attempt.is_good:
+            attempt.is_good = speaks_for_worker(answer, body, self._request.headers)
+            if answer.status in FAILED:
                 attempt.worker.doubted.set()  # it may be leaving
-            lines.append((b"content-length", b"%d" % len(body)))
+            if answer.status not in _BODILESS:
+                lines.append((b"content-length", b"%d" % len(body)))
             if answer.status in self._again:
                 self._kept = Kept(answer.status, lines, body)
                 return False
-            await self._context.relay(answer.status, lines)
-            await self._context.piece(body, is_last=True)
+            await self._exchange.relay(answer.status, lines)
+            await self._exchange.piece(body, is_last=True)
             return True
-        if length and not is_stream(media):
+        if length and not is_stream(media) and answer.status not in _BODILESS:
             lines.append((b"content-length", length))
         await self._stream(answer, lines, media)
-        attempt.is_good = True
+        attempt.is_good = speaks_for_worker(answer, b"", self._request.headers)
         return True
 
     async def _stream(
         self, answer: Answer, lines: Sequence[tuple[bytes, bytes]], media: bytes
     ) -> None:
         """Hand on a body as it comes; its head goes with the first piece of it."""
-        context = self._context
+        exchange = self._exchange
         frames = Frames(media) if is_stream(media) else None
         async for piece in answer.pieces():
             ready = frames.ready(piece) if frames is not None else piece
             if not ready:
                 continue
-            if not context.started:
-                await context.relay(answer.status, lines)
-                context.streaming = frames is not None
-                context.drop_body()
+            if not exchange.started:
+                await exchange.relay(answer.status, lines)
+                exchange.streaming = frames is not None
+                exchange.drop_body()
                 self._request.body = b""
-            await context.piece(ready)
-        if not context.started:
-            await context.relay(answer.status, lines)
-        await context.piece(frames.rest() if frames is not None else b"", is_last=True)
+            await exchange.piece(ready)
+        if not exchange.started:
+            await exchange.relay(answer.status, lines)
+        await exchange.piece(frames.rest() if frames is not None else b"", is_last=True)
 
 
-def outgoing(context: RequestContext) -> Outgoing:
-    target = urllib.parse.quote(context.path).encode()
-    if context.raw_query:
-        target += b"?" + context.raw_query
+def outgoing(exchange: HttpExchange) -> Outgoing:
+    """The request as workers get it; RequestError 400: HTTP cannot carry its query."""
+    target = urllib.parse.quote(exchange.path).encode()
+    if exchange.raw_query:
+        target += b"?" + exchange.raw_query
+    if not _TARGET.fullmatch(target):
+        raise RequestError("the query has a byte that is no printable ASCII", code="invalid_query")
     headers = [
-        (name, value)
-        for name, value in context.headers.items()
+        (name, value.strip(b" \t"))
+        for name, value in exchange.headers.items()
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]
-    method = "GET" if context.method == "HEAD" else context.method
-    return Outgoing(method, target, headers, context.body)
+    method = "GET" if exchange.method == "HEAD" else exchange.method
+    return Outgoing(method, target, headers, exchange.body)

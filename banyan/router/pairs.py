@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 import orjson
 
+from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list
 from banyan.base.thread_pool import off_loop
 from banyan.router.proxy import Outgoing
@@ -36,7 +37,7 @@ class _Side:
     def __init__(self, attempt: Try) -> None:
         self.attempt = attempt
         self.answer: Answer | None = None
-        self.trouble: NotReached | Lost | None = None
+        self.trouble: NotReached | Lost | RequestError | None = None
 
     async def send(self, request: Outgoing, body: bytes, news: asyncio.Event) -> None:
         worker = self.attempt.worker
@@ -45,6 +46,8 @@ class _Side:
             self.answer = await worker.upstream.send(request.method, request.target, headers, body)
         except (NotReached, Lost) as error:
             self.trouble, self.attempt.is_good = error, False
+        except RequestError as error:  # of the request itself; no worker is at fault
+            self.trouble = error
         news.set()
 
     async def read(self) -> None:

@@ -14,15 +14,15 @@ from banyan.router.proxy import Outgoing
 from banyan.router.state import RouterState
 from banyan.router.worker import Worker
 from banyan.server.errors import Json, unavailable
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
 _ADDED = "workers that are added or started again later have no pin: send it again"
 
 
-async def pin_prefix(context: RequestContext, state: RouterState) -> None:
+async def pin_prefix(exchange: HttpExchange, state: RouterState) -> None:
     """Have every worker compute a prompt and keep it, by one name."""
-    request = outgoing(context)
-    fields = await context.json_object()
+    request = outgoing(exchange)
+    fields = await exchange.json_object()
     name = fields.get("rid")
     if "rid" not in fields:
         name = f"pin-{uuid4().hex}"
@@ -30,24 +30,24 @@ async def pin_prefix(context: RequestContext, state: RouterState) -> None:
         request.body = b'{"rid":"%b"%b%b' % (name.encode(), b"," if fields else b"", rest)
     found = await _ask(state, request)
     body = {"pin": name, **_told(state, found), "later": _ADDED}
-    await context.json(body, max(answer.status for answer in found.values()))
+    await exchange.json(body, max(answer.status for answer in found.values()))
 
 
-async def unpin_prefix(context: RequestContext, state: RouterState) -> None:
+async def unpin_prefix(exchange: HttpExchange, state: RouterState) -> None:
     """Let it go at every worker; 404 where none of them has it."""
-    found = await _ask(state, outgoing(context))
+    found = await _ask(state, outgoing(exchange))
     statuses = {answer.status for answer in found.values()}
     if 200 in statuses:
         statuses.discard(404)  # as of one that came after the pin
     counts = [said.get("unpinned") for a in found.values() if is_object(said := a.said())]
     body: Json = {"unpinned": sum(n for n in counts if isinstance(n, int)), **_told(state, found)}
-    await context.json({**body, "success": statuses == {200}}, max(statuses))
+    await exchange.json({**body, "success": statuses == {200}}, max(statuses))
 
 
-async def pinned_prefixes(context: RequestContext, state: RouterState) -> None:
+async def pinned_prefixes(exchange: HttpExchange, state: RouterState) -> None:
     """What each worker keeps."""
-    found = await _ask(state, outgoing(context))
-    await context.json(_told(state, found), max(answer.status for answer in found.values()))
+    found = await _ask(state, outgoing(exchange))
+    await exchange.json(_told(state, found), max(answer.status for answer in found.values()))
 
 
 async def _ask(state: RouterState, request: Outgoing) -> dict[Worker, Said]:

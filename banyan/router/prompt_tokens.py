@@ -3,6 +3,7 @@ tokens by a worker, which has the tokenizer and the template.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import orjson
 
@@ -14,16 +15,18 @@ _MOST_BODY_BYTES = 256 << 10
 """Of a larger one the beginning is guessed about."""
 _MOST_ANSWER_BYTES = 8 << 20
 _TIMEOUT_S = 2.0
+_MOST_ID = (1 << 31) - 1
 _OWN = ("cache_salt", "extra_key", "lora_path", "input_embeds")
 """Fields that give a request prefixes of its own."""
 _CHAT = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
 
 
 async def tokens_of(body: bytes, headers: Headers, worker: Worker) -> list[int]:
-    """Empty where they are not known: a batch, prefixes of its own, a worker that does not say."""
+    """Empty where they are not known: a batch, prefixes of its own, ids that no model has, a worker
+    that does not say."""
     question = question_of(body)
     if is_list(question):
-        return [token for token in question if isinstance(token, int)]
+        return _ids(question)
     if not question:
         return []
     try:
@@ -35,7 +38,13 @@ async def tokens_of(body: bytes, headers: Headers, worker: Worker) -> list[int]:
     except (NotReached, Lost, TimeoutError, orjson.JSONDecodeError):
         return []
     found = said.get("tokens") if answer.status == 200 and is_object(said) else None
-    return [token for token in found if isinstance(token, int)] if is_list(found) else []
+    return _ids(found) if is_list(found) else []
+
+
+def _ids(found: Sequence[object]) -> list[int]:
+    """Token ids; empty where one of them is none. The worker refuses such a prompt."""
+    ids = [token for token in found if type(token) is int and 0 <= token <= _MOST_ID]
+    return ids if len(ids) == len(found) else []
 
 
 def question_of(body: bytes) -> object:

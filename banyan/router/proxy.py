@@ -29,7 +29,7 @@ class Outgoing:
         if not worker.spec.api_key:
             return self.headers
         others = [h for h in self.headers if h[0] not in (b"authorization", b"x-api-key")]
-        return [*others, (b"authorization", b"Bearer " + worker.spec.api_key.encode())]
+        return [*others, (b"authorization", b"Bearer " + worker.spec.api_key.strip().encode())]
 
 
 class Proxy(Protocol):

@@ -11,7 +11,7 @@ from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.dialect import OPENAI, Dialect
-from banyan.server.http.request_context import SEND_TIMEOUT_S, RequestContext
+from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange
 from banyan.server.http.route import Route
 from banyan.server.ollama.dialect import OLLAMA
 from banyan.server.responses.dialect import RESPONSES
@@ -61,7 +61,7 @@ _EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
 """Paths that change how one worker works, or look into it."""
 
 
-async def _kept_elsewhere(context: RequestContext, state: RouterState) -> None:
+async def _kept_elsewhere(exchange: HttpExchange, state: RouterState) -> None:
     raise RequestError(
         "what this route is about is kept by one server, and a router does not know by which",
         status=501,
@@ -70,7 +70,7 @@ async def _kept_elsewhere(context: RequestContext, state: RouterState) -> None:
     )
 
 
-async def _for_one(context: RequestContext, state: RouterState) -> None:
+async def _for_one(exchange: HttpExchange, state: RouterState) -> None:
     raise RequestError(
         "a router does not operate its workers one by one",
         status=501,
@@ -143,8 +143,8 @@ def _refused() -> Routes:
 
 
 def _index() -> Route[RouterState]:
-    async def index(context: RequestContext, state: RouterState) -> None:
-        await context.json({route.path: route.about for route in all_routes()})
+    async def index(exchange: HttpExchange, state: RouterState) -> None:
+        await exchange.json({route.path: route.about for route in all_routes()})
 
     return Route("/", _GET, index, about="these routes")
 

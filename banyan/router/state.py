@@ -10,7 +10,7 @@ from banyan.router.figures import Figures
 from banyan.router.gate import Gate
 from banyan.router.worker_pool import Fleet
 from banyan.server.http.api_keys import Keys
-from banyan.server.http.request_context import RETRY_AFTER_S
+from banyan.server.http.exchange import RETRY_AFTER_S
 
 
 @dataclass

@@ -1,34 +1,38 @@
-"""Upstream: the way to one worker. HTTP/1.1 over asyncio protocols and httptools, the parser of the
-server's own side: connections are kept, answers are handed on as they arrive, and a worker is read
-no faster than its client reads.
+"""Upstream: the way to one worker. Sockets are here, HTTP/1.1 is h11's (`answers.py`).
+
+Connections are kept, answers are handed on as they arrive, and a worker is read no faster than its
+client reads.
+
+A connection is used again only after an exchange that both sides ended in order, with nothing
+behind it. So an answer cannot reach the client of the next request.
 
 Knows no API. What goes wrong is told apart by whether the worker can have begun.
 """
 
 import asyncio
 import contextlib
+import select
 import ssl
-import time
 import urllib.parse
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
-import httptools
+import h11
 
-from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import printable
+from banyan.router.answers import FEED_BYTES, MOST_EVENTS, AnswerReader, BadAnswer
 
 Headers = Sequence[tuple[bytes, bytes]]
+T = TypeVar("T")
 
-MAX_HEAD_BYTES = 64 << 10
-"""Of an answer's headers."""
 MOST_AHEAD = 256 << 10
 """Bytes of an answer that wait for its client; no more is read until half of them are gone."""
 MAX_IDLE = 256
 """Connections that are kept for later."""
 MAX_KEPT_S = 4.0
-"""For how long. Servers close what is idle: ours after 30 s, those of SGLang after 5."""
+"""For how long. Servers close idle connections: ours after 30 s, those of SGLang after 5."""
 
 
 class NotReached(BanyanError):
@@ -63,12 +67,14 @@ class Answer:
         """The whole body. Lost: it broke off, or has more than `most` bytes."""
         parts: list[bytes] = []
         size = 0
-        async for piece in self.pieces():
-            size += len(piece)
-            if size > most:
-                self.close()
-                raise Lost(f"the worker's answer has more than {most} bytes")
-            parts.append(piece)
+        try:
+            async for piece in self.pieces():
+                size += len(piece)
+                if size > most:
+                    raise Lost(f"the worker's answer has more than {most} bytes")
+                parts.append(piece)
+        finally:
+            self.close()
         return b"".join(parts)
 
     def close(self) -> None:
@@ -95,7 +101,8 @@ class Upstream:
         self._tls = ssl.create_default_context() if self._is_tls else None
         self._name = parts.netloc.encode("ascii")
         self._connect_s = connect_s
-        self._idle: list[_Connection] = []
+        self._idle: dict[_Connection, None] = {}
+        """In the order in which they were kept."""
         self._busy: set[_Connection] = set()
 
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes = b"") -> Answer:
@@ -106,11 +113,14 @@ class Upstream:
 
         Raises:
             NotReached, Lost.
+            RequestError: 400; HTTP cannot carry the target or a header.
         """
-        raw = self._head(method, target, headers, len(body))
+        lines = [(b"host", self._name), *headers]
+        if body or method not in ("GET", "HEAD", "DELETE"):
+            lines.append((b"content-length", b"%d" % len(body)))
         connection = await self._connection()
         try:
-            return await connection.context(raw, body)
+            return await connection.exchange(method, target, lines, body)
         except BaseException:
             connection.close()
             raise
@@ -121,21 +131,13 @@ class Upstream:
             connection.close("the worker no longer answers")
         self._idle.clear()
 
-    def _head(self, method: str, target: bytes, headers: Headers, size: int) -> bytes:
-        lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: " + self._name]
-        lines += [b"%b: %b" % line for line in headers]
-        if size or method not in ("GET", "HEAD", "DELETE"):
-            lines.append(b"content-length: %d" % size)
-        return b"\r\n".join([*lines, b"", b""])
-
     async def _connection(self) -> "_Connection":
-        """A kept one that the worker will not just be closing, or a fresh one."""
+        """The connection that was kept last, or a fresh one."""
         while self._idle:
-            kept = self._idle.pop()
-            if kept.is_usable and time.monotonic() - kept.since_s < MAX_KEPT_S:
+            kept, _ = self._idle.popitem()
+            if kept.take():
                 self._busy.add(kept)
                 return kept
-            kept.close()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
@@ -151,18 +153,21 @@ class Upstream:
 
     def _take_back(self, connection: "_Connection") -> None:
         self._busy.discard(connection)
-        if connection.is_usable:
-            connection.since_s = time.monotonic()
-            self._idle.append(connection)
-            if len(self._idle) > MAX_IDLE:
-                self._idle.pop(0).close()
+        self._idle.pop(connection, None)
+        if not connection.is_usable:
+            return
+        if len(self._idle) >= MAX_IDLE:
+            connection.close()
+            return
+        self._idle[connection] = None
+        connection.keep()
 
 
 def checked_url(url: str) -> str:
     """`url` as http(s)://host[:port]; ConfigError otherwise."""
     with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
-        has_rest = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+        has_rest = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
         is_http = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         if is_http and not has_rest and url.isascii() and url.isprintable() and " " not in url:
             return f"{parts.scheme}://{parts.netloc}"
@@ -175,70 +180,133 @@ class _Connection(asyncio.Protocol):
     """One socket; one exchange at a time.
 
     Args:
-        over: called when an exchange has ended, however it did.
+        over: called when an exchange has ended in order, and when the connection is lost.
     """
 
     def __init__(self, over: Callable[["_Connection"], None]) -> None:
         self._over = over
         self._transport: asyncio.Transport | None = None
-        self._is_busy = True
-        self.since_s = 0.0
-        """When it was kept."""
+        self._is_busy = False
+        self._expiry: asyncio.TimerHandle | None = None
+        """Closes a connection that was kept too long."""
         self._start_over()
 
     def _start_over(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
-        self._pieces: deque[bytes] = deque()
-        self._ahead = 0
-        self._has_head = self._is_whole = self._is_framed = self._keeps = False
+        self._reader = AnswerReader()
+        self._received: deque[bytes | memoryview] = deque()
+        """What has come and was not fed to the reader."""
+        self._num_received = 0
+        self._is_paused = False
+        self._is_early = False
+        """The answer began before the whole request had been taken."""
         self._trouble = ""
         self._waiter: asyncio.Future[None] | None = None
-        self._is_paused = False
 
     @property
     def is_usable(self) -> bool:
+        """Open, and in no exchange."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and not self._is_busy
 
-    async def context(self, head: bytes, body: bytes) -> Answer:
-        """Send a request; its answer once the head of that is here. Lost: it never came."""
+    def keep(self) -> None:
+        """Wait for the next exchange; close after MAX_KEPT_S, or when anything comes."""
+        self._expiry = asyncio.get_running_loop().call_later(MAX_KEPT_S, self.close)
+
+    def take(self) -> bool:
+        """Take a kept connection for an exchange; False = it cannot be used any more."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if self.is_usable and not self._has_unread():
+            return True
+        self.close()
+        return False
+
+    def _has_unread(self) -> bool:
+        """Whether the worker has sent or closed something that the loop has not read yet."""
+        assert self._transport is not None
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    async def exchange(
+        self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> Answer:
+        """Send a request and return its answer once the head is here. Raises NotReached, Lost."""
+        if not self.is_usable:
+            raise NotReached(self._trouble or "the worker closed the connection at once")
         assert self._transport is not None
         self._start_over()
+        try:
+            raw = self._reader.request(method, target, headers, body)
+        except h11.LocalProtocolError as error:
+            raise RequestError(f"HTTP cannot carry this request: {error}") from None
         self._is_busy = True
-        self._transport.writelines((head, body) if body else (head,))
-        while not self._has_head:
-            if self._trouble:
-                raise Lost(self._trouble)
-            await self._news()
-        return Answer(self, self._parser.get_status_code(), self._headers)
+        self._transport.writelines(raw)
+        while (head := self._read(self._reader.head)) is None:
+            await self._feed()
+        transport = self._transport
+        self._is_early = transport is None or transport.get_write_buffer_size() > 0
+        return Answer(self, head.status, head.headers)
 
     async def next_piece(self) -> bytes:
         """What has come of the body; b"" at its end. Lost: it broke off."""
-        while not self._pieces:
-            if self._is_whole:
-                return b""
+        reader = self._reader
+        while not reader.is_over:
+            if reader.num_events >= MOST_EVENTS:
+                reader.num_events = 0
+                await asyncio.sleep(0)  # a body of many small parts must not hold the loop
+            if piece := self._read(reader.piece):
+                return piece
+            if reader.is_hungry:
+                await self._feed()
+        return b""
+
+    def _read(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except BadAnswer as error:
+            self.close(f"the worker's answer is refused: {error}")
+            raise Lost(self._trouble) from None
+
+    async def _feed(self) -> None:
+        """Give the reader more of what came; wait until something has."""
+        while not self._received:
             if self._trouble:
                 raise Lost(self._trouble)
-            await self._news()
-        piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._ahead = 0
-        if self._is_paused and self._transport is not None:
+            if self._transport is None:
+                if not self._reader.has_head:
+                    raise Lost("the worker closed the connection before it answered")
+                self._reader.feed(b"")
+                return
+            self._reader.num_events = 0
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        data = self._received.popleft()
+        if len(data) > FEED_BYTES:
+            self._received.appendleft(memoryview(data)[FEED_BYTES:])
+            data = memoryview(data)[:FEED_BYTES]
+        self._num_received -= len(data)
+        if self._is_paused and self._num_received <= MOST_AHEAD // 2:
             self._is_paused = False
-            self._transport.resume_reading()
-        return piece
+            if self._transport is not None:
+                self._transport.resume_reading()
+        self._reader.feed(bytes(data))
 
     def give_back(self) -> None:
-        """The answer has been read to its end."""
+        """The answer has been read to its end: keep the connection if nothing speaks against it."""
         self._is_busy = False
-        if not self._keeps:
+        if self._received or self._is_early or not self._reader.is_clean:
             self.close()
         self._over(self)
 
     def close(self, why: str = "the connection was given up") -> None:
+        """End the connection now; an exchange that is open is lost."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
         self._trouble = self._trouble or why
+        self._received.clear()
         if self._transport is not None:
             self._transport.abort()
         self._wake()
@@ -250,48 +318,19 @@ class _Connection(asyncio.Protocol):
         if not self._is_busy:
             self.close("the worker sent something that nobody asked for")
             return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.close(f"the worker's answer is not HTTP: {error}")
-        if self._ahead > MOST_AHEAD and not self._is_paused and self._transport is not None:
+        self._received.append(data)
+        self._num_received += len(data)
+        if self._num_received > MOST_AHEAD and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._has_head and not self._is_framed and exc is None and not self._trouble:
-            self._is_whole = True  # an answer without a length ends with its connection
-        where = "in the middle of its answer" if self._has_head else "before it answered"
-        self._trouble = self._trouble or f"the worker closed the connection {where}"
+        if exc is not None:
+            self._trouble = self._trouble or f"the connection to the worker broke: {exc}"
         self._transport = None
         self._wake()
         self._over(self)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.close(f"the worker's answer has headers of more than {MAX_HEAD_BYTES} bytes")
-            return
-        name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
-            self._is_framed = True
-        self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self._has_head = True
-
-    def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
-        self._ahead += len(body)
-
-    def on_message_complete(self) -> None:
-        self._is_whole = self._is_framed = True
-        self._keeps = self._parser.should_keep_alive()
-
-    async def _news(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.router.config import RouterConfig
 from banyan.router.upstream import Lost, NotReached
@@ -90,6 +91,8 @@ class Watch:
             return f"no answer to {self._health.path} in {self._health.timeout_s:g} s", True
         except (NotReached, Lost) as error:
             return str(error), True
+        except RequestError as error:  # of the path or the key
+            return str(error), False
         if answer.status == 200:
             return "", False
         said = printable(body.decode("utf-8", "replace"), _REASON_CHARS)

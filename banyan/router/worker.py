@@ -62,9 +62,14 @@ class Worker:
     def is_well(self) -> bool:
         return not self.trouble
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is well and stays, whatever its breaker says."""
+        return self.is_well and not self.is_leaving
+
     def takes(self) -> bool:
         """Whether it can be sent a request now."""
-        return self.is_well and not self.is_leaving and self.breaker.lets_in(time.monotonic())
+        return self.is_here and self.breaker.lets_in(time.monotonic())
 
     def why_not(self) -> str:
         """Why it cannot be sent one, in a few words."""

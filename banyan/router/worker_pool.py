@@ -83,8 +83,16 @@ class Fleet:
         return next((w for w in self.workers if w.contents is not None and w.takes()), None)
 
     def choose(self, kind: str, asked: Asked, without: Container[Worker] = ()) -> Worker | None:
-        """The worker of this kind for a request; None when none of the others can take it."""
-        able = [w for w in self.workers if w.spec.kind == kind and w not in without and w.takes()]
+        """The worker of this kind for a request; None when none of the others can take it.
+
+        Where the breakers of all workers are open, the one that failed least recently is tried: a
+        breaker spreads requests away from a worker, and here there is nowhere to spread them to.
+        """
+        able = self.able(kind)
+        if not able:
+            left = [w for w in self._here(kind) if w not in without]
+            return min(left, key=lambda w: w.breaker.last_failed_s, default=None)
+        able = [w for w in able if w not in without]
         return self._policies[kind].choose(able, asked) if able else None
 
     def proxy(self, asked: Asked, without: Container[Worker], is_paired: bool) -> Proxy | None:
@@ -104,12 +112,16 @@ class Fleet:
         return Pair(prefill, decode) if prefill and decode else None
 
     def able(self, kind: str) -> list[Worker]:
-        return [w for w in self.workers if w.spec.kind == kind and w.takes()]
+        """Workers that can take a request and whose breaker lets it in."""
+        return [w for w in self._here(kind) if w.takes()]
+
+    def _here(self, kind: str) -> list[Worker]:
+        return [w for w in self.workers if w.spec.kind == kind and w.is_here]
 
     def trouble(self) -> str:
         """Why no request can be taken; "" when one can."""
         for kind in self.kinds:
-            if not self.able(kind):
+            if not self._here(kind):
                 return self._nobody(kind)
         return ""
 

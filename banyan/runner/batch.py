@@ -17,7 +17,7 @@ from banyan.runner.slots import SlotTable
 
 
 @dataclass(frozen=True)
-class Everywhere:
+class WholeStep:
     """The tokens of all shares of a step, those of the first one in front.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch:
     to_slots: np.ndarray
     to_positions: np.ndarray
     carried: Tensor | None = field(default=None, kw_only=True)
-    everywhere: Everywhere | None = field(default=None, kw_only=True)
+    whole_step: WholeStep | None = field(default=None, kw_only=True)
     branches: Mapping[int, Branches] = field(default_factory=dict[int, Branches], kw_only=True)
 
     @classmethod
@@ -156,14 +156,14 @@ class Batch:
     @property
     def largest(self) -> tuple[int, int]:
         """Tokens and rows that every rank needs room for."""
-        if self.everywhere is None:
+        if self.whole_step is None:
             return int(self.offsets[-1]), len(self.slots)
-        return self.everywhere.most_tokens, self.everywhere.most_rows
+        return self.whole_step.most_tokens, self.whole_step.most_rows
 
     @property
     def written(self) -> int:
         """Tokens that go into the cache."""
-        return int(self.offsets[-1]) if self.everywhere is None else len(self.everywhere.slots)
+        return int(self.offsets[-1]) if self.whole_step is None else len(self.whole_step.slots)
 
     def wanting(self, what: int) -> list[int]:
         """The rows that want it."""

@@ -31,11 +31,10 @@ from banyan.platform.base import Graph, Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import EagerForward, is_sampled_plainly
-from banyan.runner.inputs import StepTensors, has_embedded
+from banyan.runner.inputs import BoundStates, StepTensors, has_embedded
 from banyan.runner.kvstore import KVStore
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
-from banyan.runner.states import BoundStates
 
 log = logger(__name__)
 
@@ -241,13 +240,13 @@ class CapturedForward:
         """Enter what its graph reads."""
         rows, step = len(batch.slots), self._step
         moves = self._table.moves(batch.rows)
-        if count > 1 or batch.everywhere is not None:
+        if count > 1 or batch.whole_step is not None:
             parts = np.zeros((3, self._shares * shape), np.int64)
-            if batch.everywhere is None:
+            if batch.whole_step is None:
                 parts[:, :rows] = batch.slots, batch.starts, batch.counts
             else:
                 at = self._places_of_shares(shape)
-                parts[:2, at] = batch.everywhere.slots, batch.everywhere.positions
+                parts[:2, at] = batch.whole_step.slots, batch.whole_step.positions
             packed = self._platform.pinned(parts.shape, torch.int64)
             packed.copy_(torch.from_numpy(parts))
             there = packed.to(self._slots.device, non_blocking=True)
@@ -272,7 +271,7 @@ class CapturedForward:
         """Where tokens and outputs of the batch lie among those of its graph."""
         tokens = int(batch.offsets[-1])
         self._size, self._places, self._outputs = len(batch.last), None, None
-        if batch.everywhere is not None:
+        if batch.whole_step is not None:
             self._places = self._places_of_shares(shape)
         elif tokens < len(batch.slots) * count:
             first = np.arange(len(batch.slots)) * count - batch.offsets[:-1]

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from banyan.base.log import logger
-from banyan.context_parallel.attention import GatheredAttention
-from banyan.context_parallel.forward import ContextParallelForward
-from banyan.context_parallel.split import room_for
+from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
+from banyan.context_parallel.split import share_capacity
 from banyan.layers.build import Build
 from banyan.layers.indexer import index_shape
 from banyan.models.base import Model
@@ -21,14 +20,14 @@ from banyan.runner.captured_forward import CapturedForward
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
 from banyan.runner.inputs import StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.rank_page_access import Place
+from banyan.runner.rank_page_access import RankAddress
 from banyan.runner.slots import SlotTable
 
 log = logger(__name__)
 
 
 @dataclass(frozen=True)
-class RunnerSizes:
+class RunnerConfig:
     """How much the runner holds.
 
     Attributes:
@@ -61,7 +60,7 @@ class RunnerSizes:
     draft_room: int = 0
     verified: int = 0
     shares_pages: bool = False
-    places: Mapping[int, Place] = field(default_factory=dict[int, Place])
+    places: Mapping[int, RankAddress] = field(default_factory=dict[int, RankAddress])
     multi_step: int = 1
     carried: int = 0
     taps: tuple[int, ...] = ()
@@ -74,7 +73,7 @@ def open_forward(
     table: SlotTable,
     store: KVStore,
     build: Build,
-    sizes: RunnerSizes,
+    sizes: RunnerConfig,
     attention: AttentionBackend,
     platform: Platform,
 ) -> Forward:
@@ -92,7 +91,7 @@ def _open(
     table: SlotTable,
     store: KVStore,
     build: Build,
-    sizes: RunnerSizes,
+    sizes: RunnerConfig,
     attention: AttentionBackend,
     platform: Platform,
 ) -> Forward:
@@ -103,7 +102,7 @@ def _open(
     shares = 1
     if divided is not None:
         shares = divided.replicas
-        max_tokens, max_rows = room_for(max_tokens, max_rows, shares, divided.split)
+        max_tokens, max_rows = share_capacity(max_tokens, max_rows, shares, divided.split)
 
     def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
         size = (max_tokens, max_rows, max_outputs, carried, build.dtype, sizes.taps, shares)
@@ -158,7 +157,7 @@ def _open(
     return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified, build.groups)
 
 
-def _narrows(model: Model, build: Build, sizes: RunnerSizes) -> bool:
+def _narrows(model: Model, build: Build, sizes: RunnerConfig) -> bool:
     """Whether steps may go on with the tokens of outputs alone behind the last attention. Not where
     replicas or shares of a step go through feed-forward blocks together, adapters are told of all
     tokens, or somebody reads more of each token."""

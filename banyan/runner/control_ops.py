@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Said:
+class RankReply:
     """What one rank has to say once an order is carried out."""
 
     text: str
@@ -47,7 +47,7 @@ class NoRoom(CapacityError):
         self.size_bytes = size_bytes
 
 
-Finish = Callable[[], Said]
+Finish = Callable[[], RankReply]
 """Carries out what has been got ready; called on every rank or on none. If it raises, the ranks are
 no longer alike, and the step fails."""
 
@@ -65,23 +65,23 @@ class Alike:
     what: str
     mark: bytes
 
-    def __call__(self) -> Said:
+    def __call__(self) -> RankReply:
         return self.finish()
 
 
-Carrier = Callable[[ControlOp], Finish]
+PrepareOp = Callable[[ControlOp], Finish]
 """Gets ready for an order and changes nothing yet; raises what stands in the way."""
 
 
-class PendingStep(Protocol):
+class StepInFlight(Protocol):
     def result(self) -> StepResult: ...
     def copies(self) -> CopyResult | None: ...
 
 
-class Runner(Protocol):
+class PlanRunner(Protocol):
     def launch(
         self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None
-    ) -> PendingStep: ...
+    ) -> StepInFlight: ...
 
 
 class ControlOpExecutor:
@@ -97,19 +97,19 @@ class ControlOpExecutor:
 
     def __init__(
         self,
-        runner: Runner,
-        carriers: Mapping[type[ControlOp], Carrier],
+        runner: PlanRunner,
+        preparers: Mapping[type[ControlOp], PrepareOp],
         ranks: Group | None = None,
         device: torch.device | None = None,
         stepped: Callable[[], None] | None = None,
     ) -> None:
         self._runner = runner
-        self._carriers = carriers
+        self._preparers = preparers
         self._ranks = ranks or Group()
         self._device = device or torch.device("cpu")
         self._stepped = stepped
 
-    def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> PendingStep:
+    def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> StepInFlight:
         if not plan.control_ops:
             pending = self._runner.launch(plan, mask_of)
             self.has_run(plan)
@@ -154,10 +154,10 @@ class ControlOpExecutor:
         return ControlOpReply(True, text, told[0].body, _most(told))
 
     def _prepare(self, order: ControlOp) -> Finish:
-        carrier = self._carriers.get(type(order))
-        if carrier is None:
+        prepare = self._preparers.get(type(order))
+        if prepare is None:
             raise DeviceError(f"nothing here carries out {type(order).__name__}")
-        return carrier(order)
+        return prepare(order)
 
     def _gather(self, mine: ControlOpReply) -> list[ControlOpReply]:
         """What every rank says, in their order."""
@@ -179,7 +179,7 @@ class ControlOpExecutor:
 class _Answered:
     """A step with the replies to its orders."""
 
-    def __init__(self, pending: PendingStep, replies: list[ControlOpReply]) -> None:
+    def __init__(self, pending: StepInFlight, replies: list[ControlOpReply]) -> None:
         self._pending = pending
         self._replies = replies
 

@@ -24,7 +24,7 @@ from banyan.parallel.groups import Group
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.batch import Batch
 from banyan.runner.inputs import StepTensors, has_embedded
-from banyan.runner.multi_step import MultiStep, MultiSteps
+from banyan.runner.multi_step import MultiStep, MultiStepRunner
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
 
@@ -60,11 +60,11 @@ class Forward(Protocol):
         ...
 
     def told(self, number: int) -> dict[int, bytes] | None:
-        """What the burst of a plan has sampled so far, as `MultiSteps.told`; from any thread."""
+        """Tokens that a plan's steps have sampled so far; as `MultiStepRunner.told`."""
         ...
 
     def interrupt(self, number: int) -> None:
-        """MultiSteps of plans up to this number end with the step that runs; from any thread."""
+        """End the steps of plans up to this number after the current one; from any thread."""
         ...
 
     def left(self, batch: Batch) -> Tensor:
@@ -100,7 +100,7 @@ class Forward(Protocol):
         ...
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
-        """What came to the layers that are tapped (`RunnerSizes.taps`) of some of the tokens,
+        """What came to the layers that are tapped (`RunnerConfig.taps`) of some of the tokens,
         given as for `logits`; [n, layers · hidden]."""
         ...
 
@@ -286,9 +286,11 @@ class RecordedForward:
 
         replicas = 1 if joint is None else joint.replicas
         self._step = recorder.record(whole, step.max_tokens, step.max_outputs, replicas)
-        self._multi_steps = None
+        self._multi_step_runner = None
         if self._has_logits and joint is None:
-            self._multi_steps = MultiSteps(self._step, step, table, self._sampled, self._best)
+            self._multi_step_runner = MultiStepRunner(
+                self._step, step, table, self._sampled, self._best
+            )
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
@@ -356,7 +358,7 @@ class RecordedForward:
         self, batch: Batch, steps: int, number: int, tell: int, bell: int
     ) -> MultiStep | None:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
-        if self._multi_steps is None or self.watch is not None or not is_plain:
+        if self._multi_step_runner is None or self.watch is not None or not is_plain:
             return None
         if not self._inputs.holds(batch) or has_embedded(batch, self._table):
             return None
@@ -364,17 +366,17 @@ class RecordedForward:
         self._is_eager, self._is_ready, self._is_sampled = False, True, True
         count = self._num_ready = len(batch.last)
         self._entered[:count] = batch.to_slots
-        ran = self._multi_steps.run(batch, steps, number, tell, bell)
+        ran = self._multi_step_runner.run(batch, steps, number, tell, bell)
         self._last = (count, count, count)
         self._kept = batch.last if self._narrows else None
-        return MultiStep(ran, self._multi_steps.earlier(batch, ran))
+        return MultiStep(ran, self._multi_step_runner.earlier(batch, ran))
 
     def told(self, number: int) -> dict[int, bytes] | None:
-        return None if self._multi_steps is None else self._multi_steps.told(number)
+        return None if self._multi_step_runner is None else self._multi_step_runner.told(number)
 
     def interrupt(self, number: int) -> None:
-        if self._multi_steps is not None:
-            self._multi_steps.interrupt(number)
+        if self._multi_step_runner is not None:
+            self._multi_step_runner.interrupt(number)
 
     def next_tokens(self) -> Sampled | None:
         if self._is_eager or not self._is_sampled:

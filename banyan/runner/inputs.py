@@ -3,6 +3,9 @@
 One pass over the rows, and one copy to the device.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,12 +14,29 @@ from banyan.layers.step_inputs import Chosen, Embedded, StepInputs, Taps
 from banyan.messages.plan import SAMPLE
 from banyan.ops.host import sent
 from banyan.ops.lora import AdapterTokens
+from banyan.ops.state_api import StateRows
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
-from banyan.runner.batch import Batch, Everywhere
+from banyan.runner.batch import Batch, WholeStep
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
-from banyan.runner.states import BoundStates
+
+
+@dataclass(frozen=True)
+class BoundStates:
+    """Satisfies `layers.step.StepStates`. A request has one page in a group of states: the first
+    entry of its page table."""
+
+    store: KVStore
+    step: StepGeometry
+
+    def __call__(self, layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
+        view = self.step.groups[self.store.group_of(layer)]
+        pages = view.page_tables[:, 0]
+        lengths = (self.step.row_starts, self.step.context_lengths)
+        rows = StateRows(pages, *lengths, self.step.rollback_checkpoints)
+        return self.store.tensors(layer), rows
+
 
 _FEW = 4
 """Rows up to which plain numbers are entered in less time than arrays are: a step's weights sweep
@@ -86,7 +106,7 @@ class StepTensors:
             zeros(max_rows, 2, dtype=torch.int32) if store.rollback_checkpoints else None
         )
         slots = table.adapters if has_adapters else None
-        self._adapters = None if slots is None else slots.room(max_tokens, max_outputs)
+        self._adapters = None if slots is None else slots.new_step(max_tokens, max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
@@ -118,8 +138,8 @@ class StepTensors:
     def whole(self, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
         """Inputs of the full size. narrows: to the tokens of outputs (`StepInputs.chosen`)."""
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.show(self._adapters)
-            self._table.adapters.show_outputs(self._adapters.outputs)
+            self._table.adapters.use(self._adapters)
+            self._table.adapters.use_outputs(self._adapters.outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(
             *(self.row_starts, self.context_lengths, tuple(views)),
@@ -183,14 +203,14 @@ class StepTensors:
         if adapters is not None and self._adapters is not None and adapters.has_outputs:
             is_more = len(tokens) > self.max_outputs
             outputs = AdapterTokens(len(tokens)) if is_more else self._adapters.outputs
-            adapters.choose(outputs, tokens)
+            adapters.fill_outputs(outputs, tokens)
 
     def choose_of(self, batch: Batch) -> None:
         """Enter where a batch samples, which has been entered before and need not be the last one
         that was. It has no drafts."""
         count = len(batch.last)
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.turn_to(np.repeat(batch.slots, batch.counts))
+            self._table.adapters.select_step(np.repeat(batch.slots, batch.counts))
         self.choose(batch.last)
         self.chosen[:count] = sent(batch.last, self._device)
         self.to_slots[:count] = sent(batch.to_slots, self._device)
@@ -203,7 +223,7 @@ class StepTensors:
     def _fill_on_host(self, batch: Batch) -> None:
         host = self._host
         num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
-        if num_tokens == num_rows <= _FEW and self._is_plain and batch.everywhere is None:
+        if num_tokens == num_rows <= _FEW and self._is_plain and batch.whole_step is None:
             self._fill_few(batch)
             return
         # A step has ended before the next one is prepared: what its plan says of the start is true.
@@ -213,7 +233,7 @@ class StepTensors:
             slot_of = np.repeat(batch.slots, batch.counts)
             positions = batch.places
         if self._adapters is not None and self._table.adapters is not None:
-            of_all = None if batch.everywhere is None else batch.everywhere.slots
+            of_all = None if batch.whole_step is None else batch.whole_step.slots
             self._table.adapters.fill(self._adapters, slot_of, of_all)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
         host.positions[:num_tokens] = batch.positions if batch.branches else positions
@@ -226,8 +246,8 @@ class StepTensors:
             )
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
-        if batch.everywhere is not None:
-            slot_of, positions = batch.everywhere.slots, batch.everywhere.positions
+        if batch.whole_step is not None:
+            slot_of, positions = batch.whole_step.slots, batch.whole_step.positions
         longest = max(batch.ends.tolist(), default=0)
         for index, layout in enumerate(self._groups):
             known, width = host.known_pages[index], layout.columns(longest)
@@ -274,8 +294,8 @@ class StepTensors:
         return found
 
     def _gather(self, batch: Batch) -> None:
-        if batch.everywhere is not None:
-            self._gather_share(batch, batch.everywhere)
+        if batch.whole_step is not None:
+            self._gather_share(batch, batch.whole_step)
             return
         rows, count = len(batch.rows), len(batch.last)
         moves = np.array(self._table.moves(batch.rows), np.int64).reshape(-1, 2)
@@ -311,13 +331,13 @@ class StepTensors:
         first = (contexts - offsets[:-1])[row_of]
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
 
-    def _gather_share(self, batch: Batch, everywhere: Everywhere) -> None:
+    def _gather_share(self, batch: Batch, whole_step: WholeStep) -> None:
         """The same of a share of a step, whose rows begin where the plan says."""
         assert self._lengths_on_host, "the lengths on the device are those of whole rows"
         rows, count = len(batch.slots), len(batch.last)
         parts = [
             *(batch.slots, np.repeat(batch.slots, batch.counts), batch.positions),
-            *(everywhere.slots, everywhere.positions),
+            *(whole_step.slots, whole_step.positions),
             *(batch.last, batch.to_slots, batch.to_positions),
         ]
         sizes = [len(part) for part in parts]
@@ -347,7 +367,7 @@ class StepTensors:
         self.tokens[:tokens] = self._table.tokens[slot_of, positions]
         self.positions[:tokens] = positions
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.mark(self._adapters, slot_of)
+            self._table.adapters.fill_on_device(self._adapters, slot_of)
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
@@ -357,7 +377,7 @@ class StepTensors:
         """The same of a divided step, of the positions of all shares."""
         self.locate(slot_of, positions)
         if self._adapters is not None and self._table.adapters is not None:
-            self._table.adapters.mark_all(self._adapters, slot_of)
+            self._table.adapters.fill_all_on_device(self._adapters, slot_of)
 
     def locate(self, slot_of: Tensor, positions: Tensor) -> None:
         """Enter where keys and values of these positions go."""
@@ -415,8 +435,8 @@ def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
 def has_embedded(batch: Batch, table: SlotTable) -> bool:
     """Whether a row of the batch begins within a prompt of embeddings; the same on all ranks."""
     embeds, where = table.embeds, (batch.slots, batch.starts)
-    if embeds and batch.everywhere is not None:
-        where = (batch.everywhere.slots, batch.everywhere.positions)
+    if embeds and batch.whole_step is not None:
+        where = (batch.whole_step.slots, batch.whole_step.positions)
     return any(
         slot in embeds and start < len(embeds[slot])
         for slot, start in zip(*(array.tolist() for array in where), strict=True)

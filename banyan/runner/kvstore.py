@@ -17,10 +17,29 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
+from banyan.base.os import anonymous_memory
 from banyan.layers.cache_spec import LayerCache
 from banyan.messages.plan import PageCopy
 from banyan.model_config.model_config import STATE
-from banyan.runner.host_zeros import private_zeros, viewed
+
+
+def private_zeros(size_bytes: int) -> mmap.mmap:
+    """Of this process. Not in huge pages: the first token of a layer would take one of 2 MiB."""
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def viewed(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """All of `memory`, which stays as long as the tensor."""
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch makes them; those of another device take its memory at once."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return viewed(private_zeros(size_bytes), shape, dtype)
+
 
 Positions = TypeVar("Positions", int, np.ndarray, Tensor)
 
@@ -93,7 +112,7 @@ class KVStore:
         """The pages lie in memory of the host."""
         self.is_shared = is_shared
         is_mapped = is_shared and self.is_host
-        self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_mapped else -1
+        self.file = anonymous_memory("banyan-pages") if is_mapped else -1
         self.places: dict[int, dict[str, int]] = {}
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
@@ -255,3 +274,27 @@ class KVStore:
             memory = mmap.mmap(self.file, size_bytes, offset=at)
         self._maps.append(memory)
         return viewed(memory, shape, dtype)
+
+
+_BLOCK_BYTES = 2 << 20
+"""It begins and ends where a piece of this size does: engines register no less."""
+
+
+class DeviceMemory:
+    """Satisfies Memory of the transfer room. Zeros at first."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        whole = torch.zeros(self.size_bytes + _BLOCK_BYTES, dtype=torch.uint8, device=device)
+        first = -whole.data_ptr() % _BLOCK_BYTES
+        self._bytes = whole[first : first + self.size_bytes]
+        self.address = self._bytes.data_ptr()
+
+    def read(self, at: int, size_bytes: int) -> np.ndarray:
+        # sync: whoever checks the bytes reads them in memory of the host
+        return self._bytes[at : at + size_bytes].cpu().numpy()
+
+    def write(self, at: int, payload: np.ndarray) -> None:
+        given = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
+        # sync: an engine that is no part of the stream reads them next
+        self._bytes[at : at + len(payload)].copy_(given)

@@ -1,4 +1,4 @@
-"""MultiSteps: decode steps of a recorded model that run one after another in one call.
+"""MultiStepRunner: decode steps of a recorded model that run one after another in one call.
 
 The inputs of a step stay where they are, so between two steps little has to change: tokens become
 what was sampled, positions go on by one. Where those lie in their pages is worked out before.
@@ -33,7 +33,7 @@ class MultiStep:
 
 
 @dataclass(frozen=True)
-class Running:
+class _Running:
     """A burst while it runs, as other threads see it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Running:
     told: np.ndarray
 
 
-class MultiSteps:
+class MultiStepRunner:
     """
     Args:
         step: the inputs of the recording.
@@ -66,10 +66,10 @@ class MultiSteps:
         self._table = table
         self._sampled, self._best = sampled.numpy(), best.numpy()
         self._interrupt = np.full(1, -1, np.int64)
-        self._running: Running | None = None
+        self._running: _Running | None = None
 
     def interrupt(self, number: int) -> None:
-        """MultiSteps of steps up to this number end with the step that runs; from any thread."""
+        """End the steps of plans up to this number after the current one; from any thread."""
         self._interrupt[0] = number
 
     def told(self, number: int) -> dict[int, bytes] | None:
@@ -102,7 +102,7 @@ class MultiSteps:
             bell,
             _PACE_NS,
         )
-        self._running = Running(number, batch, inputs.told)
+        self._running = _Running(number, batch, inputs.told)
         try:
             return self._recording.multi_step(len(batch.rows), inputs)
         finally:

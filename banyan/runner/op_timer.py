@@ -1,4 +1,4 @@
-"""OpMeter: what each op of a step takes, on a runner that serves nothing else.
+"""OpTimer: what each op of a step takes, on a runner that serves nothing else.
 
 The steps are made up: rows over pages that hold any numbers, so that any batch at any context can
 be timed at once.
@@ -12,12 +12,12 @@ from banyan.base.ids import PageId, SlotId, StepId
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.ops.api import OpTime, Peaks
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 
 _RUNS = 9
 
 
-class OpMeter:
+class OpTimer:
     """
     Args:
         threads: that share the work of an op.
@@ -27,7 +27,7 @@ class OpMeter:
     def __init__(
         self,
         runner: ModelRunner,
-        sizes: RunnerSizes,
+        sizes: RunnerConfig,
         threads: int,
         probe: Callable[[], Peaks],
     ) -> None:

@@ -1,4 +1,4 @@
-"""Shelves: where the pages of one rank lie, tensor by tensor, and what each is a share of."""
+"""PageLayout: where the pages of one rank lie, tensor by tensor, and which share each holds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from banyan.model_config.model_config import STATE
 from banyan.runner.kvstore import GroupLayout, KVStore
 
 
-class Shelf(msgspec.Struct, frozen=True):
+class PageLayout(msgspec.Struct, frozen=True):
     """The pages of one tensor of one layer on one rank.
 
     Attributes:
@@ -45,38 +45,38 @@ class Shelf(msgspec.Struct, frozen=True):
         return self.group, self.layer, self.name, self.dtype, shape, sizes, self.axis
 
 
-def shelves_of(store: KVStore) -> list[Shelf]:
+def page_layouts_of(store: KVStore) -> list[PageLayout]:
     """Of one rank, by layer."""
     return [
-        _shelf(store.groups, store.group_of(cache.layer), cache, name, store.places)
+        _page_layout(store.groups, store.group_of(cache.layer), cache, name, store.places)
         for cache in store.caches
         for name in cache.tensors
     ]
 
 
-def in_window(shelves: Sequence[Shelf]) -> list[Shelf]:
+def window_layouts(page_layouts: Sequence[PageLayout]) -> list[PageLayout]:
     """Where they lie in one page of a window."""
     ends: dict[int, int] = {}
-    moved: list[Shelf] = []
-    for shelf in shelves:
-        at = ends.get(shelf.group, 0)
-        moved.append(msgspec.structs.replace(shelf, at=at))
-        ends[shelf.group] = at + shelf.page_bytes
+    moved: list[PageLayout] = []
+    for page_layout in page_layouts:
+        at = ends.get(page_layout.group, 0)
+        moved.append(msgspec.structs.replace(page_layout, at=at))
+        ends[page_layout.group] = at + page_layout.page_bytes
     return moved
 
 
-def _shelf(
+def _page_layout(
     groups: Sequence[GroupLayout],
     group: int,
     cache: LayerCache,
     name: str,
     places: dict[int, dict[str, int]],
-) -> Shelf:
+) -> PageLayout:
     tensor, is_state = cache.tensors[name], groups[group].kind == STATE
     shape = list(tensor.shape)
     if tensor.shared:
         shape[tensor.axis] = sum(part.size for part in tensor.shared)
-    return Shelf(
+    return PageLayout(
         group=group,
         layer=cache.layer,
         name=name,
@@ -91,11 +91,13 @@ def _shelf(
     )
 
 
-def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tuple[object, ...]:
+def layout_facts(
+    page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout]
+) -> tuple[object, ...]:
     """What two servers have in common whose pages are cut for different numbers of ranks and for
     different numbers of tokens."""
     kinds = [(group.kind, group.window) for group in groups]
-    return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
+    return (kinds, sorted(dict.fromkeys(page_layout.fact for page_layout in page_layouts)))
 
 
 PartsOfHead = Callable[[str, int, torch.dtype], tuple[tuple[int, int], ...]]
@@ -103,7 +105,7 @@ PartsOfHead = Callable[[str, int, torch.dtype], tuple[tuple[int, int], ...]]
 
 
 def forms_of(
-    shelves: Sequence[Shelf], groups: Sequence[GroupLayout], by_head: PartsOfHead | None
+    page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout], by_head: PartsOfHead | None
 ) -> tuple[PageForm, ...]:
     """How the tokens lie in pages of each group, as they travel: layers in order, tensors as
     declared, all heads.
@@ -112,20 +114,20 @@ def forms_of(
         shelves: of all ranks.
         by_head: None = the heads of a token lie side by side, as all else does.
     """
-    found = {(shelf.layer, shelf.name): shelf for shelf in shelves}
-    names = list(dict.fromkeys(shelf.name for shelf in shelves))
+    found = {(page_layout.layer, page_layout.name): page_layout for page_layout in page_layouts}
+    names = list(dict.fromkeys(page_layout.name for page_layout in page_layouts))
     blocks: list[list[Block]] = [[] for _ in groups]
     for layer, name in sorted(found, key=lambda key: (key[0], names.index(key[1]))):
-        shelf = found[layer, name]
-        if not shelf.is_state:
-            dtype: torch.dtype = getattr(torch, shelf.dtype.removeprefix("torch."))
-            if by_head is not None and shelf.shared:
-                heads, width = shelf.shape
-                blocks[shelf.group].append(Block(heads, by_head(name, width, dtype)))
+        page_layout = found[layer, name]
+        if not page_layout.is_state:
+            dtype: torch.dtype = getattr(torch, page_layout.dtype.removeprefix("torch."))
+            if by_head is not None and page_layout.shared:
+                heads, width = page_layout.shape
+                blocks[page_layout.group].append(Block(heads, by_head(name, width, dtype)))
             else:
-                parts = ((1, math.prod(shelf.shape) * dtype.itemsize),)
-                blocks[shelf.group].append(Block(1, parts))
-    fixed = {shelf.group for shelf in shelves if shelf.is_spread}
+                parts = ((1, math.prod(page_layout.shape) * dtype.itemsize),)
+                blocks[page_layout.group].append(Block(1, parts))
+    fixed = {page_layout.group for page_layout in page_layouts if page_layout.is_spread}
     return tuple(
         PageForm(0)
         if group.kind == STATE

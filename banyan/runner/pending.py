@@ -68,7 +68,7 @@ class PendingStep:
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunStep:
     """A plan whose rows have been through this rank's layers, and may have others before them.
 
     Attributes:

@@ -34,7 +34,7 @@ class Pooler:
             return None
         rows = np.array(batch.wanting(POOL))
         if self._adapters is not None and self._adapters.has_outputs:
-            self._adapters.choose(AdapterTokens(len(rows)), batch.offsets[rows])
+            self._adapters.fill_outputs(AdapterTokens(len(rows)), batch.offsets[rows])
         vectors = self._model.classify(self._pool(forward, batch, rows)).float()
         if self._pooling.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)

@@ -12,7 +12,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.base.trace import Marks, Trace
 from banyan.messages.control_ops import ControlOp, StartProfile
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.control_ops import Finish, RankReply
 
 log = logger(__name__)
 
@@ -64,14 +64,14 @@ class Profiler:
             raise RequestError(f"output_dir {folder[:200]!r} is not a folder that can be written.")
         name = f"{order.prefix}banyan-{self._name}-{order.stamp}.trace.json"
 
-        def start() -> Said:
+        def start() -> RankReply:
             self._path = os.path.join(folder, name)
             self._steps, self._most_steps = 0, order.steps
             self._told = ""
             self._trace = Trace()
             for marks in self._marks:
                 marks.trace = self._trace
-            return Said("Start profiling.")
+            return RankReply("Start profiling.")
 
         return start
 
@@ -83,11 +83,11 @@ class Profiler:
         if self._trace is None and not self._told:
             raise RequestError("No profile is being recorded.")
 
-        def stop() -> Said:
+        def stop() -> RankReply:
             if self._trace is not None:
                 self._end()
             told, self._told = self._told, ""
-            return Said(told)
+            return RankReply(told)
 
         return stop
 

@@ -8,7 +8,7 @@ is cut anew for as many as there are on the other side. So are the states of a p
 channels. What every rank keeps whole (a latent) is taken from one of them and given to all.
 
 Nothing here waits for a step: rank 0 takes pages whose steps are complete on all ranks, before
-any rank is told of a plan that may write to them (`Ahead`).
+any rank is told of a plan that may write to them (`EarlyMover`).
 """
 
 import math
@@ -28,8 +28,8 @@ from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
-from banyan.runner.page_layout import Shelf
-from banyan.runner.rank_page_access import Door, Pages, own_pages
+from banyan.runner.page_layout import PageLayout
+from banyan.runner.rank_page_access import Pages, RankAccess, own_rank_pages
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ class RankPages:
     def __init__(
         self,
         store: KVStore,
-        doors: Sequence[Door],
+        rank_access: Sequence[RankAccess],
         is_by_head: bool,
         timeout_s: float,
         is_by_name: bool = False,
     ) -> None:
         self.groups = store.groups
-        ranks = [own_pages(store), *(door.open(timeout_s) for door in doors)]
-        self._desks = [rank.desk for rank in ranks if rank.desk is not None]
+        ranks = [own_rank_pages(store), *(door.open(timeout_s) for door in rank_access)]
+        self._windows = [rank.window for rank in ranks if rank.window is not None]
         self._lock = Lock()
-        self.shelves = [shelf for rank in ranks for shelf in rank.shelves]
-        held: dict[tuple[int, str], list[tuple[Shelf, np.ndarray]]] = {}
+        self.page_layouts = [page_layout for rank in ranks for page_layout in rank.page_layouts]
+        held: dict[tuple[int, str], list[tuple[PageLayout, np.ndarray]]] = {}
         for rank in ranks:
-            for shelf in rank.shelves:
-                found = held.setdefault((shelf.layer, shelf.name), [])
-                found.append((shelf, self._rows(rank, shelf)))
+            for page_layout in rank.page_layouts:
+                found = held.setdefault((page_layout.layer, page_layout.name), [])
+                found.append((page_layout, self._rows(rank, page_layout)))
         self._wholes: list[list[_Whole]] = [[] for _ in self.groups]
         names = list(dict.fromkeys(name for _, name in held))
         order = {key: (key[0], names.index(key[1])) for key in held}
@@ -143,17 +143,19 @@ class RankPages:
         """Between windows and their devices, all ranks at once. Every answer is heard, whatever
         fails: an unheard one would be taken for that about the next page."""
         with ExitStack() as answers:
-            for desk in reversed(self._desks):  # rank 0 does its part while the others do theirs
-                desk.ask(is_put, group, page)
-                answers.callback(desk.wait)
+            for window in reversed(
+                self._windows
+            ):  # rank 0 does its part while the others do theirs
+                window.ask(is_put, group, page)
+                answers.callback(window.wait)
 
-    def _rows(self, rank: Pages, shelf: Shelf) -> np.ndarray:
-        pages = self.groups[shelf.group].num_pages if rank.desk is None else 1
-        rows = rank.memory[shelf.at : shelf.at + pages * shelf.page_bytes]
-        return rows.reshape(-1, shelf.page_bytes)
+    def _rows(self, rank: Pages, page_layout: PageLayout) -> np.ndarray:
+        pages = self.groups[page_layout.group].num_pages if rank.window is None else 1
+        rows = rank.memory[page_layout.at : page_layout.at + pages * page_layout.page_bytes]
+        return rows.reshape(-1, page_layout.page_bytes)
 
 
-def _whole(held: Sequence[tuple[Shelf, np.ndarray]], page_outer: int) -> _Whole:
+def _whole(held: Sequence[tuple[PageLayout, np.ndarray]], page_outer: int) -> _Whole:
     """The tensor of one layer, from the ranks that have a share of it, in their order.
 
     Args:
@@ -164,7 +166,7 @@ def _whole(held: Sequence[tuple[Shelf, np.ndarray]], page_outer: int) -> _Whole:
         return _Whole(1, 1, first.page_bytes, [_Part(rows, [(0, 0, 1)]) for _, rows in held])
     outer = math.prod(first.shape[: first.axis]) * (1 if first.is_state else page_outer)
     heads = first.shape[first.axis]
-    parts = [_Part(rows, _runs(shelf)) for shelf, rows in held]
+    parts = [_Part(rows, _runs(page_layout)) for page_layout, rows in held]
     seen = np.zeros(heads, bool)
     for part in parts:
         for there, _, count in part.runs:
@@ -178,9 +180,9 @@ def _whole(held: Sequence[tuple[Shelf, np.ndarray]], page_outer: int) -> _Whole:
     return _Whole(outer, heads, first.page_bytes // outer // here, parts)
 
 
-def _runs(shelf: Shelf) -> list[tuple[int, int, int]]:
+def _runs(page_layout: PageLayout) -> list[tuple[int, int, int]]:
     runs, there, here = list[tuple[int, int, int]](), 0, 0
-    for part in shelf.shared:
+    for part in page_layout.shared:
         count = part.last - part.first
         runs.append((there + part.first, here, count))
         there, here = there + part.size, here + count
@@ -201,7 +203,7 @@ def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor |
     return None
 
 
-class Ahead:
+class EarlyMover:
     """A mover whose copies begin when rank 0 sends their plan, and not when it runs it: from then
     on other ranks may write to what the copies read. Satisfies PageMover."""
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from banyan.base.errors import DeviceError
 from banyan.messages.plan import StepPlan
-from banyan.pipeline.runner_stage import Line
-from banyan.runner.control_ops import Runner
+from banyan.pipeline.runner_stage import PipelineStage
+from banyan.runner.control_ops import PlanRunner
 
 
-def serve_rank(runner: Runner, receive: Callable[[], StepPlan | None]) -> None:
+def serve_rank(runner: PlanRunner, receive: Callable[[], StepPlan | None]) -> None:
     """Run plans in the order of arrival until `receive` gives None.
 
     Raises:
@@ -26,7 +26,7 @@ def serve_rank(runner: Runner, receive: Callable[[], StepPlan | None]) -> None:
             )
 
 
-def serve_line(line: Line, receive: Callable[[], list[StepPlan] | None]) -> None:
+def serve_line(line: PipelineStage, receive: Callable[[], list[StepPlan] | None]) -> None:
     """The same where plans follow each other through stages: each list holds the plan that comes in
     in a turn, if there is one.
 

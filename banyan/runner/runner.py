@@ -20,7 +20,7 @@ from torch import Tensor
 from banyan.base.ids import PADDING_SLOT, StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
-from banyan.dp_attention.step_peers import Peers
+from banyan.dp_attention.batch import DPAttentionStep
 from banyan.kv_transfer.page_mover import PageMover
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import numbered_through
@@ -44,7 +44,7 @@ from banyan.messages.plan import (
 )
 from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
-from banyan.moe.returned_experts import told_experts
+from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
@@ -52,23 +52,22 @@ from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
-from banyan.runner.choose_forward import RunnerSizes, open_forward
+from banyan.runner.choose_forward import RunnerConfig, open_forward
 from banyan.runner.device_thread import Home
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.multi_step import MultiStep
-from banyan.runner.pending import Begun, PendingStep, after, failed
+from banyan.runner.pending import BegunStep, PendingStep, after, failed
 from banyan.runner.pooling import Pooler
 from banyan.runner.rank_pages import copy_after
-from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
+from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
-from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.draft_model import DraftModel, open_beside
-from banyan.runner.speculative.drafting import Drafting, Verified
-from banyan.runner.speculative.target import TargetStep
+from banyan.runner.speculative.base import Drafter, DraftRunner
+from banyan.runner.speculative.draft_runner import DraftModel, open_draft_runner
+from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, Verified
 
 log = logger(__name__)
 
@@ -93,10 +92,10 @@ class ModelRunner:
         self,
         model: Model,
         build: Build,
-        sizes: RunnerSizes,
+        sizes: RunnerConfig,
         platform: Platform | None = None,
         open_mover: Callable[[KVStore], PageMover | None] | None = None,
-        open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
+        open_drafter: Callable[[Callable[[], DraftRunner]], Drafter] | None = None,
         draft: DraftModel | None = None,
         lora_pool: LoRAPool | None = None,
     ) -> None:
@@ -113,8 +112,8 @@ class ModelRunner:
             else AdapterSlots(sizes.max_slots + 1, lora_pool, build.groups),
             multi_steps=sizes.multi_step > 1,
         )
-        beside = [] if draft is None else draft.model.caches
-        caches = numbered_through([model.caches, beside])
+        draft_runner = [] if draft is None else draft.model.caches
+        caches = numbered_through([model.caches, draft_runner])
         can_go_back = self.platform.traits.is_host and not sizes.branching
         rollback_checkpoints = sizes.draft_room if open_drafter is not None and can_go_back else 0
         self.store = KVStore(
@@ -138,7 +137,7 @@ class ModelRunner:
         self._sampler = Sampler(self._table, model_config.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._drafting = None
-        self._ran = TargetStep(bool(taps))
+        self._ran = TargetHiddenStates(bool(taps))
         """What drafters read of the last step."""
         if open_drafter is not None:
             whole = (self._table, self.store, sizes, self.platform, draft, self._ran)
@@ -146,15 +145,15 @@ class ModelRunner:
             if sizes.branching:
                 layers = 1 + max((cache.layer for cache in model.caches), default=-1)
                 compaction = Compaction(self._table, self.store, layers, build.ops)
-            drafter = open_drafter(partial(open_beside, *whole))
+            drafter = open_drafter(partial(open_draft_runner, *whole))
             mine = (self._table, self._ran, self.store, compaction, sizes.branching)
             self._drafting = Drafting(drafter, *mine)
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
-        self._peers: Peers | None = None
+        self._peers: DPAttentionStep | None = None
         joint = build.groups.joint
         if joint is not None:
             # One round is one exchange, however a replica goes through the model.
-            self._peers = Peers(joint, min(self._score_chunk, sizes.max_slots))
+            self._peers = DPAttentionStep(joint, min(self._score_chunk, sizes.max_slots))
         self.take_model(model)
 
     def take_model(self, model: Model) -> None:
@@ -162,7 +161,7 @@ class ModelRunner:
         self.platform.synchronize()
         self.model: Model | None = model
         model_config = self._model_config
-        usual = "encoder" if model_config.is_encoder else "reference"
+        usual = "encoder" if model_config.is_encoder else "paged"
         backend = self._sizes.attention or usual
         attention = BACKENDS.load(backend)(self._build.ops, self.store)
         with self.platform.stream():
@@ -239,7 +238,7 @@ class ModelRunner:
         return True
 
     def interrupt(self, step: StepId) -> None:
-        """MultiSteps of plans up to this one end with the step that runs; from any thread."""
+        """MultiStepRunner of plans up to this one end with the step that runs; from any thread."""
         self._forward.interrupt(step)
 
     def told(self, step: StepId) -> dict[int, bytes] | None:
@@ -265,7 +264,7 @@ class ModelRunner:
         met = copy_after(self.store, plan.copies, self._ranks)
         return finish if met is None else after(self.platform.fetch([met]), finish)
 
-    def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> Begun:
+    def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> BegunStep:
         """Enter a plan and run its rows through the layers that are here.
 
         Args:
@@ -284,21 +283,21 @@ class ModelRunner:
             self._peers.begin(plan.replica_loads)
         marks.end("enter", step=plan.step)
         if not batch.rows and not plan.replica_loads:
-            return Begun(plan, batch, failed)
+            return BegunStep(plan, batch, failed)
         if carry is not None:
             batch = replace(batch, carried=carry(batch))
         multi_step, watch = self._run(batch, plan), self._build.watch
-        return Begun(plan, batch, failed, multi_step, None if watch is None else watch.chosen)
+        return BegunStep(plan, batch, failed, multi_step, None if watch is None else watch.chosen)
 
-    def left(self, begun: Begun) -> Tensor:
+    def left(self, begun: BegunStep) -> Tensor:
         """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
         return self._forward.left(begun.batch)
 
-    def turn_to(self, begun: Begun) -> None:
+    def turn_to(self, begun: BegunStep) -> None:
         """Let `end` be of this one, though others may have been begun since."""
         self._forward.turn_to(begun.batch)
 
-    def end(self, begun: Begun, mask_of: MaskOf | None) -> Callable[[], StepResult]:
+    def end(self, begun: BegunStep, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         """Sample, and read out what else is wanted; what then gives the result."""
         plan, batch, failed, multi_step = begun.plan, begun.batch, begun.failed, begun.multi_step
         sampled, scores, verified, vectors, hidden = None, None, None, None, None
@@ -313,9 +312,9 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
             if begun.chosen is not None:
-                told = told_experts(self._build.watch, begun.chosen, batch, self._model_config)
+                told = returned_experts(self._build.watch, begun.chosen, batch, self._model_config)
                 hidden = (hidden or {}) | told
-        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, multi_step)
+        outcome = StepOutputs(sampled, scores, vectors, hidden or {}, verified, multi_step)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self.platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
@@ -373,12 +372,12 @@ class ModelRunner:
 
     def _read_out(
         self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
-    ) -> tuple[Sampled | None, Scores | None, Verified | None]:
+    ) -> tuple[Sampled | None, StepScores | None, Verified | None]:
         """Sample, verify and score; logits are made only for the positions that need them."""
         builder, scores = None, None
         if batch.wanted & SCORE:
-            builder = ScoreSheet.of(batch, self._table)
-            scores = Scores(builder, batch, self._table, self._device, self._build.ops)
+            builder = ScoredPositions.of(batch, self._table)
+            scores = StepScores(builder, batch, self._table, self._device, self._build.ops)
         self._score_known(batch, builder, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._peers is None or not self._peers.has_outputs):
@@ -412,7 +411,9 @@ class ModelRunner:
             self._table.grow(batch.to_slots)
         return None
 
-    def _score_known(self, batch: Batch, builder: ScoreSheet | None, scores: Scores | None) -> None:
+    def _score_known(
+        self, batch: Batch, builder: ScoredPositions | None, scores: StepScores | None
+    ) -> None:
         """Score the tokens that were there before the step, a bounded number of logits at once."""
         known = np.zeros(0, np.int64) if builder is None else np.flatnonzero(~builder.is_sampled)
         for part in self._rounds(len(known)):
@@ -477,7 +478,7 @@ class ModelRunner:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutputs:
     """What a step gives, on the device or fetched from it.
 
     Attributes:
@@ -487,7 +488,7 @@ class Outcome:
     """
 
     sampled: Sampled | None
-    scores: Scores | None
+    scores: StepScores | None
     vectors: Tensor | None
     hidden: dict[int, Tensor]
     verified: Verified | None = None
@@ -528,7 +529,7 @@ def _result(
     plan: StepPlan,
     batch: Batch,
     failed: dict[int, str],
-    outcome: Outcome,
+    outcome: StepOutputs,
     fetch: Callable[[], list[Tensor]],
 ) -> StepResult:
     """A step's outcome as the engine takes it; waits for the device."""

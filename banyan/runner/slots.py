@@ -17,8 +17,7 @@ from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host import sent
 from banyan.ops.sampling import PARAMS, params_tensor
-from banyan.runner.host_zeros import zeros
-from banyan.runner.kvstore import GroupLayout
+from banyan.runner.kvstore import GroupLayout, zeros
 
 _UNKNOWN = -1
 _NO_JOIN = "the slot is empty: no request has joined it"

@@ -15,7 +15,7 @@ from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
-from banyan.lora.load import open_projections
+from banyan.lora.load import enable_lora
 from banyan.messages.control_ops import (
     KV_CACHE,
     MEMORY_TAGS,
@@ -41,7 +41,7 @@ from banyan.models.weights.mtp import load_ahead
 from banyan.models.weights.reader import stamp_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
 from banyan.runner.runner import ModelRunner
 
@@ -87,7 +87,7 @@ def load_weights(
     if blocks is not None:
         blocks.settle(model)
     if build.adapters is not None:
-        open_projections(model, build.adapters, build.ops)
+        enable_lora(model, build.adapters, build.ops)
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
@@ -182,7 +182,7 @@ class LoadedWeights:
         self._model_config = model_config
         self._build = build
         self._runner = runner
-        self._stamp = self._stamp_of(config, model_config)
+        self._stamp = self._file_states(config, model_config)
         self._may_release = may_release
         self._released: list[str] = []
 
@@ -196,14 +196,14 @@ class LoadedWeights:
         assert isinstance(order, TakeWeights)
         model_config = self._model_config_at(order.path)
         config = replace(self._config, load_format="auto", path=model_config.path)
-        stamp = self._stamp_of(config, model_config)
+        stamp = self._file_states(config, model_config)
         loaded = [load_weights(config, model_config, self._build, self._offload)]
 
-        def take() -> Said:
+        def take() -> RankReply:
             if order.is_trial:
                 loaded.clear()
                 _settle_memory()
-                return Said("The weights can be taken.")
+                return RankReply("The weights can be taken.")
             self._runner.take_model(loaded.pop())
             self._config, self._model_config = config, model_config
             self._stamp = stamp
@@ -211,8 +211,8 @@ class LoadedWeights:
             _settle_memory()
             mover = self._runner.mover
             if mover is None or not mover.is_attached:
-                return Said("The weights have been taken.")
-            return Said(f"The weights have been taken. {_NOT_STORED}")
+                return RankReply("The weights have been taken.")
+            return RankReply(f"The weights have been taken. {_NOT_STORED}")
 
         return take
 
@@ -232,16 +232,16 @@ class LoadedWeights:
         if WEIGHTS in tags:
             self._require_same_files()  # they are read again from there
 
-        def release() -> Said:
+        def release() -> RankReply:
             if order.is_trial:
-                return Said("It can be released.")
+                return RankReply("It can be released.")
             if KV_CACHE in tags:
                 self._runner.store.release()
             if WEIGHTS in tags:
                 self._runner.drop_model()
             self._released += tags
             _settle_memory()
-            return Said(f"Released: {', '.join(tags)}.")
+            return RankReply(f"Released: {', '.join(tags)}.")
 
         return release
 
@@ -260,12 +260,12 @@ class LoadedWeights:
                 load_weights(self._config, self._model_config, self._build, self._offload)
             )
 
-        def resume() -> Said:
+        def resume() -> RankReply:
             if loaded:
                 self._runner.take_model(loaded.pop())
                 _settle_memory()
             self._released = [tag for tag in self._released if tag not in tags]
-            return Said(f"Resumed: {', '.join(tags)}." if tags else "Nothing was released.")
+            return RankReply(f"Resumed: {', '.join(tags)}." if tags else "Nothing was released.")
 
         return resume
 
@@ -277,7 +277,7 @@ class LoadedWeights:
         """
         assert isinstance(order, ReadWeight)
         if self._build.groups.world.rank:
-            return lambda: Said("")
+            return lambda: RankReply("")
         if self._config.load_format == "dummy":
             raise ConfigError("random weights have no names", hint="serve a checkpoint")
         self._require_same_files()
@@ -285,14 +285,14 @@ class LoadedWeights:
         transforms = transforms_of(config, self._model_config)
         tensors = tensors_of(self._model_config, not config.disable_mmap, transforms)
         body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
-        return lambda: Said("", body)
+        return lambda: RankReply("", body)
 
     def _require_same_files(self) -> None:
         """
         Raises:
             ModelError, ConfigError: the files are not those that the weights were read from.
         """
-        if self._stamp_of(self._config, self._model_config) != self._stamp:
+        if self._file_states(self._config, self._model_config) != self._stamp:
             raise ConfigError(
                 f"the files at {printable(self._model_config.path)!r} are not those that the "
                 "weights were "
@@ -301,7 +301,7 @@ class LoadedWeights:
             )
 
     @staticmethod
-    def _stamp_of(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
+    def _file_states(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
         return [] if config.load_format == "dummy" else stamp_of(model_config)
 
     def _model_config_at(self, path: str) -> ModelConfig:

@@ -8,6 +8,7 @@ its duty is known.
 
 import faulthandler
 import gc
+import linecache
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from banyan.base.errors import BanyanError, ConfigError
-from banyan.base.log import logger, start_logging
-from banyan.base.slow_gc import report_slow_gc
-from banyan.base.torch_parts import without_parts
-from banyan.config.schema import Config
-from banyan.dp_attention.remote_engines import FarEngines
-from banyan.engine.child_processes import (
+from banyan.base.child_process import (
     STACKS,
     Child,
     Process,
@@ -33,6 +28,11 @@ from banyan.engine.child_processes import (
     spawn,
     watch_parent,
 )
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import logger, start_logging
+from banyan.base.slow_gc import report_slow_gc
+from banyan.config.schema import Config
+from banyan.dp_attention.remote_engines import FarEngines
 from banyan.engine.flight_recorder_memory import RecordingMemory
 from banyan.engine.process_spec import ENGINE, NO_RECORDING, RANK, ProcessSpec
 from banyan.formats.shards import read_ahead
@@ -207,10 +207,10 @@ def start_engine_thread(
 def main() -> None:
     """Entry of a child process: do the duty, exit with the error's own code."""
     follow_parent()
-    gc.disable()  # imports make much to look through and nothing to throw away
-    with without_parts():
-        from banyan.engine.core_process import run_rank
+    gc.disable()  # imports create many objects and hardly any garbage
+    from banyan.engine.core_process import run_rank
 
+    linecache.clearcache()  # torch's import leaves the text of its source files there
     gc.freeze()
     gc.enable()
     faulthandler.register(STACKS)

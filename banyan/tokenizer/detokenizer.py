@@ -1,13 +1,13 @@
 """Detokenizer: the text of one growing answer, token by token.
 
-Holds back the bytes of a character that is not complete. What all pushes and the finish return,
-joined, is what Tokenizer.decode returns for all ids, however they were split.
+Holds back the bytes of an incomplete character. The texts of all pushes and of `finish` together
+equal Tokenizer.decode of all ids.
 """
 
 import codecs
 from collections.abc import Sequence
 
-from banyan.requests.generation import TextOptions
+from banyan.tokenizer.stop_strings import TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer
 
 PROMPT_TAIL_TOKENS = 8
@@ -18,8 +18,8 @@ class Detokenizer:
     """Incremental decoding of one request.
 
     Args:
-        prompt_tail: the last tokens of the text that the answer continues, so that a first space
-            and the rest of a split character come out right; empty = a text of its own.
+        prompt_tail: the last tokens of the text that the answer continues, needed for the first
+            space and for a character split between prompt and answer; empty = a separate text.
         options: whether special tokens are text.
     """
 
@@ -31,7 +31,7 @@ class Detokenizer:
         skips = options.skip_special_tokens
         self._skipped = tokenizer.special_ids - options.shown if skips else frozenset()
         self._held = b""
-        """The beginning of a character whose rest has not come."""
+        """The first bytes of an incomplete character."""
         tail = [id for id in prompt_tail[-PROMPT_TAIL_TOKENS:] if id not in self._skipped]
         self._decode(self._pieces.bytes_of(tail))
         self._strips = self._pieces.strips_first_space and not tail
@@ -50,13 +50,13 @@ class Detokenizer:
         return self._strip(text) if self._strips else text
 
     def finish(self) -> str:
-        """What was held back: U+FFFD for a character that never became complete, or nothing."""
+        """The held-back text: U+FFFD for an incomplete character, else nothing."""
         text = self._held.decode("utf-8", "replace")
         self._held = b""
         return self._strip(text) if self._strips else text
 
     def _decode(self, piece: bytes) -> str:
-        """As an incremental decoder, whose layers take longer than the decoding."""
+        """Decode UTF-8 incrementally; codecs' own incremental decoder is slower."""
         data = self._held + piece
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._held = data[used:]

@@ -1,6 +1,8 @@
-"""Encoders: lists of texts to token ids, in this thread (Library) or together with those of other
-requests (Gathered). In processes: encode_processes. All may be used from several threads, and
-all give the same ids.
+"""Encoders: lists of texts → token ids.
+
+`LibraryEncoder` encodes in the calling thread, `BatchingEncoder` joins texts of several requests
+into one call, `EncodeProcesses` (encode_processes.py) uses worker processes. All are thread-safe
+and return the same ids.
 """
 
 import threading
@@ -13,24 +15,24 @@ import tokenizers
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
 
-GATHERED_CHARS = 8 << 10
-"""Longer texts are no faster in company, and would hold it up."""
+BATCHED_CHARS = 8 << 10
+"""Longer texts gain nothing from batching and would delay the batch."""
 
 
-class Kind(IntEnum):
-    """How texts are read."""
+class EncodeKind(IntEnum):
+    """How a text is encoded."""
 
     PARSED = 0
-    """The texts of added tokens become their ids."""
+    """Texts of added tokens become their ids."""
     PLAIN = 1
-    """All of it is plain text."""
+    """Everything is plain text."""
     PAIR = 2
     """Two texts, joined as the model's own template does, special tokens included."""
 
 
 class Encoder(Protocol):
-    def ids(self, texts: Sequence[str], kind: Kind) -> list[list[int]]:
-        """Ids of each text, of a PAIR of both together. No tokens are put around any but a PAIR.
+    def ids(self, texts: Sequence[str], kind: EncodeKind) -> list[list[int]]:
+        """Encode each text; for PAIR, both texts together. Only PAIR adds special tokens.
 
         Raises:
             RequestError: one is not valid Unicode, or the tokenizer's pattern gives up on it.
@@ -40,76 +42,81 @@ class Encoder(Protocol):
     def close(self) -> None: ...
 
 
-class Library:
+class LibraryEncoder:
     """The `tokenizers` library itself."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         bare = _without_added_tokens(backend)
-        self._backends = {Kind.PARSED: backend, Kind.PLAIN: bare, Kind.PAIR: backend}
+        self._backends = {
+            EncodeKind.PARSED: backend,
+            EncodeKind.PLAIN: bare,
+            EncodeKind.PAIR: backend,
+        }
 
-    def ids(self, texts: Sequence[str], kind: Kind) -> list[list[int]]:
-        """As a batch also where it is one text: only that lets other threads run Python."""
-        inputs = [tuple(texts)] if kind is Kind.PAIR else list(texts)
+    def ids(self, texts: Sequence[str], kind: EncodeKind) -> list[list[int]]:
+        """Encode as a batch even for one text: only the batch call releases the interpreter
+        lock."""
+        inputs = [tuple(texts)] if kind is EncodeKind.PAIR else list(texts)
         try:
             found = self._backends[kind].encode_batch_fast(
-                inputs, add_special_tokens=kind is Kind.PAIR
+                inputs, add_special_tokens=kind is EncodeKind.PAIR
             )
             return [encoding.ids for encoding in found]
         except BaseException as error:
             raise _encode_error(error) from None
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to release."""
 
 
-class Gathered:
-    """Texts of requests that come at about the same time go to `encoder` in one call.
+class BatchingEncoder:
+    """Encodes texts of requests that arrive at about the same time in one call to `encoder`.
 
     Args:
-        most: texts of one call, if no request alone has more.
-        wait_s: how long the first of them waits for others.
+        most: texts per call, unless a single request has more.
+        wait_s: seconds that the first text waits for others.
     """
 
     def __init__(self, encoder: Encoder, most: int, wait_s: float) -> None:
         self._encoder = encoder
         self._most = most
         self._wait_s = wait_s
-        self._open: dict[Kind, _Company] = {}
+        self._open: dict[EncodeKind, _TextBatch] = {}
         self._lock = threading.Lock()
 
-    def ids(self, texts: Sequence[str], kind: Kind) -> list[list[int]]:
-        if kind is Kind.PAIR or sum(map(len, texts)) > GATHERED_CHARS:
+    def ids(self, texts: Sequence[str], kind: EncodeKind) -> list[list[int]]:
+        if kind is EncodeKind.PAIR or sum(map(len, texts)) > BATCHED_CHARS:
             return self._encoder.ids(texts, kind)
         with self._lock:
-            company = self._open.get(kind)
-            is_first = company is None
-            if company is None:
-                company = self._open[kind] = _Company()
-            own = company.add(texts)
-            if len(company.texts) >= self._most:
-                self._set_off(company, kind)
+            batch = self._open.get(kind)
+            is_first = batch is None
+            if batch is None:
+                batch = self._open[kind] = _TextBatch()
+            own = batch.add(texts)
+            if len(batch.texts) >= self._most:
+                self._seal(batch, kind)
         if is_first:
-            company.is_full.wait(self._wait_s)
+            batch.is_full.wait(self._wait_s)
             with self._lock:
-                self._set_off(company, kind)
-            company.run(self._encoder, kind)
-        company.is_done.wait()
-        if company.found is None:  # one of the texts is at fault, and others are not
+                self._seal(batch, kind)
+            batch.run(self._encoder, kind)
+        batch.is_done.wait()
+        if batch.found is None:  # one text of the batch is invalid; encode our own alone
             return self._encoder.ids(texts, kind)
-        return company.found[own]
+        return batch.found[own]
 
     def close(self) -> None:
         self._encoder.close()
 
-    def _set_off(self, company: "_Company", kind: Kind) -> None:
-        """Nobody joins it any more. Called under the lock."""
-        company.is_full.set()
-        if self._open.get(kind) is company:
+    def _seal(self, batch: "_TextBatch", kind: EncodeKind) -> None:
+        """Close the batch to further texts. Called under the lock."""
+        batch.is_full.set()
+        if self._open.get(kind) is batch:
             del self._open[kind]
 
 
-class _Company:
-    """Texts that go together. The thread of the first one encodes them all."""
+class _TextBatch:
+    """One batch. The thread that added the first text encodes all of them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -120,7 +127,7 @@ class _Company:
         self.texts += texts
         return slice(len(self.texts) - len(texts), len(self.texts))
 
-    def run(self, encoder: Encoder, kind: Kind) -> None:
+    def run(self, encoder: Encoder, kind: EncodeKind) -> None:
         try:
             self.found = encoder.ids(self.texts, kind)
         except RequestError:

@@ -1,7 +1,6 @@
-"""The tokenizer of a model folder: tokenizer.json, and the JSON and template files beside it.
+"""Loads the tokenizer of a model folder: tokenizer.json and the JSON and template files next to it.
 
-Collects from those files what the vocabulary is used with: named tokens, the ids that end a
-generation, chat templates. Applies none of it.
+Reads the named tokens, the ids that end a generation, and the chat templates.
 """
 
 import json
@@ -20,7 +19,7 @@ MAX_TOKENIZER_BYTES = 128 << 20
 """Size of a tokenizer.json; a vocabulary of 262,144 with its merges needs 33 MB."""
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Size of each JSON or template file beside it."""
+"""Size of each of the other JSON or template files."""
 
 
 def load_folder_tokenizer(path: str) -> Tokenizer:
@@ -102,7 +101,7 @@ def _flag(config: Mapping[str, object], name: str) -> bool | None:
 
 
 def _eos_ids(path: str, backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> tuple[int, ...]:
-    """Ids that end a generation: the tokenizer's own, and those of the model's configurations."""
+    """Ids that end a generation, from the tokenizer and from the model's configuration files."""
     found: list[object] = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
     for name in ("generation_config.json", "config.json"):
         value = _read_json(os.path.join(path, name)).get("eos_token_id")
@@ -112,7 +111,7 @@ def _eos_ids(path: str, backend: tokenizers.Tokenizer, named: Mapping[str, str])
 
 
 def _chat_templates(path: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Templates by name. A file of its own goes before one inside a configuration."""
+    """Templates by name. A separate file takes precedence over one inside a configuration."""
     found: dict[str, str] = {}
     beside = _read_json(os.path.join(path, "chat_template.json")).get("chat_template")
     for value in (config.get("chat_template"), beside):

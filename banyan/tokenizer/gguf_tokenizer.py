@@ -105,8 +105,7 @@ def load_gguf_tokenizer(path: str) -> Tokenizer:
 
 
 def _read(path: str) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
-    """All that was read is gone when the next thing that stays is made, so that nothing keeps the
-    memory between them."""
+    """Read and release step by step, so that temporary data does not fragment the memory."""
     with GGUFFile.open(path) as file:
         return GGUFVocabulary(path, file.metadata).parts()
 

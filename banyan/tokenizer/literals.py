@@ -1,5 +1,4 @@
-"""One pattern that finds any of many literal texts, the longest first, in time that does not grow
-with their number."""
+"""One pattern for many literal texts, longest first. Its time does not grow with their number."""
 
 import re
 from collections.abc import Collection
@@ -8,12 +7,13 @@ from os.path import commonprefix
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """A pattern for the longest of `texts` at the leftmost place; it finds nothing in no texts."""
+    """A pattern for the longest of `texts` at the leftmost position; without texts it never
+    matches."""
     return re.compile(_branches(sorted(set(texts))) if texts else r"(?!)")
 
 
 def _branches(texts: list[str]) -> str:
-    """The texts, sorted and distinct, as a tree of common beginnings."""
+    """The texts (sorted, distinct) as a tree of common prefixes."""
     start = commonprefix([texts[0], texts[-1]])
     rest = [text[len(start) :] for text in texts]
     ends_here = rest[0] == ""

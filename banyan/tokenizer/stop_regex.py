@@ -1,9 +1,10 @@
-"""StopPattern: a regular expression as a small automaton; PatternReader: one text's way through it.
+"""Stop patterns: `StopPattern` is a regular expression as an automaton, `PatternReader` runs it
+over one text.
 
-The syntax and meaning are those of `re`, asked with `search` about the text so far after each piece
-of it: `$`, a word boundary and a look-ahead at the end of the piece see the end of the text. What
-needs memory of what was matched is refused: backreferences, atomic and possessive groups, and
-conditions on groups. Each character costs at most one visit to each state, so no pattern can hang.
+Syntax and meaning follow `re.search` on the text so far, after each piece of text: `$`, a word
+boundary and a look-ahead at the end of a piece see the end of the text. Patterns that need
+memory of the match are refused: backreferences, atomic and possessive groups, conditions on
+groups. Each character visits each state at most once, so no pattern can hang.
 
 Source: R. Cox, "Regular Expression Matching: the Virtual Machine Approach" (2009).
 """
@@ -37,8 +38,8 @@ MAX_KNOWN_CHARS = 512
 
 LEGAL_FLAGS = re.IGNORECASE | re.DOTALL | re.MULTILINE | re.UNICODE
 
-JOINT, ACCEPT = -1, -2
-"""What stands in place of a test: a state that reads nothing, and one where a match is complete."""
+EPSILON, ACCEPT = -1, -2
+"""Instead of a test: a state that reads nothing (epsilon), and one where a match is complete."""
 
 Span = tuple[int, int]
 """Where a match starts and ends, in characters of the whole text."""
@@ -46,21 +47,21 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Look:
-    """A look-around: its automaton, its width in characters, and what it asks for."""
+    """A look-around: its automaton, its width in characters, and its direction and sign."""
 
     first: int
     width: int
-    is_behind: bool
+    looks_back: bool
     is_wanted: bool
     num_states: int
 
 
 Condition = Look | int
-"""What must hold for a joint to be passed; a number is one of the `re` parser's positions."""
+"""What must hold to pass an epsilon state; a number is one of the `re` parser's positions."""
 
 
 class StopPattern:
-    """One compiled pattern, shared by all texts that are searched for it.
+    """One compiled pattern, shared by all texts.
 
     Raises:
         RequestError: the pattern is malformed, matches the empty text, needs what is not supported,
@@ -70,7 +71,7 @@ class StopPattern:
     def __init__(self, source: str) -> None:
         self.source = source
         self.tests: list[int] = []
-        """Of each state: the test that it puts to a character, JOINT or ACCEPT."""
+        """By state: the test for a character, EPSILON or ACCEPT."""
         self.next: list[list[int]] = []
         self.conditions: dict[int, Condition] = {}
         self._tested: dict[int, int] = {}
@@ -90,8 +91,8 @@ class StopPattern:
         except RecursionError:
             raise self._error("is nested too deeply") from None
         looks = [c for c in self.conditions.values() if isinstance(c, Look)]
-        self.ahead = max((1 + look.width for look in looks if not look.is_behind), default=0)
-        self.behind = 1 + max((look.width for look in looks), default=0)
+        self.ahead = max((1 + look.width for look in looks if not look.looks_back), default=0)
+        self.look_back = 1 + max((look.width for look in looks), default=0)
         """Characters before a position that its conditions may read."""
         if PatternReader(self).find("") is not None:
             raise self._error("matches the empty text")
@@ -102,13 +103,13 @@ class StopPattern:
 
     @property
     def num_visits(self) -> int:
-        """The most states that are visited for one more character."""
+        """Upper bound of the states visited per character."""
         looks = [c for c in self.conditions.values() if isinstance(c, Look)]
         at_once = self.num_states + sum(look.num_states * look.width for look in looks)
         return (1 + self.ahead) * at_once
 
     def passed(self, char: str) -> Sequence[bool]:
-        """Of each test: whether the character passes it."""
+        """By test: whether the character passes it."""
         known = self._known.get(char)
         if known is None:
             if len(self._known) >= MAX_KNOWN_CHARS:
@@ -125,7 +126,7 @@ class StopPattern:
         return len(self.tests) - 1
 
     def _sequence(self, tree: Iterable, target: int) -> int:
-        """Add states for a parsed sequence that goes on at `target`; returns where it begins."""
+        """Add states for a parsed sequence that continues at `target`; return its first state."""
         for item in reversed(list(tree)):
             target = self._item(item, target)
         return target
@@ -135,7 +136,7 @@ class StopPattern:
         if op is ops.LITERAL or op is ops.NOT_LITERAL or op is ops.IN or op is ops.ANY:
             return self._state(self._test(item), target)
         if op is ops.BRANCH:
-            return self._state(JOINT, *[self._sequence(b, target) for b in argument[1]])
+            return self._state(EPSILON, *[self._sequence(b, target) for b in argument[1]])
         if op is ops.SUBPATTERN:
             _, added, removed, inner = argument
             if added or removed:
@@ -145,17 +146,17 @@ class StopPattern:
             least, most, inner = argument
             return self._repeat(least, most, inner, target)
         if op is ops.AT:
-            return self._joint(argument, target)
+            return self._epsilon(argument, target)
         if op is ops.ASSERT or op is ops.ASSERT_NOT:
             direction, inner = argument
-            return self._joint(self._look(direction, inner, op is ops.ASSERT), target)
+            return self._epsilon(self._look(direction, inner, op is ops.ASSERT), target)
         raise self._error(
             "uses a backreference, or an atomic, possessive or conditional group",
             "write it with characters, classes, groups, |, *, +, ?, {m,n}, ^, $, \\b, (?= and (?<=",
         )
 
-    def _joint(self, condition: Condition, target: int) -> int:
-        state = self._state(JOINT, target)
+    def _epsilon(self, condition: Condition, target: int) -> int:
+        state = self._state(EPSILON, target)
         self.conditions[state] = condition
         return state
 
@@ -178,13 +179,13 @@ class StopPattern:
         if max(least, 0 if most is ops.MAXREPEAT else most) > MAX_STATES:
             raise self._error(f"repeats a part more than {MAX_STATES:,} times")
         if most is ops.MAXREPEAT:
-            loop = self._state(JOINT, target)
+            loop = self._state(EPSILON, target)
             self.next[loop].append(self._sequence(inner, loop))
             target = loop
         else:
             end = target
             for _ in range(most - least):
-                target = self._state(JOINT, self._sequence(inner, target), end)
+                target = self._state(EPSILON, self._sequence(inner, target), end)
         for _ in range(least):
             num_states = len(self.tests)
             target = self._sequence(inner, target)
@@ -214,8 +215,8 @@ def stop_pattern(source: str) -> StopPattern:
 class PatternReader:
     """The progress of one pattern through one text.
 
-    What a look-ahead has to say about a position is certain only some characters later: the reader
-    keeps its place before those, and reads them again with the next piece.
+    The result of a look-ahead is certain only some characters later. The reader stays before these
+    characters and reads them again with the next piece.
     """
 
     def __init__(self, pattern: StopPattern) -> None:
@@ -228,11 +229,11 @@ class PatternReader:
 
     @property
     def oldest(self) -> int:
-        """Position of the first character that may belong to a match to come."""
+        """Position of the first character that may belong to a future match."""
         return min(next(iter(self._entered.values()), self._at), self._at)
 
     def find(self, text: str) -> Span | None:
-        """Read on; the match that ends first and, among those, starts first."""
+        """Read more text; return the match that ends first (then: starts first)."""
         self._tail += text
         end = self._tail_at + len(self._tail)
         entered, at = self._entered, self._at
@@ -248,7 +249,7 @@ class PatternReader:
             at += 1
             if at + self._pattern.ahead <= end + 1:
                 self._entered, self._at = entered, at
-        self._forget(self._at - self._pattern.behind)
+        self._forget(self._at - self._pattern.look_back)
         return None
 
     def _forget(self, before: int) -> None:
@@ -274,7 +275,7 @@ class PatternReader:
                 if state in seen:
                     continue
                 seen.add(state)
-                if tests[state] != JOINT:
+                if tests[state] != EPSILON:
                     live[state] = start
                 elif state not in conditions or self._holds(conditions[state], at, end):
                     waiting += targets[state]
@@ -311,8 +312,8 @@ class PatternReader:
         return is_boundary is (condition is ops.AT_BOUNDARY)
 
     def _sees(self, look: Look, at: int, end: int) -> bool:
-        """Whether the part of a look-around stands before or behind position `at`."""
-        first = at - look.width if look.is_behind else at
+        """Whether the look-around matches at position `at`."""
+        first = at - look.width if look.looks_back else at
         if first < 0:
             return False
         entered = {look.first: first}

@@ -1,8 +1,8 @@
 """Stop strings and stop patterns: where the text of an answer ends.
 
-Reads text as it grows and passes on only what cannot belong to a stop. Cost: one table step per
-character for all strings together, and for each pattern as its automaton says. What is compiled is
-shared by all sequences of a request. Knows no tokens.
+Reads text as it grows and releases only text that cannot belong to a stop. Cost: one table step per
+character for all strings together, plus the visits of each pattern's automaton. All sequences of a
+request share the compiled form.
 
 Source: A. Aho, M. Corasick, "Efficient String Matching" (1975).
 """
@@ -27,6 +27,22 @@ states of its part at each character that it reads."""
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text, and which text ends the request.
+
+    Attributes:
+        shown: special tokens that are text all the same, because a parser looks for them.
+    """
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    shown: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class StopMatch:
     """A stop that was found. Positions count characters of the whole answer."""
 
@@ -40,9 +56,9 @@ class StopMatch:
 class StopChecker:
     """Finds the first stop in one growing answer.
 
-    First is the stop that ends first; of several that end together, the one that starts first. So
-    the answer does not depend on how the text was cut into pushes, except where a pattern asks for
-    the end of the text (`$`, a word boundary, a look-ahead): that is the end of each push.
+    The first stop is the one that ends first; among stops that end together, the one that starts
+    first. So the result does not depend on how the text was cut into pushes. The exception is a
+    pattern that tests the end of the text (`$`, a word boundary, a look-ahead): each push ends it.
 
     Args:
         stop, stop_regex: as checked by check_stops.
@@ -58,10 +74,10 @@ class StopChecker:
         self._held = ""
         self._length = 0
         self.match: StopMatch | None = None
-        """Set once a stop was found; later pushes add nothing."""
+        """The stop, once found; later pushes add nothing."""
 
     def push(self, text: str) -> str:
-        """Take new text; returns what is final of the answer."""
+        """Add new text; return the text that is final."""
         if self._strings is None and not self._patterns:
             self._length += len(text)
             return text
@@ -83,7 +99,7 @@ class StopChecker:
         return held[: keep - first]
 
     def finish(self) -> str:
-        """The text still held back, when the answer ends without a stop."""
+        """Return the text still held back; the answer ended without a stop."""
         held, self._held = self._held, ""
         return held
 
@@ -101,7 +117,7 @@ class StopChecker:
 
 
 class _StringTable:
-    """Aho-Corasick automaton over all stop strings; nothing changes it once it is built."""
+    """Aho-Corasick automaton over all stop strings. Immutable."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]

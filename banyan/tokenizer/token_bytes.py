@@ -1,4 +1,4 @@
-"""PieceTable: the bytes that each token id stands for, whatever way the vocabulary spells them.
+"""PieceTable: token id → bytes, for every way in which vocabularies spell them.
 
 Two spellings exist among models that generate text: byte-level (every byte has a printable
 stand-in), and word pieces with "▁" for a space and "<0xNN>" for single bytes. Everything that turns
@@ -35,7 +35,7 @@ class PieceTable:
         self._spell = spell
         self._bytes = _Filled(self._make)
         self.texts: Mapping[int, str | None] = _Filled(self._make_text)
-        """The same as text; None where it is a part of a character, or more than whole ones."""
+        """The same as text; None if the bytes are not whole characters."""
         steps = list(_steps(decoder))
         kinds = [str(step.get("type")) for step in steps]
         unknown = [k for k in kinds if k not in _KNOWN_STEPS]
@@ -54,7 +54,8 @@ class PieceTable:
             s.get("type") == "Strip" and s.get("content") == " " and s.get("start") == 1
             for s in steps
         ) or any(s.get("prepend_scheme", "always") != "never" for s in metaspace)
-        """Whether one space at the very start of a text is the vocabulary's, not the text's."""
+        """Whether a space at the very start of a text comes from the vocabulary, not from the
+        text."""
 
     def __getitem__(self, id: int) -> bytes:
         return self._bytes[id]
@@ -93,7 +94,7 @@ class PieceTable:
 
 
 class _Filled(dict[int, T]):
-    """What has been made of ids; what is missing is made when it is asked for."""
+    """Results by id, computed on first use."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Tokenizer: text to token ids and back, over the `tokenizers` library.
 
-Knows which ids are special and which end a generation. Reading is in folder_tokenizer (a model
-folder) and gguf_tokenizer (a GGUF file). Knows no chat, no requests, no devices.
+folder_tokenizer.py (a model folder) and gguf_tokenizer.py (a GGUF file) load it.
 """
 
 import copy
@@ -17,7 +16,7 @@ import tokenizers
 
 from banyan.base.errors import BanyanError, ModelError, RequestError
 from banyan.base.log import printable
-from banyan.tokenizer.encode import Encoder, Kind, Library, is_library_error
+from banyan.tokenizer.encode import EncodeKind, Encoder, LibraryEncoder, is_library_error
 from banyan.tokenizer.literals import any_of
 from banyan.tokenizer.token_bytes import PieceTable
 
@@ -38,14 +37,14 @@ MAX_PROBED = 64
 MAX_PARTS = 64
 """Steps of a normalizer or decoder."""
 MAX_GROWTH = 64
-"""By how much their replacements together may lengthen a text."""
+"""Factor by which all replacements together may lengthen a text."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Text between added tokens; not `at_start` = it continues a longer text."""
+    """Text between added tokens. `at_start` is False if it continues a longer text."""
 
     text: str
     at_start: bool
@@ -57,7 +56,7 @@ Part = Mapping[str, object]
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What the files say about the use of a vocabulary."""
+    """How a vocabulary is used, from the tokenizer's files."""
 
     source: str
     """The file or folder, for messages."""
@@ -66,27 +65,27 @@ class TokenizerFacts:
     eos_ids: tuple[int, ...] = ()
     """Every id that ends a generation."""
     special: tuple[str, ...] = ()
-    """Texts that are special besides those that the vocabulary itself marks."""
+    """Special texts in addition to the ones that the vocabulary marks."""
     add_bos: bool | None = None
-    """Whether plain prompts start with bos_token; None leaves it to the tokenizer file."""
+    """Whether plain prompts start with bos_token; None: as the tokenizer file says."""
     add_eos: bool | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """"default", and where the model has them "tool_use" and others."""
 
 
 class Tokenizer:
-    """A loaded vocabulary. Immutable after loading; may be used from several threads.
+    """A loaded vocabulary. Immutable and thread-safe.
 
     Args:
         backend: the library's tokenizer, owned by this object.
-        facts: what the files beside it say.
+        facts: named tokens, end ids and templates from its files.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
         check_growth(backend, facts.source)
         self._backend = backend
-        self.encoder: Encoder = Library(backend)
-        """Who makes ids of texts."""
+        self.encoder: Encoder = LibraryEncoder(backend)
+        """Turns texts into ids."""
         self.waits = False
         """Whether the encoder waits for other requests or processes; what goes to it goes together
         then, and from no event loop."""
@@ -97,7 +96,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added_tokens = {token.content: token for token in added.values()}
         self.added = {token.content: id for id, token in added.items()}
-        """Texts that are cut out before the vocabulary is applied -> id."""
+        """Added text → id. Added texts are cut out before the vocabulary is applied."""
         named = {facts.named[n] for n in NAMED_TOKENS if n in facts.named}
         marked = {text for text, token in self._added_tokens.items() if token.special}
         texts = named | set(facts.special) | marked
@@ -109,14 +108,14 @@ class Tokenizer:
         self._prefix, self._suffix = self._frame()
 
     def through(self, encoder: Encoder) -> "Tokenizer":
-        """The same tokenizer, whose texts go to `encoder` instead, each request's all at once."""
+        """The same tokenizer with another encoder, which gets all texts of a request at once."""
         other = copy.copy(self)
         other.encoder, other.waits = encoder, True
         return other
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The ids before and after a plain prompt."""
+        """Ids before and after a plain prompt."""
         return list(self._prefix), list(self._suffix)
 
     def copy_of_backend(self) -> tokenizers.Tokenizer:
@@ -133,7 +132,7 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> PieceTable:
-        """The bytes that each id stands for.
+        """The bytes of each id.
 
         Raises:
             ModelError: the tokenizer's decoder works on whole words, so tokens have no bytes of
@@ -168,33 +167,33 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """As `encode` for each text, in one call of the library, which works on several at once.
+        """Encode several texts in one call of the library, which encodes them in parallel.
 
         Raises:
             RequestError: as `encode`, for any of them.
         """
-        found = self.encoder.ids(texts, Kind.PARSED)
+        found = self.encoder.ids(texts, EncodeKind.PARSED)
         return (
             [[*self._prefix, *ids, *self._suffix] for ids in found] if add_special_tokens else found
         )
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts as the model's own template joins them, special tokens included.
+        """Token ids of two texts, pieces_ids by the model's own template with special tokens.
 
         Raises:
             RequestError: as `encode`.
         """
         if not first or not second:
             raise RequestError("Both texts of a pair need at least one character.", param="text")
-        (ids,) = self.encoder.ids((first, second), Kind.PAIR)
+        (ids,) = self.encoder.ids((first, second), EncodeKind.PAIR)
         return ids
 
     def encode_guarded(self, text: str, guards: Sequence[int]) -> list[int]:
-        """Token ids of a rendered chat in which some characters are known to come from its content.
+        """Token ids of a rendered chat. Control tokens never form across message content.
 
         Args:
-            guards: ascending positions in `text`; the character before each is content. The text
-                of an added token that takes in such a character is plain text.
+            guards: ascending positions in `text`; the character before each one is message
+                content. An added token that would include such a character is plain text.
 
         Raises:
             RequestError: as `encode`.
@@ -217,7 +216,7 @@ class Tokenizer:
             found.append(self.added[token.content])
             spaces = _SPACES.match(text, end) if token.rstrip else None
             at = search = spaces.end() if spaces else end
-        return self._joined([*found, _Piece(text[at:], at == 0)])
+        return self._concatenated([*found, _Piece(text[at:], at == 0)])
 
     def decode(
         self,
@@ -225,7 +224,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of `ids`; ids outside the vocabulary are nothing.
+        """The text of `ids`. Ids outside the vocabulary are skipped.
 
         Args:
             spaces_between_special_tokens: concerns word-level vocabularies only. The vocabularies
@@ -243,7 +242,7 @@ class Tokenizer:
         return [letter * 48 + end for letter in letters for end in ("", "\x00")]
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The ids that the model wants before and after a plain prompt."""
+        """The ids that the model expects before and after a plain prompt."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
         framed = self._backend.encode("a", add_special_tokens=True).ids
         start = next(
@@ -275,37 +274,38 @@ class Tokenizer:
         return part is not None and '"prepend_scheme":"first"' in part.__getstate__().decode()
 
     def _parsed(self, text: str) -> list[int]:
-        (ids,) = self.encoder.ids((text,), Kind.PARSED)
+        (ids,) = self.encoder.ids((text,), EncodeKind.PARSED)
         return ids
 
-    def _joined(self, found: "Sequence[_Piece | int]") -> list[int]:
-        """Ids of pieces of a text, and of what stands between them."""
+    def _concatenated(self, found: "Sequence[_Piece | int]") -> list[int]:
+        """Ids of the pieces of a text and of the added tokens between them."""
         pieces = [piece for piece in found if isinstance(piece, _Piece)]
         if self.waits:
             each = iter(self._plain_all(pieces))
         else:
             each = (ids for piece in pieces for ids in self._plain_all([piece]))
-        joined: list[int] = []
+        pieces_ids: list[int] = []
         for piece in found:
-            joined += next(each) if isinstance(piece, _Piece) else (piece,)
-        return joined
+            pieces_ids += next(each) if isinstance(piece, _Piece) else (piece,)
+        return pieces_ids
 
     def _plain(self, text: str, at_start: bool) -> list[int]:
         (ids,) = self._plain_all([_Piece(text, at_start)])
         return ids
 
     def _plain_all(self, pieces: "Sequence[_Piece]") -> list[list[int]]:
-        """Ids of each piece with no added tokens in it."""
+        """Ids of each piece that has no added tokens."""
         texts = [self._with_lead(piece) for piece in pieces]
         full = [text for text in texts if text]
-        found = iter(self.encoder.ids(full, Kind.PLAIN) if full else ())
+        found = iter(self.encoder.ids(full, EncodeKind.PLAIN) if full else ())
         return [
             self._without_lead(next(found), piece) if text else []
             for text, piece in zip(texts, pieces, strict=True)
         ]
 
     def _with_lead(self, piece: "_Piece") -> str:
-        """A line break before it takes the start-of-text space; both are dropped again."""
+        """Encode with a leading line break, which absorbs the start-of-text space; drop both
+        again."""
         has_lead = piece.text and self._prefixes_start and not piece.at_start
         return "\n" + piece.text if has_lead else piece.text
 
@@ -317,7 +317,7 @@ class Tokenizer:
 
 
 def build_backend(path: str, build: Callable[[], T]) -> T:
-    """Call `build`, turning everything the library can throw into a ModelError."""
+    """Call `build`; every error of the library becomes a ModelError."""
     try:
         return build()
     except BaseException as error:
@@ -330,7 +330,7 @@ def build_backend(path: str, build: Callable[[], T]) -> T:
 
 
 def check_growth(backend: tokenizers.Tokenizer, source: str) -> None:
-    """ModelError when replacements, one upon the other, could make any text endless."""
+    """Raise ModelError if chained replacements could make a text endless."""
     for part in (backend.normalizer, backend.decoder):
         steps = _parts_of(json.loads(part.__getstate__())) if part is not None else []
         growth = math.prod(map(_growth, steps))
@@ -344,7 +344,7 @@ def check_growth(backend: tokenizers.Tokenizer, source: str) -> None:
 
 
 def _parts_of(state: Part) -> list[Part]:
-    """The parts that a sequence consists of, in order; any other part alone."""
+    """The parts of a sequence, in order; any other part alone."""
     found: list[Part] = []
     waiting: list[object] = [state]
     while waiting:
@@ -365,7 +365,7 @@ def _regex_of(part: Part) -> str:
 
 
 def _growth(part: Part) -> float:
-    """How many characters a part makes of one, at most."""
+    """How many characters a part turns one character into, at most."""
     pattern, content = part.get("pattern"), part.get("content")
     if part.get("type") != "Replace" or not isinstance(content, str):
         return 1.0

@@ -1,5 +1,5 @@
-"""The vocabulary of a GGUF file as the files of a folder: tokenizer.json, tokenizer_config.json,
-the chat template, and generation_config.json. What others read of them makes the same ids.
+"""Writes the vocabulary of a GGUF file as the files of a folder: tokenizer.json,
+tokenizer_config.json, the chat template and generation_config.json. Other readers get the same ids.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""The vocabulary of a folder as the keys of a GGUF file: byte-level BPE, for whose way to split
-words the file has a name. The name is found by what it does: of those that `gguf_tokenizer.py`
-knows, the first whose ids of a trying text are the folder's.
+"""Writes the vocabulary of a folder as GGUF metadata (byte-level BPE only).
+
+GGUF names the pre-tokenizer. The name is found by trial: the first one in `gguf_tokenizer.py` that
+gives the folder's ids for a test text.
 """
 
 import json

@@ -9,14 +9,14 @@ import pytest
 from banyan.base import worker_process as children
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
-from banyan.tokenizer.encode import Kind
+from banyan.tokenizer.encode import EncodeKind
 from banyan.tokenizer.encode_processes import EncodeProcesses
 from tests.system.checkpoint import write_tiny_model
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "STILL_S", 1.0)
+    monkeypatch.setattr(children, "STALL_S", 1.0)
 
 
 def own() -> set[int]:
@@ -30,13 +30,13 @@ def test_a_process_that_has_stopped_fails_its_task_and_is_replaced(
 ) -> None:
     before = own()
     processes = EncodeProcesses(str(write_tiny_model(tmp_path / "model")), 1)
-    expected = processes.ids(["the banyan"], Kind.PARSED)
+    expected = processes.ids(["the banyan"], EncodeKind.PARSED)
     (stopped,) = own() - before
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(RequestError) as refused:
-        processes.ids(["x" * size], Kind.PARSED)
+        processes.ids(["x" * size], EncodeKind.PARSED)
     assert refused.value.code == "tokenizer_failure"
-    assert processes.ids(["the banyan"], Kind.PARSED) == expected
+    assert processes.ids(["the banyan"], EncodeKind.PARSED) == expected
     assert stopped not in own()
     processes.close()
 

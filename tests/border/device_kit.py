@@ -17,7 +17,7 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.ops.bind import bind, open_toolkit
 from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from tests.border.build import World, random_world
 from tests.border.far_model import HEADS, KV_HEADS, FarModel
 from tests.border.far_numbers import LAYERS, LONGEST, FarPrefix
@@ -158,7 +158,7 @@ class DeviceKit:
         )
         model = FarModel(model_config, world.windows, self._dtype, self._device, DTYPE)
         models.append(FaultyModel(model, injector))
-        sizes = RunnerSizes(
+        sizes = RunnerConfig(
             *(limits.max_running, LONGEST),
             tuple(
                 GroupLayout(group.kind, group.window, PAGE, group.num_pages + SPARE)

@@ -13,9 +13,9 @@ from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.base import Beside, Drafter
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.speculative.base import Drafter, DraftRunner
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
@@ -105,7 +105,7 @@ def build_runner(
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups
     )
-    sizes = RunnerSizes(
+    sizes = RunnerConfig(
         *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
         draft_room=DRAFT_ROOM if shape.drafts else 0,
         multi_step=shape.multi_step,
@@ -121,6 +121,6 @@ def build_runner(
     return runner
 
 
-def _open_drafter(shape: Shape, open_beside: Callable[[], Beside]) -> ModelDrafter:
-    beside = open_beside()
-    return ModelDrafter(beside, Grower(beside, BREADTH, shape.levels))
+def _open_drafter(shape: Shape, open_draft_runner: Callable[[], DraftRunner]) -> ModelDrafter:
+    draft_runner = open_draft_runner()
+    return ModelDrafter(draft_runner, Grower(draft_runner, BREADTH, shape.levels))

@@ -18,7 +18,7 @@ from banyan.messages.control_ops import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.models.base import Model
-from banyan.runner.control_ops import ControlOpExecutor, Finish, Said
+from banyan.runner.control_ops import ControlOpExecutor, Finish, RankReply
 from banyan.runner.runner import ModelRunner
 from tests.border.laws import Device
 from tests.border.page_numbers import LAYERS
@@ -64,7 +64,7 @@ def poisoned(
                 tensor[fresh] = poison
         return true_begin(plan, carry)
 
-    def obey(order: ControlOp) -> Said:
+    def obey(order: ControlOp) -> RankReply:
         """After other weights, or without memory, no page holds what it held."""
         tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
         if isinstance(order, ReleaseMemory):
@@ -78,7 +78,7 @@ def poisoned(
             spoil_all()
         if told is not None:
             told(order)
-        return Said("done")
+        return RankReply("done")
 
     def prepare(order: ControlOp) -> Finish:
         return partial(obey, order)

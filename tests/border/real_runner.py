@@ -48,7 +48,7 @@ from banyan.messages.plan import (
 from banyan.messages.sampling_params import SamplingParams
 from banyan.models.base import Model
 from banyan.platform.base import Platform
-from banyan.runner.control_ops import ControlOpExecutor, Finish, Said
+from banyan.runner.control_ops import ControlOpExecutor, Finish, RankReply
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Interrupt
@@ -309,14 +309,14 @@ class RealRunner:
         finish = self._switches[type(order)](order)
         self._may_fail()
 
-        def switch() -> Said:
+        def switch() -> RankReply:
             said = finish()
             self.laws.carry_out(order)
             return said
 
         return switch
 
-    def _obey(self, order: ControlOp) -> Said:
+    def _obey(self, order: ControlOp) -> RankReply:
         """After other weights, or without memory, no page holds what it held."""
         tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
         if isinstance(order, ReleaseMemory):
@@ -335,7 +335,7 @@ class RealRunner:
                     pages.fill_(self._poison)
         self._wait_for_device()
         self.laws.carry_out(order)
-        return Said("done")
+        return RankReply("done")
 
     # -- drafts -------------------------------------------------------------------------------
 

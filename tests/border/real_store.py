@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from banyan.engine.kv_transfer_setup import StoreSwitch
 from banyan.kv_transfer.file_store import FileStore
 from banyan.kv_transfer.page_mover import Mover
 from banyan.messages.plan import CopyResult, Held, Lookup
 from banyan.runner.kvstore import KVStore
-from banyan.runner.store_switch import StoreSwitch
 from tests.border.faults import Faults
 
 IDENTITY = bytes(32)

@@ -27,7 +27,7 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.parallel.groups import Group
-from banyan.pipeline.runner_stage import Line
+from banyan.pipeline.runner_stage import PipelineStage
 from banyan.runner.runner import ModelRunner
 from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
@@ -98,7 +98,7 @@ class Ranks:
         lines: by stage; that of rank 0 is the caller's.
     """
 
-    def __init__(self, lines: list[Line]) -> None:
+    def __init__(self, lines: list[PipelineStage]) -> None:
         self._lines = lines
         self._plans = [SimpleQueue[StepPlan | None | Exception]() for _ in lines]
         self.trouble: Exception | None = None
@@ -161,12 +161,12 @@ class StagedRunner:
         self._passing: deque[Launched] = deque()
         self._done: deque[StepResult] = deque()
         self._ended: list[PageCopy] = []
-        self.lines: list[Line] = []
+        self.lines: list[PipelineStage] = []
         for rank, runner in enumerate(runners):
             told = self.laws.carry_out if rank == 0 else None
-            taker = poisoned(runner, models[rank], device, poison, told)
+            executor = poisoned(runner, models[rank], device, poison, told)
             self.lines.append(
-                Line(runner, taker, groups[rank], groups[rank], torch.empty(0), UNITS)
+                PipelineStage(runner, executor, groups[rank], groups[rank], torch.empty(0), UNITS)
             )
         self._ranks = Ranks(self.lines)
 

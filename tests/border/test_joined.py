@@ -11,9 +11,8 @@ from random import Random
 
 import pytest
 
-from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows
+from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows, DPAttentionStep
 from banyan.dp_attention.step_clock import LocalPeer, StepClock
-from banyan.dp_attention.step_peers import Peers
 from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.plan import Row, StepLoad
 from banyan.messages.requests import Generate
@@ -208,8 +207,8 @@ def _runs_as_many_tokens_as_it_has(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_others_as_its_own(patch: pytest.MonkeyPatch) -> None:
-    begin = Peers.begin
-    patch.setattr(Peers, "begin", lambda self, loads: begin(self, loads[::-1]))
+    begin = DPAttentionStep.begin
+    patch.setattr(DPAttentionStep, "begin", lambda self, loads: begin(self, loads[::-1]))
 
 
 @pytest.mark.parametrize(

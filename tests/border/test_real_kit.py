@@ -19,7 +19,7 @@ from banyan.runner.forward import RecordedForward
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
 from banyan.runner.runner import ModelRunner
-from banyan.runner.sampling.logprobs import Scores
+from banyan.runner.sampling.logprobs import StepScores
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative import drafting
@@ -228,7 +228,7 @@ DEFECTS: dict[str, Defect] = {
     "rows of drafts start where the plan says": _wrap(
         SlotTable, "_exact", lambda original, self, row: row
     ),
-    "scores of rejected drafts are told": _wrap(Scores, "rows", _scores_all),
+    "scores of rejected drafts are told": _wrap(StepScores, "rows", _scores_all),
     "a page table is off by one": _grants(
         lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
     ),
@@ -263,8 +263,8 @@ DEFECTS: dict[str, Defect] = {
     "a request is sampled with another's parameters": _wrap(SlotTable, "_take", _keeps_parameters),
     "masks bind the next row": _changed(Sampler, "_masks", _masks_of_others),
     "masks bind nobody": _changed(Sampler, "_masks", lambda self, count, masks: (self, count, {})),
-    "scores are those of the next position": _wrap(Scores, "rows", _shifted),
-    "scores begin one position late": _wrap(Scores, "rows", _one_later),
+    "scores are those of the next position": _wrap(StepScores, "rows", _shifted),
+    "scores begin one position late": _wrap(StepScores, "rows", _one_later),
     "a failed row keeps a token": _wrap(runner, "_result", _keeps_failed_tokens),
     "a failed row is not told": _wrap(runner, "_result", _forgets_failures),
     "given tokens are not taken": _changed(

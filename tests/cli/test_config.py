@@ -63,7 +63,7 @@ def test_what_has_no_effect_is_told_beside_it(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", model, "--enable-profile-cuda-graph"]) == 0
-    assert "--enable-profile-cuda-graph is accepted without an effect" in capsys.readouterr().err
+    assert "--enable-profile-cuda-graph is accepted but has no effect" in capsys.readouterr().err
 
 
 def test_the_count_of_the_readme_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

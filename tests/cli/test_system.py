@@ -12,7 +12,7 @@ from banyan.cli.main import main
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("banyan.base.system.SYSTEM", "Darwin")
+    monkeypatch.setattr("banyan.base.os.SYSTEM", "Darwin")
 
 
 @pytest.mark.usefixtures("mac")

@@ -33,7 +33,7 @@ def test_variables_of_devices_that_are_absent_are_reported(name: str) -> None:
 
 def test_honoured_variables_are_not_reported() -> None:
     given = {"SGLANG_USE_MODELSCOPE": "1", "SGLANG_OTHER": "1", "PATH": "/bin"}
-    assert read_environment(given).notes == ("SGLANG_OTHER is set and has no effect in this build",)
+    assert read_environment(given).notes == ("SGLANG_OTHER is set but has no effect in this build",)
 
 
 def test_the_token_does_not_show_when_the_environment_is_printed() -> None:

@@ -10,7 +10,7 @@ from banyan.config.flag_rules import without_a_server
 
 def notes(line: str) -> list[str]:
     found = parse(line.split(), Environment()).observe.notes
-    return [note for note in found if "without an effect" in note]
+    return [note for note in found if "has no effect" in note]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def notes(line: str) -> list[str]:
 )
 def test_a_flag_without_the_one_it_needs_is_told(lonely: str, needs: str) -> None:
     (note,) = notes(lonely)
-    assert note.startswith(lonely.split()[0] + " is accepted without an effect")
+    assert note.startswith(lonely.split()[0] + " is accepted but has no effect")
     words = [word for word in lonely.split() if word not in ("demo", "pypi:there")]
     assert notes(" ".join([*words, needs])) == []
 
@@ -51,7 +51,17 @@ def test_a_flag_without_the_one_it_needs_is_told(lonely: str, needs: str) -> Non
 def test_a_flag_that_another_makes_idle_is_told(idle: str, beside: str) -> None:
     assert notes(idle) == []
     (note,) = notes(f"{idle} {beside}")
-    assert note.startswith(idle.split()[0] + " is accepted without an effect")
+    assert note.startswith(idle.split()[0] + " is accepted but has no effect")
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_sizes_of_the_host_tier_count_on_devices_that_have_one(device: str) -> None:
+    line = f"--device {device} --hicache-ratio 3"
+    assert notes(f"{line} --enable-hierarchical-cache") == []
+    (note,) = notes(line)
+    assert "pages stay on the device without --enable-hierarchical-cache" in note
+    (note,) = notes("--device cpu --hicache-ratio 3 --enable-hierarchical-cache")
+    assert "a second tier would be the same memory again" in note
 
 
 def test_what_users_may_not_expect_is_said_at_start() -> None:
@@ -64,7 +74,10 @@ def test_a_default_is_not_worth_a_line() -> None:
 
 
 def test_functions_that_change_weights_are_refused_where_they_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="--custom-weight-loader and --model-impl transformers"):
+    with pytest.raises(
+        ConfigError,
+        match="--custom-weight-loader cannot be combined with --model-impl transformers",
+    ):
         parse(["--custom-weight-loader", "a:b", "--model-impl", "transformers"], Environment())
 
 

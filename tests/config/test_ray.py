@@ -38,8 +38,11 @@ def test_ranks_that_ray_is_to_start_are_nodes(ray) -> None:
     ("flags", "match"),
     [
         ((), "there is one rank, and nothing for Ray to start"),
-        (("--tp", "2", "--dp", "2"), "--data-parallel-size and --use-ray do not go together"),
-        (("--tp", "4", "--nnodes", "2", "--node-rank", "1"), "--use-ray and --node-rank 1 do not"),
+        (("--tp", "2", "--dp", "2"), "--data-parallel-size cannot be combined with --use-ray"),
+        (
+            ("--tp", "4", "--nnodes", "2", "--node-rank", "1"),
+            "--use-ray cannot be combined with --node-rank 1",
+        ),
         (("--tp", "4", "--nnodes", "3"), "4 ranks cannot be spread evenly over 3 nodes"),
         (("--tp", "2", "--dist-init-addr", "here"), "--dist-init-addr host:port"),
     ],

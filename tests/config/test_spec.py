@@ -89,10 +89,10 @@ def outcome(argv: list[str], flag: Known) -> str:
         assert value_of(config, flag) != default_of(flag)
         return "works"
     (*_, note) = config.observe.notes
-    if "asks for nothing" in note:
+    if "is the default" in note:
         return "neutral"
     return (
-        "belongs" if "belongs to a feature" in note else "idle" if "is accepted" in note else note
+        "belongs" if "its feature is missing" in note else "idle" if "is accepted" in note else note
     )
 
 

@@ -45,7 +45,7 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--speculative-algorithm DSPARK", "those of EAGLE, EAGLE3 and DFLASH are"),
+        ("--speculative-algorithm DSPARK", "trained draft models are EAGLE, EAGLE3 and DFLASH"),
         (
             "--speculative-draft-model-path M --speculative-algorithm NGRAM",
             "drafts without a model",
@@ -64,8 +64,8 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
             "--speculative-draft-model-path M",
             "how NGRAM branches",
         ),
-        ("--speculative-accept-threshold-single 0.9", "only where the model itself chooses it"),
-        ("--speculative-accept-threshold-acc 0.9", "only where the model itself chooses it"),
+        ("--speculative-accept-threshold-single 0.9", "only if the model itself would produce it"),
+        ("--speculative-accept-threshold-acc 0.9", "only if the model itself would produce it"),
         ("--speculative-algorithm NGRAM --pp-size 2", "by stages"),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-branch-length 2 "

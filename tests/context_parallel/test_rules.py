@@ -38,37 +38,69 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
     ("flags", "model_config", "match"),
     [
         (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among 2 shares"),
-        (("--dp", "2", "--enable-dp-attention"), MODEL_CONFIG, "and --enable-dp-attention do not"),
-        (("--pp", "2"), MODEL_CONFIG, "and --pipeline-parallel-size do not"),
-        (("--model-impl", "transformers"), MODEL_CONFIG, "and --model-impl transformers do not"),
+        (
+            ("--dp", "2", "--enable-dp-attention"),
+            MODEL_CONFIG,
+            "cannot be combined with --enable-dp-attention",
+        ),
+        (("--pp", "2"), MODEL_CONFIG, "cannot be combined with --pipeline-parallel-size"),
+        (
+            ("--model-impl", "transformers"),
+            MODEL_CONFIG,
+            "cannot be combined with --model-impl transformers",
+        ),
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-ngram-min-bfs-breadth", "2"),
             MODEL_CONFIG,
-            "and --speculative-ngram-min-bfs-breadth 2 do not",
+            "cannot be combined with --speculative-ngram-min-bfs-breadth 2",
         ),
-        (("--forward-hooks", "{}"), MODEL_CONFIG, "and --forward-hooks do not"),
+        (("--forward-hooks", "{}"), MODEL_CONFIG, "cannot be combined with --forward-hooks"),
         (
             ("--debug-tensor-dump-output-folder", "d"),
             MODEL_CONFIG,
-            "and --debug-tensor-dump-output-fol",
+            "cannot be combined with --debug-tensor-dump-output-fol",
         ),
         (
             ("--debug-tensor-dump-inject", "--debug-tensor-dump-input-file", "f"),
             MODEL_CONFIG,
-            "and --debug-tensor-dump-inject do not",
+            "cannot be combined with --debug-tensor-dump-inject",
         ),
         (
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
             MODEL_CONFIG,
-            "and --hicache-storage-backend do not",
+            "cannot be combined with --hicache-storage-backend",
         ),
-        (("--expert-distribution-recorder-mode", "stat"), EXPERTS, "recorder-mode do not"),
-        (("--enable-return-routed-experts",), EXPERTS, "return-routed-experts do not"),
-        (("--ep", "4", "--enable-eplb"), EXPERTS, "and --enable-eplb do not"),
-        (("--ep", "4", "--ep-num-redundant-experts", "4"), EXPERTS, "redundant-experts do not"),
-        (("--ep", "4", "--ep-dispatch-algorithm", "static"), EXPERTS, "dispatch-algorithm do not"),
-        (("--ep", "4", "--init-expert-location", "{}"), EXPERTS, "expert-location do not"),
-        (("--num-continuous-decode-steps", "4"), MODEL_CONFIG, "and several ranks do not"),
+        (
+            ("--expert-distribution-recorder-mode", "stat"),
+            EXPERTS,
+            "cannot be combined with .*recorder-mode",
+        ),
+        (
+            ("--enable-return-routed-experts",),
+            EXPERTS,
+            "cannot be combined with .*return-routed-experts",
+        ),
+        (("--ep", "4", "--enable-eplb"), EXPERTS, "cannot be combined with --enable-eplb"),
+        (
+            ("--ep", "4", "--ep-num-redundant-experts", "4"),
+            EXPERTS,
+            "cannot be combined with .*redundant-experts",
+        ),
+        (
+            ("--ep", "4", "--ep-dispatch-algorithm", "static"),
+            EXPERTS,
+            "cannot be combined with .*dispatch-algorithm",
+        ),
+        (
+            ("--ep", "4", "--init-expert-location", "{}"),
+            EXPERTS,
+            "cannot be combined with .*expert-location",
+        ),
+        (
+            ("--num-continuous-decode-steps", "4"),
+            MODEL_CONFIG,
+            "cannot be combined with several ranks",
+        ),
         ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
         ((), replace(MODEL_CONFIG, layer_kinds=("state", "full")), "keep a state"),
     ],
@@ -91,7 +123,7 @@ def test_what_does_not_go_together_is_refused_by_name(
 def test_what_divides_nothing_is_told(flags: tuple[str, ...], idle: str) -> None:
     origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
     told = list(check_companions(config_of(*flags), origins, NOTHING))
-    assert any(f"{idle} is accepted without an effect" in line for line in told)
+    assert any(f"{idle} is accepted but has no effect" in line for line in told)
     assert resolve(config_of(*flags), MODEL_CONFIG, NOTHING).parallel.cp == 1
     all_of_it = config_of(*DIVIDED, "--enable-prefill-cp", "--cp-strategy", "interleave")
     assert not any(idle in line for line in check_companions(all_of_it, origins, NOTHING))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from banyan.context_parallel.split import INTERLEAVE, SPLITS, ZIGZAG, divide, room_for
+from banyan.context_parallel.split import INTERLEAVE, SPLITS, ZIGZAG, share_capacity, split_batch
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 
@@ -31,20 +31,20 @@ def tokens_of(batch: Batch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
 def test_every_token_is_of_one_share_and_all_ranks_know_where(rows, shares, split) -> None:
     whole = batch_of(rows)
-    divisions = [divide(whole, share, shares, split) for share in range(shares)]
+    divisions = [split_batch(whole, share, shares, split) for share in range(shares)]
     gathered = [token for each in divisions for token in tokens_of(each.part)]
     assert sorted(gathered) == sorted(tokens_of(whole))
-    for share, division in enumerate(divisions):
-        part, everywhere = division.part, division.part.everywhere
-        assert division.counts == [int(d.part.offsets[-1]) for d in divisions]
-        known = zip(everywhere.slots.tolist(), everywhere.positions.tolist(), strict=True)
+    for share, split in enumerate(divisions):
+        part, whole_step = split.part, split.part.whole_step
+        assert split.counts == [int(d.part.offsets[-1]) for d in divisions]
+        known = zip(whole_step.slots.tolist(), whole_step.positions.tolist(), strict=True)
         assert list(known) == gathered
-        assert [gathered[at] for at in division.places] == tokens_of(whole)
+        assert [gathered[at] for at in split.places] == tokens_of(whole)
         assert [gathered[at] for at in part.last] == [tokens_of(whole)[at] for at in whole.last]
-        assert len(part.slots) <= everywhere.most_rows
-        assert division.counts[share] <= everywhere.most_tokens == max(division.counts)
-        room, room_rows = room_for(int(whole.offsets[-1]), len(rows), shares, split)
-        assert everywhere.most_tokens <= room and everywhere.most_rows <= room_rows
+        assert len(part.slots) <= whole_step.most_rows
+        assert split.counts[share] <= whole_step.most_tokens == max(split.counts)
+        room, room_rows = share_capacity(int(whole.offsets[-1]), len(rows), shares, split)
+        assert whole_step.most_tokens <= room and whole_step.most_rows <= room_rows
 
 
 def keys_read(batch: Batch) -> int:
@@ -52,14 +52,14 @@ def keys_read(batch: Batch) -> int:
 
 
 def test_zigzag_gives_each_share_as_many_keys_to_read_in_few_pieces() -> None:
-    parts = [divide(batch_of([(1, 0, 96)]), share, 3, ZIGZAG).part for share in range(3)]
+    parts = [split_batch(batch_of([(1, 0, 96)]), share, 3, ZIGZAG).part for share in range(3)]
     assert [part.starts.tolist() for part in parts] == [[0, 80], [16, 64], [32]]
     assert [part.counts.tolist() for part in parts] == [[16, 16], [16, 16], [32]]
     assert len({keys_read(part) for part in parts}) == 1
 
 
 def test_interleave_gives_token_i_to_share_i_modulo_their_number() -> None:
-    parts = [divide(batch_of([(1, 5, 7), (2, 0, 2)]), s, 2, INTERLEAVE).part for s in range(2)]
+    parts = [split_batch(batch_of([(1, 5, 7), (2, 0, 2)]), s, 2, INTERLEAVE).part for s in range(2)]
     assert parts[0].starts.tolist() == [5, 7, 9, 11, 1]
     assert parts[1].starts.tolist() == [6, 8, 10, 0]
     assert set(parts[0].counts.tolist()) == {1}
@@ -68,5 +68,5 @@ def test_interleave_gives_token_i_to_share_i_modulo_their_number() -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_rows_that_decode_are_shared_out_evenly(split) -> None:
     rows = [(slot, 30 + slot, 1) for slot in range(1, 9)]
-    counts = divide(batch_of(rows), 0, 4, split).counts
+    counts = split_batch(batch_of(rows), 0, 4, split).counts
     assert counts == [2, 2, 2, 2]

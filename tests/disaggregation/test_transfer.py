@@ -12,10 +12,10 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.disaggregation import wire
-from banyan.disaggregation.decode_side import TakingRooms
+from banyan.disaggregation.decode_side import DecodeSide
 from banyan.disaggregation.page_cutting import Block, PageForm
-from banyan.disaggregation.prefill_side import GivingRooms
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.prefill_side import PrefillSide
+from banyan.disaggregation.transfer import TransferOptions
 from banyan.messages.disaggregation import (
     CloseTransfer,
     FindTransfer,
@@ -68,7 +68,7 @@ class Side:
         self.pages, self.told, self.port = Pages(), [], port
         self._bell = threading.Semaphore(0)
         given = {
-            "is_giver": kind is GivingRooms,
+            "is_prefill": kind is PrefillSide,
             "host": "127.0.0.1",
             "port": port,
             "secret": "a secret",
@@ -78,7 +78,7 @@ class Side:
             "patience_s": 30.0,
             "forms": FORMS,
         }
-        options = RoomOptions(**{**given, **changed})
+        options = TransferOptions(**{**given, **changed})
         self.mover = kind(self.pages, options, self._bell.release)
 
     def hear(self, kind: type, wait_s: float = WAIT_S) -> object:
@@ -105,8 +105,8 @@ def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
     port = free_port()
 
     def open_(giver: dict | None = None, taker: dict | None = None) -> tuple[Side, Side]:
-        opened.append(Side(GivingRooms, port, **(giver or {})))
-        opened.append(Side(TakingRooms, port, **(taker or {})))
+        opened.append(Side(PrefillSide, port, **(giver or {})))
+        opened.append(Side(DecodeSide, port, **(taker or {})))
         opened[1].peer = f"127.0.0.1:{port}"
         return opened[0], opened[1]
 
@@ -258,7 +258,7 @@ def _asked(
 
     async def ask() -> list[int]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_prefill=False)
         await channel.send(wire.SEEK, wire.pack(wire.Seek(room, DIGEST, sizes)))
         most = dict.fromkeys((wire.FOUND, wire.PAGE, wire.ABSENT, wire.HANDOFF, wire.GONE), 1 << 16)
         assert (await channel.receive(most, WAIT_S))[0] == wire.FOUND
@@ -310,7 +310,7 @@ def test_a_port_that_is_taken_is_told_at_the_start() -> None:
         socket.create_server(("127.0.0.1", 0)) as held,
         pytest.raises(ConfigError, match="cannot listen"),
     ):
-        Side(GivingRooms, int(held.getsockname()[1]))
+        Side(PrefillSide, int(held.getsockname()[1]))
 
 
 def test_whoever_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None:
@@ -342,7 +342,7 @@ def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> 
     """A hostile server that knows the secret."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=True)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_prefill=True)
         await channel.receive(wire.MAX_SEEK, WAIT_S)
         await channel.send(wire.FOUND, wire.pack(wire.Found(TOKENS, FACTS)))
         await channel.receive({wire.WANT: 1 << 10}, WAIT_S)
@@ -355,7 +355,7 @@ def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> 
     thread.start()
     opened = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1", 0), loop)
     port = opened.result(WAIT_S).sockets[0].getsockname()[1]
-    taker = Side(TakingRooms, 0)
+    taker = Side(DecodeSide, 0)
     taker.peer = f"127.0.0.1:{port}"
     try:
         seek(taker, 1)
@@ -408,7 +408,7 @@ def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeyp
 
     async def seek_and_wait() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", giver.port)
-        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_prefill=False)
         await channel.send(wire.SEEK, wire.pack(wire.Seek(ROOM, DIGEST, [TOKENS])))
         with pytest.raises((OSError, EOFError)):
             await channel.receive(dict.fromkeys((wire.FOUND, wire.GONE), 1 << 16), WAIT_S)

@@ -1,4 +1,4 @@
-"""What goes with --enable-dp-attention and --moe-dense-tp-size, before anything is loaded."""
+"""Rules of --enable-dp-attention and --moe-dense-tp-size, checked before anything is loaded."""
 
 from dataclasses import replace
 
@@ -43,7 +43,11 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
     ("flags", "model_config", "match"),
     [
         (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among .* 2 replicas"),
-        (("--pp", "2"), MODEL_CONFIG, "--enable-dp-attention and --pipeline-parallel-size do not"),
+        (
+            ("--pp", "2"),
+            MODEL_CONFIG,
+            "--enable-dp-attention cannot be combined with --pipeline-parallel-size",
+        ),
         (
             ("--nnodes", "4", "--dist-init-addr", "127.0.0.1:5000"),
             MODEL_CONFIG,
@@ -52,17 +56,17 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
         (
             ("--speculative-algorithm", "NEXTN"),
             MODEL_CONFIG,
-            "--enable-dp-attention and --speculative-algorithm NEXTN without --enable-dp-lm-head",
+            "cannot be combined with --speculative-algorithm NEXTN without --enable-dp-lm-head",
         ),
         (
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
             MODEL_CONFIG,
-            "--enable-dp-attention and --hicache-storage-backend do not",
+            "--enable-dp-attention cannot be combined with --hicache-storage-backend",
         ),
         (
             ("--model-impl", "transformers"),
             MODEL_CONFIG,
-            "--enable-dp-attention and --model-impl trans",
+            "--enable-dp-attention cannot be combined with --model-impl trans",
         ),
         ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
         (
@@ -91,8 +95,8 @@ def test_dense_blocks_that_are_whole_need_not_divide() -> None:
 def test_one_replica_has_nobody_to_be_joined_with_and_that_is_told() -> None:
     config = config_of("--enable-dp-attention", "--enable-dp-lm-head")
     told = list(check_companions(config, {}, NOTHING))
-    assert any("--enable-dp-attention is accepted without an effect" in line for line in told)
-    assert any("--enable-dp-lm-head is accepted without an effect" in line for line in told)
+    assert any("--enable-dp-attention is accepted but has no effect" in line for line in told)
+    assert any("--enable-dp-lm-head is accepted but has no effect" in line for line in told)
     assert not resolve(config, MODEL_CONFIG, NOTHING).parallel.uses_dp_attention
     joined = config_of(*JOINED, "--enable-dp-lm-head")
     assert not any("--enable-dp" in line for line in check_companions(joined, {}, NOTHING))

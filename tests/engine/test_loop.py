@@ -11,9 +11,10 @@ import pytest
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
+from banyan.base.wake import WakeEvent
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
-from banyan.engine.loop import EngineLoop, Wake
+from banyan.engine.loop import EngineLoop
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
 from banyan.kv_cache.groups import FULL, CacheGroup
@@ -34,7 +35,7 @@ class QueueLink:
     """A link whose front end is the test itself."""
 
     def __init__(self):
-        self.wake = Wake()
+        self.wake = WakeEvent()
         self.inbox, self.outbox = SimpleQueue(), SimpleQueue()
 
     def poll_fd(self):
@@ -50,7 +51,7 @@ class QueueLink:
 
     def tell(self, message):
         self.inbox.put(message)
-        self.wake.ring()
+        self.wake.wake()
 
     def hear(self, kind):
         """The next event of this kind; others are skipped."""
@@ -99,14 +100,14 @@ def served():
 
 @contextlib.contextmanager
 def serving(check_ledger, multi_step=1, **options):
-    link, runner, wake = QueueLink(), CountingRunner(), Wake()
+    link, runner, wake = QueueLink(), CountingRunner(), WakeEvent()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = SchedulerLimits(
         max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, multi_step=multi_step
     )
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.told = wake
-    launcher = Threaded(runner, wake.ring)
+    launcher = Threaded(runner, wake.wake)
     loop = EngineLoop(core, launcher, link, wake, WallClock(), check_ledger, **options)
     thread = threading.Thread(target=loop.run, args=(READY,))
     thread.start()
@@ -248,12 +249,12 @@ def test_rest_is_told_after_the_first_work_and_then_in_long_pauses_only(
 
 
 def test_a_broken_loop_tells_the_front_before_it_dies():
-    link, wake = QueueLink(), Wake()
+    link, wake = QueueLink(), WakeEvent()
     runner = CountingRunner()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
-    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock())
+    loop = EngineLoop(core, Threaded(runner, wake.wake), link, wake, WallClock())
     link.tell(generate("a"))
     core.receive = lambda message, now: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -263,7 +264,7 @@ def test_a_broken_loop_tells_the_front_before_it_dies():
 
 def nan_loop(*flags):
     """A loop whose runner finds nothing to choose from, and its link."""
-    link, wake, runner = QueueLink(), Wake(), CountingRunner()
+    link, wake, runner = QueueLink(), WakeEvent(), CountingRunner()
 
     def launch(plan, mask_of=None):
         failed = [RowFailure(0, NOT_FINITE)]
@@ -275,7 +276,7 @@ def nan_loop(*flags):
     crashes = config_of(*flags).schedule.crashes_on_nan
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.told = wake
-    launcher = Threaded(runner, wake.ring)
+    launcher = Threaded(runner, wake.wake)
     loop = EngineLoop(core, launcher, link, wake, WallClock(), crashes_on_nan=crashes)
     link.tell(generate("a"))
     return loop, link
@@ -314,13 +315,13 @@ class Ranks:
 
 def broken_loop(ranks):
     """A loop whose first step fails, with a request for it."""
-    link, wake, runner = QueueLink(), Wake(), CountingRunner()
+    link, wake, runner = QueueLink(), WakeEvent(), CountingRunner()
     runner.raises = True
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.tell(generate("a"))
-    launcher = Threaded(runner, wake.ring)
+    launcher = Threaded(runner, wake.wake)
     return link, EngineLoop(core, launcher, link, wake, WallClock(), ranks=ranks)
 
 
@@ -444,7 +445,7 @@ def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decisi
         step = runner.held.get(timeout=WAIT_S)
         assert link.hear(Tokens).first == 0
         told[step] = {0: array("i", [5]).tobytes()}
-        link.told.ring()
+        link.told.wake()
         early = link.hear(Tokens)
         assert (early.first, early.tokens) == (1, told[step][0])
         link.tell(StopAt("a", 2))

@@ -6,7 +6,7 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.events import Failed, Finished, Stats
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ async def open_fleet(stack, count=2, route=least, **options):
         for _ in range(count)
     ]
     clients, engines = zip(*pairs, strict=True)
-    return Fleet(clients, route), clients, engines
+    return DataParallelClient(clients, route), clients, engines
 
 
 @asynchronous

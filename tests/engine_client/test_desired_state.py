@@ -1,14 +1,14 @@
 """What the engine that comes in another's place is told about adapters."""
 
-from banyan.engine_client.desired_state import Standing
+from banyan.engine_client.desired_state import DesiredState
 
 
-def orders(standing: Standing) -> list[tuple[str, dict]]:
+def orders(desired_state: DesiredState) -> list[tuple[str, dict]]:
     """All that a fresh engine is told, in order."""
-    told, found = Standing(), []
-    while (order := standing.lacking(told)) is not None:
+    told, found = DesiredState(), []
+    while (order := desired_state.lacking(told)) is not None:
         found.append((order[0], dict(order[1])))
-        told.take(*order)
+        told.record(*order)
         assert len(found) < 10
     return found
 
@@ -23,22 +23,22 @@ def unload(name: str) -> tuple[str, dict]:
 
 def test_adapters_of_run_time_come_again_and_those_that_left_do_not() -> None:
     """Each verb is heard twice: from the engine, and from the fleet."""
-    standing = Standing()
+    desired_state = DesiredState()
     for order in (load("x", "/x"), load("y", "/y"), unload("x"), unload("first")):
-        standing.take(*order)
-        standing.take(*order)
-    assert orders(standing) == [unload("first"), load("y", "/y")]
+        desired_state.record(*order)
+        desired_state.record(*order)
+    assert orders(desired_state) == [unload("first"), load("y", "/y")]
 
 
 def test_an_adapter_of_the_start_can_be_replaced_under_its_name() -> None:
-    standing = Standing()
+    desired_state = DesiredState()
     for order in (unload("first"), load("first", "/other")):
-        standing.take(*order)
-        standing.take(*order)
-    assert orders(standing) == [unload("first"), load("first", "/other")]
-    standing.take(*unload("first"))
-    standing.take(*unload("first"))
-    assert orders(standing) == [unload("first")]
+        desired_state.record(*order)
+        desired_state.record(*order)
+    assert orders(desired_state) == [unload("first"), load("first", "/other")]
+    desired_state.record(*unload("first"))
+    desired_state.record(*unload("first"))
+    assert orders(desired_state) == [unload("first")]
 
 
 def attach(store: str) -> tuple[str, dict]:
@@ -46,17 +46,17 @@ def attach(store: str) -> tuple[str, dict]:
 
 
 def test_the_last_store_is_attached_again_in_the_place_of_that_of_the_start() -> None:
-    standing = Standing()
+    desired_state = DesiredState()
     for order in (attach("a"), ("detach_store", {"force": False}), attach("b")):
-        standing.take(*order)
-        standing.take(*order)
-    assert orders(standing) == [("detach_store", {}), attach("b")]
-    standing.take("detach_store", {"force": True})
-    assert orders(standing) == [("detach_store", {"force": True})]
+        desired_state.record(*order)
+        desired_state.record(*order)
+    assert orders(desired_state) == [("detach_store", {}), attach("b")]
+    desired_state.record("detach_store", {"force": True})
+    assert orders(desired_state) == [("detach_store", {"force": True})]
 
 
 def test_a_store_comes_before_weights_that_were_taken_later() -> None:
-    standing, weights = Standing(), ("update_weights", {"path": "/other"})
+    desired_state, weights = DesiredState(), ("update_weights", {"path": "/other"})
     for order in (attach("a"), weights):
-        standing.take(*order)
-    assert orders(standing) == [("detach_store", {}), attach("a"), weights]
+        desired_state.record(*order)
+    assert orders(desired_state) == [("detach_store", {}), attach("a"), weights]

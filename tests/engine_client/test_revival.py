@@ -9,8 +9,8 @@ import pytest
 from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
 from banyan.engine_client.client import EngineClient
-from banyan.engine_client.data_parallel import Fleet
-from banyan.engine_client.desired_state import Standing
+from banyan.engine_client.data_parallel import DataParallelClient
+from banyan.engine_client.desired_state import DesiredState
 from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Tokens
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.transport import local_pair
@@ -162,7 +162,7 @@ async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_w
             await stack.enter_async_context(serving(counting, is_kept_up=True)) for _ in range(2)
         ]
         (first, engine), (second, heir) = opened
-        fleet = Fleet([first, second], lambda requests, tokens, sent: 0)
+        fleet = DataParallelClient([first, second], lambda requests, tokens, sent: 0)
         engine.hold = True
         waits = fleet.submit(generate("waits"))
         first.engine_lost("gone")
@@ -176,11 +176,11 @@ async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_w
             assert [m.verb for m in other.received] == ["pause"]
 
 
-def told(*orders: tuple[str, dict]) -> Standing:
-    standing = Standing()
+def told(*orders: tuple[str, dict]) -> DesiredState:
+    desired_state = DesiredState()
     for verb, args in orders:
-        standing.take(verb, args)
-    return standing
+        desired_state.take(verb, args)
+    return desired_state
 
 
 def test_standing_orders_lead_from_any_state_to_any_other():
@@ -192,12 +192,12 @@ def test_standing_orders_lead_from_any_state_to_any_other():
     rng = random.Random(0)
     for _ in range(200):
         wanted = told(*(rng.choice(orders) for _ in range(6)))
-        standing = told(("pause", {})) if rng.random() < 0.5 else told()
+        desired_state = told(("pause", {})) if rng.random() < 0.5 else told()
         steps = 0
-        while (order := wanted.lacking(standing)) is not None:
-            standing.take(*order)
+        while (order := wanted.lacking(desired_state)) is not None:
+            desired_state.take(*order)
             steps += 1
-        assert steps <= 4 and vars(standing) == vars(wanted)
+        assert steps <= 4 and vars(desired_state) == vars(wanted)
 
 
 @asynchronous

@@ -15,7 +15,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.config.hooks import read_prompt
 from banyan.formats.arrays import read_arrays
 from banyan.formats.token_map import read_token_map
-from banyan.moe.initial_placement import read_location
+from banyan.moe.expert_location import read_location
 
 Place = Callable[[str], str]
 FLAG = "--speculative-token-map"

@@ -15,10 +15,10 @@ import pytest
 from banyan.ascend import kv_transfer as ascend
 from banyan.ascend.kv_transfer import AREA_BYTES, Ascend
 from banyan.base.errors import ConfigError
-from banyan.disaggregation.carrier import Fabric, HostMemory, Landing
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.transfer import TransferOptions
+from banyan.disaggregation.transfer_engine import Fabric, HostMemory, Landing
+from tests.ascend.emulation import fabric
 from tests.disaggregation.test_transfer import free_port
-from tests.emulation import fabric
 
 HERE = "127.0.0.1"
 PACKAGE = "memfabric_hybrid"
@@ -28,12 +28,12 @@ needs_package = pytest.mark.skipif(
 
 
 def opened(
-    url: str, is_giver: bool, patience_s: float = 0.3, protocol: str = "sdma", **changed: object
+    url: str, is_prefill: bool, patience_s: float = 0.3, protocol: str = "sdma", **changed: object
 ) -> Ascend:
     found = Fabric(fabric, 0, protocol, url, HostMemory)
     given = {"facts": {}, "vocab_size": 9, "lease_s": 1.0, "secret": "", "port": 1}
     given |= {"fabric": lambda: found, "patience_s": patience_s, **changed}
-    return Ascend(HERE, RoomOptions(is_giver, HERE, **given))
+    return Ascend(HERE, TransferOptions(is_prefill, HERE, **given))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def bytes_of(size: int) -> np.ndarray:
 
 
 def test_pages_larger_than_what_they_are_sent_from_come_whole(url: str) -> None:
-    giver, taker = opened(url, is_giver=True), opened(url, is_giver=False)
+    giver, taker = opened(url, is_prefill=True), opened(url, is_prefill=False)
     page = bytes_of(AREA_BYTES + 7)
     address, memory = taker.land(2 * len(page) + 9)
     landing = Landing(address, memory.address, memory.size_bytes)
@@ -61,7 +61,7 @@ def test_pages_larger_than_what_they_are_sent_from_come_whole(url: str) -> None:
 
 def test_nothing_is_written_where_nobody_may(url: str) -> None:
     """A taker that asks for pages elsewhere gets none, and the giver goes on."""
-    giver, taker = opened(url, is_giver=True), opened(url, is_giver=False)
+    giver, taker = opened(url, is_prefill=True), opened(url, is_prefill=False)
     address, memory = taker.land(100)
     secret = HostMemory(100)
     elsewhere = Landing(address, secret.address, secret.size_bytes)
@@ -76,14 +76,14 @@ def test_nothing_is_written_where_nobody_may(url: str) -> None:
 
 
 def test_a_peer_that_is_gone_is_told(url: str) -> None:
-    giver = opened(url, is_giver=True)
+    giver = opened(url, is_prefill=True)
     gone = Landing(f"{HERE}:{free_port()}".encode(), 1 << 21, 1 << 21)
     with pytest.raises(OSError, match="status -1"):
         giver.write(gone, [(0, bytes_of(10))])
 
 
 def test_memory_is_registered_in_one_piece(url: str) -> None:
-    taker = opened(url, is_giver=False)
+    taker = opened(url, is_prefill=False)
     _, memory = taker.land(100)
     near = memory.address + 100
     assert taker._engine.batch_register_memory([near], [1]) == -1, "it shares a block"
@@ -91,7 +91,7 @@ def test_memory_is_registered_in_one_piece(url: str) -> None:
 
 def test_a_device_that_memfabric_does_not_copy_from_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"backend ascend: .* this device is none"):
-        opened(url, is_giver=True, fabric=lambda: None)
+        opened(url, is_prefill=True, fabric=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -107,29 +107,29 @@ def test_a_device_that_memfabric_does_not_copy_from_is_refused(url: str) -> None
         ("tcp://no.such.invalid:6670", "nothing has that name"),
     ],
 )
-@pytest.mark.parametrize("is_giver", [True, False])
-def test_a_store_that_is_no_address_is_refused(url: str, why: str, is_giver: bool) -> None:
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_store_that_is_no_address_is_refused(url: str, why: str, is_prefill: bool) -> None:
     with pytest.raises(ConfigError, match=why):
-        opened(url, is_giver)
+        opened(url, is_prefill)
 
 
 def test_a_store_that_nobody_makes_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabric, "create_config_store", lambda store_url: -1)
     url = f"tcp://{HERE}:{free_port()}"
     with pytest.raises(ConfigError, match=r"was not there within 0\.3 s"):
-        opened(url, is_giver=False)
+        opened(url, is_prefill=False)
     with pytest.raises(ConfigError, match="cannot be created"):
-        opened(url, is_giver=True)
+        opened(url, is_prefill=True)
     with pytest.raises(ConfigError, match="was not there"):
-        opened(url, is_giver=True, replica=1, replicas=2)
+        opened(url, is_prefill=True, replica=1, replicas=2)
     monkeypatch.setattr(ascend, "_is_here", lambda host: False)
     with pytest.raises(ConfigError, match="was not there"):
-        opened(url, is_giver=True)
+        opened(url, is_prefill=True)
 
 
 def test_an_engine_that_does_not_start_ends_the_start(url: str) -> None:
     with pytest.raises(ConfigError, match=r"does not start at 127.0.0.1 by host_rdma \(status -1"):
-        opened(url, is_giver=True, protocol="host_rdma")
+        opened(url, is_prefill=True, protocol="host_rdma")
 
 
 def test_the_store_has_an_address_where_a_name_was_given(
@@ -144,7 +144,7 @@ def test_the_store_has_an_address_where_a_name_was_given(
         return begin(engine, store_url, **given)
 
     monkeypatch.setattr(fabric.TransferEngine, "initialize", initialize)
-    opened(url.replace(HERE, "localhost"), is_giver=True)
+    opened(url.replace(HERE, "localhost"), is_prefill=True)
     assert asked == [url]
 
 
@@ -168,8 +168,8 @@ def test_the_first_prefill_server_makes_the_store_and_others_find_it() -> None:
     ) as first:
         try:
             assert any(line.strip() == "0" for line in first.stdout)
-            for is_giver in (True, False):
-                opened(url, is_giver)
+            for is_prefill in (True, False):
+                opened(url, is_prefill)
             assert fabric.create_config_store(url) != 0, "two of them cannot be at one place"
         finally:
             first.stdin.close()
@@ -179,8 +179,8 @@ def test_the_first_prefill_server_makes_the_store_and_others_find_it() -> None:
 @needs_package
 def test_a_prefill_server_makes_the_store_of_the_package() -> None:
     url = f"tcp://{HERE}:{free_port()}"
-    giver = opened(url, is_giver=True)
-    taker = opened(url, is_giver=False)
+    giver = opened(url, is_prefill=True)
+    taker = opened(url, is_prefill=False)
     address, memory = taker.land(100)
     giver.write(Landing(address, memory.address, 100), [(0, bytes_of(100))])
     assert (memory.read(0, 100) == bytes_of(100)).all()
@@ -225,4 +225,4 @@ def test_the_engine_of_the_package_takes_the_calls_and_finds_no_driver() -> None
         url = f"tcp://{HERE}:{store.getsockname()[1]}"
         found = Fabric(memfabric_hybrid, 0, "sdma", url, HostMemory)
         with pytest.raises(ConfigError, match=r"does not start at 127.0.0.1 by sdma \(status -"):
-            opened(url, is_giver=True, fabric=lambda: found)
+            opened(url, is_prefill=True, fabric=lambda: found)

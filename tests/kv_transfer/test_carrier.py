@@ -11,10 +11,10 @@ import pytest
 from banyan.ascend.kv_transfer import Ascend
 from banyan.disaggregation import decode_side as taking
 from banyan.disaggregation import wire
-from banyan.disaggregation.carrier import BATCH, Fabric, HostMemory, Landing, code_of
-from banyan.disaggregation.decode_side import TakingRooms
-from banyan.disaggregation.prefill_side import GivingRooms
-from banyan.disaggregation.transfer import RoomOptions
+from banyan.disaggregation.decode_side import DecodeSide
+from banyan.disaggregation.prefill_side import PrefillSide
+from banyan.disaggregation.transfer import TransferOptions
+from banyan.disaggregation.transfer_engine import BATCH, Fabric, HostMemory, Landing, code_of
 from banyan.messages.disaggregation import (
     PrefillResult,
     ReceiveTransfer,
@@ -22,6 +22,7 @@ from banyan.messages.disaggregation import (
     TransferFound,
 )
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
+from tests.ascend.emulation import fabric
 from tests.disaggregation.test_transfer import (
     ROOM,
     SIZE,
@@ -33,10 +34,9 @@ from tests.disaggregation.test_transfer import (
     seek,
     take,
 )
-from tests.emulation import fabric
 
 
-class Memory:
+class EngineInMemory:
     """An engine whose two ends are one process.
 
     Attributes:
@@ -66,11 +66,11 @@ class Memory:
 
 
 class MemFabric(Ascend):
-    """The carrier of `ascend` over the emulated engine, and memory of the host; as Memory."""
+    """The engine of `ascend` over the emulated engine and host memory; as EngineInMemory."""
 
     fails: Exception | None = None
 
-    def __init__(self, host: str, options: RoomOptions) -> None:
+    def __init__(self, host: str, options: TransferOptions) -> None:
         super().__init__(host, options)
         self.batches: list[int] = []
 
@@ -81,18 +81,18 @@ class MemFabric(Ascend):
         super().write(landing, pages)
 
 
-def in_memory(port: int) -> tuple[Side, Side, Memory]:
-    carrier = Memory()
-    giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
-    taker = Side(lambda *given: TakingRooms(*given, carrier), port, is_giver=False)
-    return giver, taker, carrier
+def in_memory(port: int) -> tuple[Side, Side, EngineInMemory]:
+    engine = EngineInMemory()
+    giver = Side(lambda *given: PrefillSide(*given, engine), port, is_prefill=True)
+    taker = Side(lambda *given: DecodeSide(*given, engine), port, is_prefill=False)
+    return giver, taker, engine
 
 
 def by_memfabric(port: int) -> tuple[Side, Side, MemFabric]:
     made: list[MemFabric] = []
 
     def open_(kind: type) -> Callable[..., object]:
-        def open_one(pages: object, options: RoomOptions, wake: object) -> object:
+        def open_one(pages: object, options: TransferOptions, wake: object) -> object:
             made.append(MemFabric("127.0.0.1", options))
             return kind(pages, options, wake, made[-1])
 
@@ -102,19 +102,21 @@ def by_memfabric(port: int) -> tuple[Side, Side, MemFabric]:
         url = f"tcp://127.0.0.1:{store.getsockname()[1]}"
         found = Fabric(fabric, 0, "sdma", url, HostMemory)
         given = {"fabric": lambda: found}
-        giver = Side(open_(GivingRooms), port, is_giver=True, **given)
-        taker = Side(open_(TakingRooms), port, is_giver=False, **given)
+        giver = Side(open_(PrefillSide), port, is_prefill=True, **given)
+        taker = Side(open_(DecodeSide), port, is_prefill=False, **given)
     made[1]._engine.landed = lambda at: made[0].spoil(at)
     made[0].spoil = lambda at: None
     return giver, taker, made[0]
 
 
 @pytest.fixture(params=[in_memory, by_memfabric])
-def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side, Memory | MemFabric]]:
+def sides(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[Side, Side, EngineInMemory | MemFabric]]:
     port = free_port()
-    giver, taker, carrier = request.param(port)
+    giver, taker, engine = request.param(port)
     taker.peer = f"127.0.0.1:{port}"
-    yield giver, taker, carrier
+    yield giver, taker, engine
     giver.mover.close()
     taker.mover.close()
 
@@ -127,18 +129,18 @@ def bring(taker: Side, units: int) -> None:
 
 
 def test_pages_land_and_are_put_where_copies_say(sides) -> None:
-    giver, taker, carrier = sides
+    giver, taker, engine = sides
     giver.pages.bytes[4], giver.pages.bytes[5] = 44, 55
     give(giver, [4, 5])
     bring(taker, 2)
     assert taker.hear(CopyResult).ids == [1, 2]
     assert taker.hear(PrefillResult).transfer_id == ROOM
     assert (taker.pages.bytes[1] == 44).all() and (taker.pages.bytes[2] == 55).all()
-    assert carrier.batches == [2]
+    assert engine.batches == [2]
 
 
 def test_many_pages_take_turns_in_the_slots(sides) -> None:
-    giver, taker, carrier = sides
+    giver, taker, engine = sides
     slots = taker.mover._slots
     slots.free = slots.free[-3:]
     for page in range(8):
@@ -147,23 +149,23 @@ def test_many_pages_take_turns_in_the_slots(sides) -> None:
     bring(taker, 8)
     came = [at for _ in range(3) for at in taker.hear(CopyResult).ids]
     taker.hear(PrefillResult)
-    assert came == [1, 2, 3, 4, 5, 6, 7, 8] and carrier.batches == [3, 3, 2]
+    assert came == [1, 2, 3, 4, 5, 6, 7, 8] and engine.batches == [3, 3, 2]
     assert (taker.pages.bytes[1:9] == np.arange(1, 9)[:, None]).all()
     assert len(slots.free) == 3
 
 
 def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
     """And writes no more than that into the places that it is granted."""
-    carrier, port = Memory(), free_port()
-    giver = Side(lambda *given: GivingRooms(*given, carrier), port, is_giver=True)
+    engine, port = EngineInMemory(), free_port()
+    giver = Side(lambda *given: PrefillSide(*given, engine), port, is_prefill=True)
     (form,) = SMALL
 
-    def open_taker(pages: Pages, *rest: object) -> TakingRooms:
+    def open_taker(pages: Pages, *rest: object) -> DecodeSide:
         pages.page_bytes = lambda group: form.size_bytes
         pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
-        return TakingRooms(pages, *rest, carrier)
+        return DecodeSide(pages, *rest, engine)
 
-    taker = Side(open_taker, port, is_giver=False, forms=SMALL)
+    taker = Side(open_taker, port, is_prefill=False, forms=SMALL)
     taker.peer = f"127.0.0.1:{port}"
     try:
         giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
@@ -176,7 +178,7 @@ def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
         ]
         taker.mover.obey([ReceiveTransfer(ROOM, len(copies))])
         taker.mover.start(copies)
-        assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and carrier.batches == [4]
+        assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and engine.batches == [4]
         taker.hear(PrefillResult)
         assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
         landed = taker.mover._slots.memory.read(0, taker.mover._slots.memory.size_bytes)
@@ -189,8 +191,8 @@ def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
 def test_a_page_that_others_write_to_while_it_lands_is_noticed(
     sides, caplog: pytest.LogCaptureFixture
 ) -> None:
-    giver, taker, carrier = sides
-    carrier.spoil = lambda target: ctypes.memset(target + 7, 9, 1) and None
+    giver, taker, engine = sides
+    engine.spoil = lambda target: ctypes.memset(target + 7, 9, 1) and None
     give(giver, [4])
     bring(taker, 1)
     assert taker.hear(CopyResult).failed == [1]
@@ -198,14 +200,14 @@ def test_a_page_that_others_write_to_while_it_lands_is_noticed(
         "its tokens are computed, and the request goes on"
     )
     assert not taker.pages.bytes.any()
-    assert f"was changed on its way ({carrier.name})" in caplog.text
+    assert f"was changed on its way ({engine.name})" in caplog.text
 
 
 def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(
     sides, caplog: pytest.LogCaptureFixture
 ) -> None:
-    giver, taker, carrier = sides
-    carrier.fails = OSError("the engine is dead")
+    giver, taker, engine = sides
+    engine.fails = OSError("the engine is dead")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             give(giver, [4, 5])
@@ -213,7 +215,7 @@ def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(
             assert taker.hear(CopyResult).failed == [1, 2]
             taker.hear(PrefillResult)
     assert caplog.text.count("the engine is dead") == 1
-    carrier.fails = None
+    engine.fails = None
     give(giver, [4])
     bring(taker, 1)
     assert taker.hear(CopyResult).ids == [1], "it is tried again"
@@ -225,9 +227,9 @@ def test_codes_for_another_number_of_pages_end_the_room(
     """A hostile server that knows the secret."""
     giver, taker, _ = sides
 
-    async def write_all(carrier, channel, room, wants, heard) -> None:
+    async def write_all(engine, channel, room, wants, heard) -> None:
         await giver.mover._next(channel, heard, wire.GRANT)
-        await channel.send(wire.SENT, wire.pack(wire.Sent([bytes(16)] * 3)))
+        await channel.send(wire.SENT, wire.pack(wire.SentCodes([bytes(16)] * 3)))
 
     monkeypatch.setattr(giver.mover, "_write_all", write_all)
     give(giver, [4])

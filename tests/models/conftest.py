@@ -11,9 +11,9 @@ from banyan.model_config.model_config import ModelConfig, RopeFacts
 from banyan.models.base import Model
 from banyan.ops.bind import BoundOps, bind, open_toolkit
 from banyan.runner.attention.base import GroupView, StepGeometry
-from banyan.runner.attention.paged import ReferenceAttention
+from banyan.runner.attention.paged import PagedAttention
+from banyan.runner.inputs import BoundStates
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.states import BoundStates
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ class PagedModel:
         step = StepInputs(
             tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions=positions,
-            attention=ReferenceAttention(self.ops, self.store).bind(geometry),
+            attention=PagedAttention(self.ops, self.store).bind(geometry),
             states=BoundStates(self.store, geometry),
         )
         for request, tokens in rows:

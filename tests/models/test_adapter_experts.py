@@ -225,8 +225,8 @@ def narrower(tensors):
 @pytest.mark.parametrize(
     ("kinds", "is_apart", "change", "text"),
     [
-        ((), False, None, "experts.*started without room for that.*modules all experts"),
-        (KINDS, False, cut, "which are not those of experts, and its configuration says rank 3"),
+        ((), False, None, "experts.*started without memory for that.*modules all experts"),
+        (KINDS, False, cut, "which do not match experts; its configuration says rank 3"),
         (KINDS, False, fewer, "it is of 4 experts, and the model has 5"),
         (KINDS, False, narrower, "it has 18 inputs and 48 outputs there, 20 and 48 here"),
         (KINDS, False, without("layers.1.", "experts"), "lacks the matrices of 2 projections"),

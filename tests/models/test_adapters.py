@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
 from banyan.lora.adapter_config import KINDS, WEIGHTS
-from banyan.lora.load import base_of, load_adapter, open_projections
+from banyan.lora.load import base_of, enable_lora, load_adapter
 from banyan.lora.pool import open_lora_targets
 from banyan.lora.rules import MOST_LOADED
 from banyan.lora.targets import LoRATargets
@@ -46,7 +46,7 @@ def opened(folder, ops, targets=(), max_rank=64, kinds=()):
     """A model with room for adapters, and what they must fit."""
     lora_targets = LoRATargets(max_rank, 4, targets, kinds)
     model = load_model(read_model_config(str(folder)), Build(ops, adapters=lora_targets))
-    open_projections(model, lora_targets, ops)
+    enable_lora(model, lora_targets, ops)
     return model, base_of(model, lora_targets)
 
 
@@ -185,7 +185,7 @@ def test_an_adapter_of_projections_that_are_not_open_is_refused(targets, ops, mo
     lora_targets = open_lora_targets(lora, CpuPlatform().traits)
     assert lora_targets is not None
     opened_model = load_model(read_model_config(str(model)), Build(ops, adapters=lora_targets))
-    open_projections(opened_model, lora_targets, ops)
+    enable_lora(opened_model, lora_targets, ops)
     base = base_of(opened_model, lora_targets)
     fitting = load_adapter(str(write_adapter(tmp_path / "a", 1, targets=targets)), base)
     assert fitting.rank == 8
@@ -338,7 +338,7 @@ def test_matrices_lie_in_8_bits_beside_rounded_weights_alone(
     lora_targets = open_lora_targets(lora, CpuPlatform().traits, is_rounded)
     assert lora_targets is not None
     opened_model = load_model(read_model_config(str(model)), Build(ops, adapters=lora_targets))
-    open_projections(opened_model, lora_targets, ops)
+    enable_lora(opened_model, lora_targets, ops)
     base = base_of(opened_model, lora_targets)
     enter(base, 1, load_adapter(str(write_adapter(tmp_path / "a", 1)), base))
     assert {int(table.entries[1, 4]) for table in lora_targets.tables.values()} == types
@@ -377,7 +377,7 @@ def without_a_layer(tensors):
         (renamed("q_proj", "query"), "self_attn.query: the model has no such projection"),
         (
             renamed("model.layers.0.self_attn.q_proj", "lm_head"),
-            "started without room for that.*modules all lm_head",
+            "started without memory for that.*modules all lm_head",
         ),
         (without_a_layer, "lacks the matrices of 1 projections.*model.layers.1.self_attn.q_proj"),
     ],

@@ -16,7 +16,7 @@ from banyan.model_config.model_config import CLS, FULL, LAST, MEAN, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 
 CPU = torch.device("cpu")
 SEP = 9
@@ -37,7 +37,7 @@ def vectors(folder: Path, prompts=PROMPTS) -> np.ndarray:
     model_config = read_model_config(str(folder))
     ops = bind("cpu", CPU, torch.float32, frozenset(), model_config.head_dim)
     build = Build(ops)
-    sizes = RunnerSizes(4, 32, (GroupLayout(FULL, 0, 32, 8),))
+    sizes = RunnerConfig(4, 32, (GroupLayout(FULL, 0, 32, 8),))
     runner = ModelRunner(load_model(model_config, build), build, sizes)
     joins, grants, rows = [], [], []
     for slot, prompt in enumerate(prompts, 1):

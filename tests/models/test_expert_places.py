@@ -10,9 +10,9 @@ from banyan.layers.build import Build
 from banyan.messages.control_ops import PlaceExperts
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from banyan.moe.expert_map import ExpertMap
-from banyan.moe.expert_mover import ExpertMover
-from banyan.moe.load_balancing import balanced, trivial
+from banyan.moe.balancer import ExpertMover
+from banyan.moe.eplb import balanced, trivial
+from banyan.moe.expert_location import ExpertMap
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Groups, open_groups
 from tests.models.conftest import PagedModel

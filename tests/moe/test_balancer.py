@@ -5,10 +5,9 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.model_config.model_config import ExpertFacts
-from banyan.moe.balancer import ExpertBalancer
-from banyan.moe.expert_map import ExpertMap
-from banyan.moe.expert_mover import moves
-from banyan.moe.load_balancing import trivial
+from banyan.moe.balancer import ExpertBalancer, moves
+from banyan.moe.eplb import trivial
+from banyan.moe.expert_location import ExpertMap
 from banyan.moe.routing_record import ExpertLayers
 from tests.moe.test_rules import SHARED, config_with
 
@@ -22,7 +21,7 @@ def balancer(*flags: str, rings: list[int] | None = None) -> tuple[ExpertBalance
     experts = config_with(*SHARED, *COPIES, "--enable-eplb", *flags).experts
     places = ExpertMap(trivial(4, 4, 6), 4, 0, 2, "static")
     told = [] if rings is None else rings
-    return ExpertBalancer(experts, LAYERS, places, ring=lambda: told.append(1)), places
+    return ExpertBalancer(experts, LAYERS, places, wake=lambda: told.append(1)), places
 
 
 def run(found: ExpertBalancer, chosen: np.ndarray, passes: int) -> None:
@@ -101,7 +100,7 @@ def test_an_expert_comes_from_its_own_rank_where_it_can():
         (("--enable-eplb",), "one rank has all experts"),
         (
             (*SHARED, "--enable-eplb", "--model-impl", "transformers"),
-            "--enable-eplb and --model-impl transformers do not go together",
+            "--enable-eplb cannot be combined with --model-impl transformers",
         ),
         (
             (*SHARED, "--enable-eplb", "--ep-dispatch-algorithm", "fake"),
@@ -109,7 +108,7 @@ def test_an_expert_comes_from_its_own_rank_where_it_can():
         ),
         (
             (*SHARED, "--enable-eplb", "--eplb-algorithm", "elasticity_aware"),
-            "ends with the first of its ranks",
+            "if one of its ranks dies",
         ),
     ],
 )

@@ -38,13 +38,21 @@ def test_experts_are_shared_out_among_all_ranks() -> None:
     ("flags", "limit", "match"),
     [
         ((*DEEPEP, "--tp", "4", "--ep", "2"), "", "experts are shared out among all ranks or none"),
-        ((*DEEPEP, "--model-impl", "transformers"), "", "--model-impl transformers do not go"),
-        ((*DEEPEP, "--tp", "4"), "0", f"{LIMIT}=0 .* --deepep-mode auto do not go together"),
+        ((*DEEPEP, "--model-impl", "transformers"), "", "cannot be combined with --model-impl t"),
+        ((*DEEPEP, "--tp", "4"), "0", f"{LIMIT}=0 .* cannot be combined with --deepep-mode auto"),
         ((*DEEPEP, "--tp", "4"), "1025", f"{LIMIT} must be in"),
-        ((*FUSED, "--tp", "4", "--deepep-mode", "normal"), "", "ascend_fuseep and --deepep-mode n"),
-        ((*FUSED, "--tp", "4"), "0", f"{LIMIT}=0 .* do not go together"),
-        (("--moe-a2a-backend", "mori"), "", "mori is not available .*it is a library for other"),
-        (("--deepep-config", "{}"), "", "--deepep-config is not available .*processors and links"),
+        (
+            (*FUSED, "--tp", "4", "--deepep-mode", "normal"),
+            "",
+            "ascend_fuseep cannot be combined with --deepep-mode n",
+        ),
+        ((*FUSED, "--tp", "4"), "0", f"{LIMIT}=0 .* cannot be combined"),
+        (("--moe-a2a-backend", "mori"), "", "mori is not available .*ranks exchange rows through"),
+        (
+            ("--deepep-config", "{}"),
+            "",
+            "--deepep-config is not available .*GPU communication library",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, limit, match) -> None:
@@ -119,10 +127,10 @@ def test_what_travels_at_once_has_room() -> None:
 @pytest.mark.parametrize(
     ("flags", "limit", "match"),
     [
-        (("--deepep-mode", "normal"), "", "--deepep-mode is accepted without .* go to all ranks"),
-        (DEEPEP, "", "--moe-a2a-backend is accepted without an effect: one rank has all experts"),
-        ((), "24", f"{LIMIT} is set without an effect"),
-        ((*DEEPEP, "--tp", "4", "--deepep-mode", "normal"), "24", f"{LIMIT} is set without an"),
+        (("--deepep-mode", "normal"), "", "--deepep-mode is accepted but .* go to all ranks"),
+        (DEEPEP, "", "--moe-a2a-backend is accepted but has no effect: one rank has all experts"),
+        ((), "24", f"{LIMIT} is set but has no effect"),
+        ((*DEEPEP, "--tp", "4", "--deepep-mode", "normal"), "24", f"{LIMIT} is set but has no"),
     ],
 )
 def test_what_has_no_effect_is_told(flags, limit, match) -> None:

@@ -141,21 +141,23 @@ class Recorder:
 
 def test_a_step_is_read_where_it_ran():
     """Of recorded steps the memory that they fill, of others what their ops gave."""
-    recorder, heard = Recorder(), []
+    recorder, seen = Recorder(), []
     watch = ExpertWatch(recorder)  # type: ignore[arg-type]
-    watch.heard.append(lambda chosen, positions: heard.append((chosen.tolist(), len(positions))))
+    watch.local_observers.append(
+        lambda chosen, positions: seen.append((chosen.tolist(), len(positions)))
+    )
     recorder.is_recording, filled = True, torch.zeros(4, 2, dtype=torch.int64)
-    watch.saw(1, filled)
+    watch.chose(1, filled)
     recorder.is_recording = False
 
     filled[:2] = torch.tensor([[3, 1], [0, 2]])
     watch.ran(np.arange(2))
-    watch.saw(1, torch.tensor([[5, 4]]))
+    watch.chose(1, torch.tensor([[5, 4]]))
     watch.ran(np.arange(1))
     filled[:1] = torch.tensor([[1, 0]])
     watch.ran(np.arange(1))
 
-    assert heard == [([[[3, 1], [0, 2]]], 2), ([[[5, 4]]], 1), ([[[1, 0]]], 1)]
+    assert seen == [([[[3, 1], [0, 2]]], 2), ([[[5, 4]]], 1), ([[[1, 0]]], 1)]
 
 
 def test_without_a_mode_a_record_is_refused_by_name():

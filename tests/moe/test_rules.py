@@ -30,7 +30,7 @@ def config_with(*flags: str) -> Config:
         ((*SHARED, "--init-expert-location", "nowhere.json"), "neither trivial nor JSON"),
         (
             (*SHARED, "--ep-dispatch-algorithm", "fake", "--dp", "2", "--enable-dp-attention"),
-            "fake and --enable-dp-attention do not go together",
+            "fake cannot be combined with --enable-dp-attention",
         ),
     ],
 )
@@ -52,8 +52,8 @@ def test_fake_choices_are_warned_of(caplog) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (("--enable-ep-moe",), "to those of their experts, over memory that ranks share"),
-        (("--elastic-ep-backend", "mooncake"), "copies of experts do not stand in for those"),
+        (("--enable-ep-moe",), "exchange rows through shared memory or gloo"),
+        (("--elastic-ep-backend", "mooncake"), "expert copies do not replace a dead rank"),
     ],
 )
 def test_what_is_not_there_is_refused_with_its_reason(flags, match) -> None:

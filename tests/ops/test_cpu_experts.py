@@ -278,7 +278,7 @@ def test_rows_are_scaled_by_a_sigmoid_of_their_own(library, tokens):
     torch.testing.assert_close(got, x * gate.sigmoid(), atol=1e-6, rtol=1e-6)
 
 
-def places_of(logical: list[int], count: int) -> ExpertPlaces:
+def rank_addresses_of(logical: list[int], count: int) -> ExpertPlaces:
     """Tables of experts whose places hold `logical`."""
     found = [[at for at, expert in enumerate(logical) if expert == e] for e in range(count)]
     room = max(map(len, found))
@@ -289,7 +289,7 @@ def places_of(logical: list[int], count: int) -> ExpertPlaces:
 @pytest.mark.parametrize("dispatch", ["static", "dynamic", "even"])
 def test_pairs_go_where_the_reference_sends_them(library, dispatch):
     ids, _ = routed(40, 6, 3)
-    places = places_of([0, 1, 2, 3, 4, 5, 0, 0, 3], 6)
+    places = rank_addresses_of([0, 1, 2, 3, 4, 5, 0, 0, 3], 6)
 
     got = make_place(library)(ids, places, dispatch)
 
@@ -315,7 +315,7 @@ def test_experts_anywhere_add_up_to_the_bits_of_experts_in_their_order(library, 
 
     at_home = [share([0, 1, 2], 0)(x, ids, weights), share([3, 4, 5], 3)(x, ids, weights)]
     want = at_home[0] + at_home[1]
-    at = make_place(library)(ids, places_of(logical, 6), "dynamic")
+    at = make_place(library)(ids, rank_addresses_of(logical, 6), "dynamic")
     apart = [share(logical[f : f + 3], f).apart(x, at) for f in (0, 3, 6)]
 
     got = make_combine(library)(apart[0] + apart[1] + apart[2], ids, weights, 3)
@@ -335,7 +335,7 @@ def test_the_reference_adds_up_experts_anywhere_alike():
         )
 
     want = share([0, 1, 2], 0)(x, ids, weights) + share([3, 4, 5], 3)(x, ids, weights)
-    at = reference.place_experts(ids, places_of(logical, 6), "static")
+    at = reference.place_experts(ids, rank_addresses_of(logical, 6), "static")
     apart = sum(share(logical[f : f + 3], f).apart(x, at) for f in (0, 3, 6))
 
     got = reference.combine_experts(apart, ids, weights, 3)

@@ -17,9 +17,9 @@ from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from banyan.moe.expert_map import ExpertMap
+from banyan.moe.eplb import trivial
+from banyan.moe.expert_location import ExpertMap
 from banyan.moe.layer import ExpertBlock
-from banyan.moe.load_balancing import trivial
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Groups
 from tests.config.test_resolve import NOTHING

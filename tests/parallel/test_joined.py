@@ -25,14 +25,14 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.loader import load_model
 from banyan.moe.balancer import balance_between_steps
-from banyan.moe.expert_map import ExpertMap
+from banyan.moe.eplb import trivial
+from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
-from banyan.moe.load_balancing import trivial
 from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups, open_groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
@@ -136,7 +136,7 @@ def open_runner(
     model = load_model(model_config, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
-    runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=max_tokens))
+    runner = ModelRunner(model, build, RunnerConfig(16, 120, layouts, max_tokens=max_tokens))
     return runner, len(kinds)
 
 

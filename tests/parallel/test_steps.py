@@ -19,7 +19,7 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.runner.driver import PAGE, Driver, Request, greedy
@@ -106,7 +106,7 @@ def answer(
     model = load_model(model_config, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
-    runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=300))
+    runner = ModelRunner(model, build, RunnerConfig(16, 120, layouts, max_tokens=300))
     driver = Grouped(runner, len(kinds))
     ask = write_text if model_config.pooling is None else make_vectors
     alone = [ask(driver, [request])[0] for request in requests()]

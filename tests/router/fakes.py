@@ -77,12 +77,20 @@ class FakeWorker:
     requests: list[Request] = field(default_factory=list[Request])
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a client has closed the connection."""
+    reads_bodies: bool = True
+    """False: `say` is called behind the head of a request, and finds the body in its reader."""
+    writers: list[asyncio.StreamWriter] = field(default_factory=list[asyncio.StreamWriter])
+    """Of all connections that have come."""
     port: int = 0
     server: asyncio.Server | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def connections(self) -> int:
+        return len(self.writers)
 
     async def start(self) -> None:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -95,12 +103,14 @@ class FakeWorker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         gone = (OSError, asyncio.IncompleteReadError, asyncio.CancelledError)
+        self.writers.append(writer)
         with contextlib.suppress(*gone):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 method, target, _ = head[0].split(" ")
                 headers = dict(line.split(": ", 1) for line in head[1:] if line)
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                size = int(headers.get("content-length", 0)) if self.reads_bodies else 0
+                body = await reader.readexactly(size)
                 request = Request(method, target, headers, body)
                 if request.path == "/health":
                     writer.write(self.health)
@@ -176,6 +186,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def turns(count: int = 20) -> None:
+    """Let everything else that is ready in this loop run, several times over: what was written to
+    a socket before has been read at its other end then."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def specs(some: list[FakeWorker]) -> list[WorkerSpec]:

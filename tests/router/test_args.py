@@ -127,7 +127,7 @@ def test_a_flag_that_others_have_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", IDLE)
 def test_a_flag_with_nothing_to_do_leaves_a_line(name: str) -> None:
     (note,) = read(f"--{name}").observe.notes
-    assert note.startswith(f"--{name} is accepted without an effect: ")
+    assert note.startswith(f"--{name} is accepted but has no effect: ")
 
 
 def test_help_names_every_flag_and_is_no_wider_than_a_terminal() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import msgspec
+import orjson
 import pytest
 
 from banyan.router.cache_events import Unclear, _reachable, take_batch
@@ -143,6 +144,40 @@ def test_bucket_keeps_short_prompts_from_long_ones() -> None:
         policy.choose(servers, Asked(b"x" * length))
     assert policy.choose(servers, Asked(b"x" * 55)) is servers[0]
     assert policy.choose(servers, Asked(b"x" * 5000)) is servers[1]
+
+
+NO_IDS = (2**31, -1, -(2**31) - 1, 2**63, -(2**63), 2**64 - 1)
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
+@pytest.mark.parametrize("field", ["input_ids", "prompt"])
+@pytest.mark.asyncio
+async def test_a_prompt_of_ids_that_no_model_has_is_for_the_worker_to_refuse(
+    wrong: int, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = whole(b'{"error": {"code": "invalid_request"}}', 400)
+    async with workers(says(refusal)) as some, router(specs(some), FOLLOWING) as it:
+        await until(lambda: "guessing" in caplog.text)
+        it.state.fleet.workers[0].contents = [Contents(BLOCK)]
+        for ids in ([wrong], TOKENS + [wrong], [wrong] * 20):
+            body = orjson.dumps({field: ids})
+            answer = await it.http.post("/v1/completions", content=body)
+            assert answer.status_code == 400 and answer.content == refusal.split(b"\r\n\r\n")[1]
+            assert some[0].requests[-1].body == body
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
+@pytest.mark.asyncio
+async def test_a_worker_that_tells_of_tokens_that_no_model_has_is_not_believed(
+    wrong: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = whole(orjson.dumps({"tokens": [*TOKENS, wrong]}))
+    async with workers(says(tokens)) as some, router(specs(some), FOLLOWING) as it:
+        await until(lambda: "guessing" in caplog.text)
+        it.state.fleet.workers[0].contents = [Contents(BLOCK)]
+        answer = await it.http.post("/v1/completions", json={"prompt": "one two"})
+        assert answer.status_code == 200
+        assert [r.path for r in some[0].requests[-2:]] == ["/tokenize", "/v1/completions"]
 
 
 FOLLOWING = replace(BASE, policy=PolicyConfig(follows_events=True))

@@ -1,14 +1,30 @@
-"""The router's parts that need no network: breaker, frames, gate."""
+"""The router's parts that need no network: breaker, fleet, verdicts, frames, gate."""
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
-from banyan.base.errors import RequestError
+from banyan.base.errors import ConfigError, RequestError
 from banyan.router.breaker import Breaker, BreakerRule, Circuit
-from banyan.router.config import LimitConfig
+from banyan.router.config import (
+    DECODE,
+    PLAIN,
+    PREFILL,
+    BreakerConfig,
+    FleetConfig,
+    HealthConfig,
+    LimitConfig,
+    RouterConfig,
+    WorkerSpec,
+)
 from banyan.router.gate import Gate
+from banyan.router.policies import Asked
 from banyan.router.stream_frames import MOST_HELD, Frames, is_stream
+from banyan.router.upstream import Answer, checked_url
+from banyan.router.verdict import speaks_for_worker
+from banyan.router.worker import Worker
+from banyan.router.worker_pool import Fleet
 
 
 def fail(breaker: Breaker, now: float) -> None:
@@ -22,6 +38,108 @@ def test_a_breaker_opens_after_failures_that_come_together() -> None:
         assert breaker.lets_in(now)
     fail(breaker, 12.0)
     assert breaker.state(12.0) is Circuit.OPEN and not breaker.lets_in(16.9)
+
+
+def test_a_success_between_failures_starts_the_count_again() -> None:
+    breaker = Breaker(BreakerRule(failures=3))
+    for now in range(30):
+        breaker.end(now % 3 == 2, breaker.begin(now), now)
+        assert breaker.lets_in(now)
+
+
+def test_what_says_nothing_of_a_worker_neither_counts_nor_starts_the_count_again() -> None:
+    breaker = Breaker(BreakerRule(failures=3))
+    for now in range(100):
+        breaker.end(None, breaker.begin(now), now)
+    for now in (100, 102):
+        fail(breaker, now)
+        breaker.end(None, breaker.begin(now), now + 1)
+        assert breaker.lets_in(now + 1)
+    fail(breaker, 104)
+    assert breaker.state(104) is Circuit.OPEN
+
+
+def test_a_trial_while_a_breaker_is_open_counts_like_any_other() -> None:
+    breaker = Breaker(BreakerRule(failures=1, successes=2, open_s=5))
+    fail(breaker, 0.0)
+    fail(breaker, 3.0)
+    assert breaker.state(7.9) is Circuit.OPEN and breaker.state(8.0) is Circuit.HALF_OPEN
+    fail(breaker, 8.0)
+    for now in (9.0, 10.0):
+        assert breaker.state(now) is Circuit.OPEN
+        breaker.end(True, breaker.begin(now), now)
+    assert breaker.state(10.0) is Circuit.CLOSED
+
+
+@pytest.mark.parametrize("kind", [PLAIN, PREFILL, DECODE])
+def test_where_all_breakers_are_open_the_one_that_failed_least_recently_is_tried(kind: str) -> None:
+    some = tuple(WorkerSpec(f"http://w{at}", kind) for at in range(3))
+    others = (
+        () if kind == PLAIN else (WorkerSpec("http://p", PREFILL), WorkerSpec("http://d", DECODE))
+    )
+    fleet = Fleet(
+        RouterConfig(
+            fleet=FleetConfig(workers=some + others, is_paired=kind != PLAIN),
+            breaker=BreakerConfig(failures=1),
+            health=HealthConfig(is_off=True),
+        )
+    )
+    mine = [w for w in fleet.workers if w.spec.kind == kind]
+    failed: list[Worker] = []
+    for worker in (*mine[1:], mine[0]):
+        with worker.trying() as attempt:
+            attempt.is_good = False
+        failed.append(worker)
+        if len(failed) < len(mine):
+            assert fleet.choose(kind, Asked()) not in failed
+    tried: list[Worker] = []
+    while (worker := fleet.choose(kind, Asked(), tried)) is not None:
+        tried.append(worker)
+    assert tried == failed
+    assert not fleet.trouble() and fleet.proxy(Asked(), (), kind != PLAIN) is not None
+    failed[0].trouble = "away"
+    assert fleet.choose(kind, Asked()) is tried[1], "one that is not well is not tried"
+
+
+LOAD = ("queue_full", "overloaded", "timed_out", "too_many_requests", "deadline_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "asked", "verdict"),
+    [
+        *((status, {}, b"", {}, True) for status in (200, 204, 302, 400, 404, 413, 500, 501)),
+        *((status, {}, b"", {}, None) for status in (429, 529)),
+        *((status, {}, b"x", {}, False) for status in (502, 503, 504)),
+        (503, {"retry-after": "5"}, b"", {}, None),
+        (502, {"retry-after": "5"}, b"", {}, False),
+        *((503, {}, b'{"error":{"code":"%s"}}' % code.encode(), {}, None) for code in LOAD),
+        *((503, {}, b'{"code":"%s"}' % code.encode(), {}, None) for code in LOAD),
+        (504, {}, b'{"error":{"code":"deadline_exceeded"}}', {}, None),
+        (504, {}, b'{"error":"too late"}', {"x-request-timeout": "1"}, None),
+        (503, {}, b'{"error":{"code":"engine_unavailable"}}', {}, False),
+        (503, {}, b'{"error":{"code":["queue_full"]}}', {}, False),
+        (503, {}, b'["queue_full"]', {}, False),
+    ],
+)
+def test_what_an_answer_says_of_its_worker(
+    status: int, headers: dict, body: bytes, asked: dict, verdict: bool | None
+) -> None:
+    def lines(given: dict) -> list[tuple[bytes, bytes]]:
+        return [(name.encode(), value.encode()) for name, value in given.items()]
+
+    answer = Answer(cast(Any, None), status, lines(headers))
+    assert speaks_for_worker(answer, body, lines(asked)) is verdict
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://:pw@host", "http://me@host", "http://me:pw@host", "http://@host", "http://:@host:1"]
+    + ["http://host/x", "http://host?x", "http://host#x", "http://host:0", "ftp://host", "host"]
+    + ["http://host:70000", "http://h st", "http://", "http://h\u00f6st"],
+)
+def test_what_is_no_address_of_a_worker_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        checked_url(url)
 
 
 def test_a_breaker_that_was_open_lets_in_one_at_a_time_until_enough_succeed() -> None:

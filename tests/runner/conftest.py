@@ -20,7 +20,7 @@ from banyan.platform.base import BY_SHAPE, Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.platform.cuda import CudaPlatform
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from tests.runner.driver import PAGE
 
 VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024
@@ -91,7 +91,7 @@ def build_runner(
     model = wrap(load_model(model_config, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
     most = 64 if is_recorded else 0
-    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), most, SHAPES, multi_step=multi_step)
+    sizes = RunnerConfig(40, MAX_LENGTH, (layout,), most, SHAPES, multi_step=multi_step)
     runner = ModelRunner(model, build, sizes, platform)
     assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number

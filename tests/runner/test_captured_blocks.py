@@ -12,7 +12,7 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from tests.runner.conftest import CPU, MAX_LENGTH, NUM_PAGES, SHAPES, Elsewhere, build_runner
 from tests.runner.driver import PAGE, Driver
 from tests.runner.test_captured_forward import requests
@@ -74,7 +74,7 @@ def test_steps_whose_ops_wait_for_the_device_are_not_captured(block_model_config
     ops = bind("cpu", CPU, torch.float32, frozenset(), block_model_config.head_dim, exact=True)
     build = Build(ops)
     layout = GroupLayout("full", 0, PAGE, NUM_PAGES)
-    sizes = RunnerSizes(4, MAX_LENGTH, (layout,), 0, SHAPES)
+    sizes = RunnerConfig(4, MAX_LENGTH, (layout,), 0, SHAPES)
 
     with caplog.at_level(logging.INFO):
         runner = ModelRunner(load_model(block_model_config, build), build, sizes, Elsewhere())

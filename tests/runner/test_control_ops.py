@@ -15,7 +15,7 @@ from banyan.messages.control_ops import (
 )
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.parallel.groups import Group
-from banyan.runner.control_ops import Alike, ControlOpExecutor, Said
+from banyan.runner.control_ops import Alike, ControlOpExecutor, RankReply
 from tests.parallel.ranks import LIBRARIES, meet, together
 
 TAKE, RELEASE = TakeWeights("new", "1"), ReleaseMemory(["weights"])
@@ -44,9 +44,9 @@ class Inner:
         if self.refuses == type(order).__name__:
             raise ConfigError("no such file", hint="look again")
 
-        def finish() -> Said:
+        def finish() -> RankReply:
             self.done.append(type(order).__name__)
-            return Said(f"did {type(order).__name__}", self.body)
+            return RankReply(f"did {type(order).__name__}", self.body)
 
         return finish
 
@@ -70,7 +70,7 @@ def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
     made: list[torch.Tensor] = []
 
     def prepare(order: ControlOp):
-        return lambda: made.append(torch.zeros(1)) or Said("made")
+        return lambda: made.append(torch.zeros(1)) or RankReply("made")
 
     taker = ControlOpExecutor(Inner(), {TakeWeights: prepare})
     with torch.inference_mode():  # as the thread that launches works in

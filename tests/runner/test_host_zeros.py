@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from banyan.kv_cache.groups import FULL
-from banyan.runner.host_zeros import zeros
-from banyan.runner.kvstore import GroupLayout
+from banyan.runner.kvstore import GroupLayout, zeros
 from banyan.runner.slots import SlotTable
 
 MIB = 1 << 20

@@ -63,7 +63,7 @@ def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, be
     runner = driver.runner
     plan = multi_step(driver, requests, 1)
     seen = []
-    multi_steps = runner._forward._multi_steps
+    multi_steps = runner._forward._multi_step_runner
     run = multi_steps._recording.multi_step
 
     def run_and_look(rows, inputs):
@@ -71,7 +71,7 @@ def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, be
         seen.append((int(inputs.told[0]), runner.told(plan.step), runner.told(plan.step + 1)))
         return ran
 
-    monkeypatch.setattr(multi_steps._recording, "burst", run_and_look)
+    monkeypatch.setattr(multi_steps._recording, "multi_step", run_and_look)
     result = runner.launch(plan).result()
     ((told, tokens, others),) = seen
     assert told == STEPS - 1, "the last step's tokens come with the result"

@@ -11,13 +11,13 @@ from banyan.messages.plan import StepPlan
 from banyan.model_config.model_config import FULL
 from banyan.ops.api import OpTime
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.op_timer import OpMeter
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.op_timer import OpTimer
+from banyan.runner.runner import ModelRunner, RunnerConfig
 
 KEPT = LayerCache(
     0, {"k": CacheTensor((2, 8), torch.float16), "v": CacheTensor((2, 8), torch.int8)}
 )
-SIZES = RunnerSizes(4, 64, (GroupLayout(FULL, 0, 16, 32),), 64)
+SIZES = RunnerConfig(4, 64, (GroupLayout(FULL, 0, 16, 32),), 64)
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Scattered:
 
 def test_the_middle_one_of_several_runs_counts() -> None:
     runner = Scattered()
-    meter = OpMeter(cast(ModelRunner, runner), SIZES, 1, lambda: (1.0, 1.0, 1.0))
+    meter = OpTimer(cast(ModelRunner, runner), SIZES, 1, lambda: (1.0, 1.0, 1.0))
     (stage,) = meter.measure(rows=2, start=4, count=1)
     assert stage.seconds == 5.0 and not runner.took_s
 
 
 def test_every_page_has_been_written_before_any_is_read() -> None:
     runner = Scattered()
-    OpMeter(cast(ModelRunner, runner), SIZES, 1, lambda: (1.0, 1.0, 1.0))
+    OpTimer(cast(ModelRunner, runner), SIZES, 1, lambda: (1.0, 1.0, 1.0))
     for pages in runner.store.tensors(0).values():
         assert torch.isfinite(pages.float()).all() and (pages != 0).all()

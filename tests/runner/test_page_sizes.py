@@ -18,7 +18,7 @@ from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.paged_attention import PagedAttention, parts_of_head
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.page_layout import PartsOfHead, forms_of, shelves_of
+from banyan.runner.page_layout import PartsOfHead, forms_of, page_layouts_of
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS = 2, 8, 384
@@ -74,7 +74,7 @@ def test_a_page_of_another_size_has_the_bytes_that_a_kernel_writes_there(
         write = _as_bytes
     stores = {size: filled(size, dtype, write) for size in sizes}
     for mine, store in stores.items():
-        (form,) = forms_of(shelves_of(store), store.groups, by_head)
+        (form,) = forms_of(page_layouts_of(store), store.groups, by_head)
         assert form.size_bytes == store.page_bytes(0)
         pages = {at * mine: store.take(0, at + 1) for at in range(TOKENS // mine)}
         for theirs, other in stores.items():
@@ -115,12 +115,12 @@ def test_states_and_what_is_spread_over_a_page_go_as_they_are() -> None:
     spread = replace(numbers, is_spread=True)
     groups = (GroupLayout("full", 0, 16, 4), GroupLayout(STATE, 0, 256, 4))
     held = [LayerCache(0, {"latent": numbers}), LayerCache(1, {"state": matrix}, STATE)]
-    forms = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, None)
+    forms = forms_of(page_layouts_of(KVStore(groups, held, CPU)), groups, None)
     assert [form.takes(size) for form in forms for size in (0, 16, 32)] == [
         *(False, True, True),
         *(True, False, False),
     ]
     held[0] = LayerCache(0, {"latent": numbers, "end": spread})
-    (fixed, _) = forms_of(shelves_of(KVStore(groups, held, CPU)), groups, None)
+    (fixed, _) = forms_of(page_layouts_of(KVStore(groups, held, CPU)), groups, None)
     assert fixed.takes(16) and not fixed.takes(32) and not fixed.takes(8)
     assert math.isclose(forms[0].size_bytes, 16 * 16)

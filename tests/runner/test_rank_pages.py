@@ -17,14 +17,14 @@ from banyan.messages.plan import PageCopy, device_page
 from banyan.model_config.model_config import STATE
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.page_layout import layout_facts, shelves_of
+from banyan.runner.page_layout import layout_facts, page_layouts_of
 from banyan.runner.rank_page_access import (
-    Far,
-    Linked,
-    Place,
-    places_of,
-    tell_rank_0,
-    tell_rank_0_afar,
+    LocalRankAccess,
+    RankAddress,
+    RemoteRankAccess,
+    publish_pages,
+    publish_pages_remotely,
+    rank_addresses_of,
 )
 from banyan.runner.rank_pages import RankPages, copy_after
 
@@ -43,10 +43,10 @@ def layer(number: int, here: int, latent: bool = False, first: int = 0) -> Layer
 
 def afar(stores: list[KVStore], is_by_head: bool, timeout_s: float = 5.0) -> RankPages:
     """As `opened`, of ranks of other machines."""
-    doors = [Far("127.0.0.1", lambda: False) for _ in stores[1:]]
-    for rank, place in places_of(doors).items():
-        tell_rank_0_afar(stores[rank], place)
-    return RankPages(stores[0], doors, is_by_head, timeout_s)
+    rank_access = [RemoteRankAccess("127.0.0.1", lambda: False) for _ in stores[1:]]
+    for rank, place in rank_addresses_of(rank_access).items():
+        publish_pages_remotely(stores[rank], place)
+    return RankPages(stores[0], rank_access, is_by_head, timeout_s)
 
 
 def opened(
@@ -55,8 +55,8 @@ def opened(
     """As rank 0 of these ranks sees them, each of which tells of itself."""
     links = [str(folder / f"rank{rank}") for rank in range(1, len(stores))]
     for store, link in zip(stores[1:], links, strict=True):
-        tell_rank_0(store, link)
-    return RankPages(stores[0], [Linked(link) for link in links], is_by_head, timeout_s)
+        publish_pages(store, link)
+    return RankPages(stores[0], [LocalRankAccess(link) for link in links], is_by_head, timeout_s)
 
 
 def shared(*caches: LayerCache) -> KVStore:
@@ -98,8 +98,8 @@ def test_a_page_is_the_same_on_any_number_of_ranks(
             assert (mine.view(np.uint8) == whole[:, first : first + here].view(np.uint8)).all()
         latents = [s.tensors(1)["latent"][5].view(torch.uint8) for s in (store, alone)]
         assert torch.equal(*latents)
-    facts = layout_facts(shelves_of(alone), GROUPS)
-    assert layout_facts(pages.shelves, GROUPS) == facts
+    facts = layout_facts(page_layouts_of(alone), GROUPS)
+    assert layout_facts(pages.page_layouts, GROUPS) == facts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -117,10 +117,10 @@ def test_what_all_layers_keep_under_one_name_lies_together(ranks: int, tmp_path:
     alone.arrange(True, False)
     pages = opened(tmp_path, stores, False)
     pages.put(0, 5, payload)
-    doors = [Linked(str(tmp_path / f"again{rank}")) for rank in range(1, ranks)]
+    rank_access = [LocalRankAccess(str(tmp_path / f"again{rank}")) for rank in range(1, ranks)]
     for rank in range(1, ranks):
-        tell_rank_0(stores[rank], str(tmp_path / f"again{rank}"))
-    by_name = RankPages(stores[0], doors, False, 5.0, is_by_name=True)
+        publish_pages(stores[rank], str(tmp_path / f"again{rank}"))
+    by_name = RankPages(stores[0], rank_access, False, 5.0, is_by_name=True)
     assert (by_name.take(0, 5) == alone.take(0, 5)).all() and (alone.take(0, 5) != payload).any()
 
 
@@ -169,7 +169,7 @@ def test_states_are_cut_by_their_heads_and_channels(
         }
         for name, mine in store.tensors(0).items():
             assert torch.equal(mine[5].view(torch.int32), right[name]), name
-    assert layout_facts(pages.shelves, STATES) == layout_facts(shelves_of(alone), STATES)
+    assert layout_facts(pages.page_layouts, STATES) == layout_facts(page_layouts_of(alone), STATES)
 
 
 def test_stages_hold_layers_one_after_another(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_stages_hold_layers_one_after_another(tmp_path: Path) -> None:
         for name in ("k", "v"):
             mine, right = store.tensors(number)[name], alone.tensors(number)[name]
             assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
-    assert layout_facts(pages.shelves, GROUPS) == layout_facts(shelves_of(alone), GROUPS)
+    assert layout_facts(pages.page_layouts, GROUPS) == layout_facts(page_layouts_of(alone), GROUPS)
 
 
 def slowed(store: KVStore, stop_s: dict[int, float], failing: int = -1) -> KVStore:
@@ -231,9 +231,9 @@ def test_a_rank_that_answered_too_late_is_not_asked_again(is_afar: bool, tmp_pat
 
 def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
     lost = list[bool]()
-    door = Far("127.0.0.1", lambda: bool(lost))
+    door = RemoteRankAccess("127.0.0.1", lambda: bool(lost))
     stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 3.0})]
-    tell_rank_0_afar(stores[1], door.place)
+    publish_pages_remotely(stores[1], door.place)
     pages = RankPages(stores[0], [door], True, 60.0)
     threading.Timer(0.2, lost.append, (True,)).start()
     began = time.monotonic()
@@ -243,18 +243,18 @@ def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
 
 
 def test_who_was_not_told_the_key_is_not_heard() -> None:
-    door = Far("127.0.0.1", lambda: False)
+    door = RemoteRankAccess("127.0.0.1", lambda: False)
     assert door.place.key not in repr(door.place)
     other = zmq.curve_keypair()[0].decode()
-    tell_rank_0_afar(shared(layer(0, 2)), Place(door.place.address, other))
+    publish_pages_remotely(shared(layer(0, 2)), RankAddress(door.place.address, other))
     with pytest.raises(DeviceError, match="said nothing of its pages from another machine"):
         RankPages(shared(layer(0, 2)), [door], True, 0.5)
 
 
 def test_other_tensors_are_another_layout() -> None:
-    mine = layout_facts(shelves_of(KVStore(GROUPS, [layer(0, HEADS)], CPU)), GROUPS)
+    mine = layout_facts(page_layouts_of(KVStore(GROUPS, [layer(0, HEADS)], CPU)), GROUPS)
     latent = KVStore(GROUPS, [layer(0, 0, latent=True)], CPU)
-    assert layout_facts(shelves_of(latent), GROUPS) != mine
+    assert layout_facts(page_layouts_of(latent), GROUPS) != mine
 
 
 def test_ranks_whose_heads_are_no_whole_are_refused(tmp_path: Path) -> None:
@@ -266,12 +266,12 @@ def test_ranks_whose_heads_are_no_whole_are_refused(tmp_path: Path) -> None:
 def test_a_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     link = str(tmp_path / "late")
     other = shared(layer(0, 2, first=2))
-    thread = threading.Thread(target=tell_rank_0, args=(other, link))
+    thread = threading.Thread(target=publish_pages, args=(other, link))
     thread.start()
-    assert RankPages(shared(layer(0, 2)), [Linked(link)], True, 5.0).page_bytes(0)
+    assert RankPages(shared(layer(0, 2)), [LocalRankAccess(link)], True, 5.0).page_bytes(0)
     thread.join()
     with pytest.raises(DeviceError, match="said nothing of its pages"):
-        RankPages(shared(layer(0, 2)), [Linked(str(tmp_path / "never"))], True, 0.01)
+        RankPages(shared(layer(0, 2)), [LocalRankAccess(str(tmp_path / "never"))], True, 0.01)
 
 
 def test_shared_pages_are_given_back_and_are_zero() -> None:

@@ -11,7 +11,7 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from tests.models import test_gguf_hybrids
 from tests.models.families import tiny
 from tests.models.test_families import expected_logits
@@ -64,7 +64,7 @@ def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner
     build = Build(ops)
     model = load_model(model_config, build)
     layouts = tuple(GroupLayout(g.kind, g.window, PAGE, 256) for g in group_caches(model.caches))
-    runner = ModelRunner(model, build, RunnerSizes(12, 128, layouts, max_tokens))
+    runner = ModelRunner(model, build, RunnerConfig(12, 128, layouts, max_tokens))
     for cache in model.caches:  # who reads what no row has written gets no number
         for pages in runner.store.tensors(cache.layer).values():
             pages.fill_(float("nan"))

@@ -383,7 +383,7 @@ def test_pages_that_could_not_be_read_are_told() -> None:
 def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
     desk = Desk()
     desk.run("first", list(range(50, 90)), seconds=40e-6)
-    desk.core.scheduler.store_fetcher.read(1, 1.0)
+    desk.core.scheduler.store_fetcher.note_read(1, 1.0)
     desk.submit("a", LONG)
     desk.hold(99)
     assert miss(desk) == (misses.STORED, 0)

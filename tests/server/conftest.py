@@ -7,7 +7,7 @@ import pytest
 
 from banyan.engine_client.client import Health
 from banyan.messages.events import Reply
-from banyan.server.http.probe import SharedProbe
+from banyan.server.state import SharedProbe
 from tests.server.fakes import Site, steps
 
 

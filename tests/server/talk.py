@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from banyan.chat_template.template import load_chat
 from banyan.parsers.choice import choose_parsers
 from banyan.requests.generation import Finish
-from banyan.server.http.state import Service
+from banyan.server.state import Service
 from tests.server.fakes import Site, steps
 
 PATH = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.requests.chunks import Chunks
 from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.request_context import WRITE, RequestContext
+from banyan.server.http.exchange import WRITE, HttpExchange
 
 
 class _Source(Chunks[str]):
@@ -65,7 +65,7 @@ class _Client:
         self.has_room = True
         self.drained = asyncio.Event()
         scope = {"method": "POST", "path": "/", "headers": [], WRITE: self._write}
-        self.context = RequestContext(scope, self._send)
+        self.exchange = HttpExchange(scope, self._send)
 
     def _write(self, piece: bytes) -> bool:
         if self.has_room:
@@ -90,7 +90,7 @@ def _play(scenario: Callable[[_Source, _Client], Coroutine[None, None, None]]) -
 
 async def _begun(source: _Source, client: _Client, frames: Callable[[str], bytes | Later]):
     """A stream whose first chunk has gone out."""
-    task = asyncio.create_task(follow(client.context, source, frames))
+    task = asyncio.create_task(follow(client.exchange, source, frames))
     await asyncio.sleep(0)
     source.say("first")
     while not client.got:
@@ -107,7 +107,7 @@ def test_a_chunk_is_written_in_the_call_that_brings_it() -> None:
         assert client.got == [b"first", b"a", b"b", b"c"], "no turn of the loop was needed"
         source.end()
         await task
-        assert client.context.num_sent == len(b"firstabc") and source.more is None
+        assert client.exchange.num_sent == len(b"firstabc") and source.more is None
 
     _play(scenario)
 
@@ -139,7 +139,7 @@ def test_a_full_buffer_makes_chunks_wait_and_loses_none() -> None:
         source.end()
         await task
         assert b"".join(client.got) == b"firstabc"
-        assert client.context.num_sent == len(b"firstabc")
+        assert client.exchange.num_sent == len(b"firstabc")
 
     _play(scenario)
 

@@ -9,7 +9,12 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import Course
-from banyan.engine_client.throughput_estimate import MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
+from banyan.engine_client.throughput_estimate import (
+    MOST_WAIT_S,
+    UNKNOWN_S,
+    ThroughputEstimate,
+    wait_s,
+)
 from banyan.messages.events import Stats
 from banyan.requests.generation import Finish
 from tests.server.fakes import READY, Site, steps
@@ -120,7 +125,7 @@ def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:
 
 
 def test_the_pace_is_that_of_late() -> None:
-    clock, pace = VirtualClock(), Pace()
+    clock, pace = VirtualClock(), ThroughputEstimate()
     pace.saw(5, 9, clock.now())
     assert pace.per_s == 0.0
     for second in range(1, 400):
@@ -132,7 +137,7 @@ def test_the_pace_is_that_of_late() -> None:
 
 
 def test_heartbeats_may_come_as_often_as_requests_end() -> None:
-    pace = Pace()
+    pace = ThroughputEstimate()
     for ended in range(20_000):
         pace.saw(ended, 9, ended / 200)
     assert pace.per_s == pytest.approx(200)
@@ -140,7 +145,7 @@ def test_heartbeats_may_come_as_often_as_requests_end() -> None:
 
 @pytest.mark.parametrize("trickle", [0, 1])
 def test_the_pace_is_that_of_times_in_which_somebody_waited(trickle: int) -> None:
-    clock, pace = VirtualClock(), Pace()
+    clock, pace = VirtualClock(), ThroughputEstimate()
     ended = 0
     for second in range(300):
         clock.advance_to(float(second))

@@ -6,7 +6,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.server.http.probe import HOLDS_S, SharedProbe
+from banyan.server.state import PROBE_HOLDS_S, SharedProbe
 
 
 def test_all_who_ask_at_a_time_share_one_question_and_its_answer():
@@ -29,11 +29,11 @@ def test_all_who_ask_at_a_time_share_one_question_and_its_answer():
         await asyncio.gather(*waiting[1:])
         await probe.ask(question)
         assert asked == [0.0], "a good answer holds"
-        clock.advance_to(HOLDS_S)
+        clock.advance_to(PROBE_HOLDS_S)
         await probe.ask(question)
 
     asyncio.run(scenario())
-    assert asked == [0.0, HOLDS_S]
+    assert asked == [0.0, PROBE_HOLDS_S]
 
 
 def test_a_bad_answer_is_told_to_all_and_does_not_hold():

@@ -14,7 +14,7 @@ from banyan.config.flags.table import GROUPS
 from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Reply, Stats
 from banyan.server.admin.unavailable import unavailable_routes
-from banyan.server.http.probe import SharedProbe
+from banyan.server.state import SharedProbe
 from tests.server.fakes import READY, Site
 
 STUCK = Health(True, True, False, "A step has been running for 400.0 s.")

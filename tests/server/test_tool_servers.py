@@ -19,7 +19,7 @@ from openai.types.responses import ResponseItemList
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.responses import run as responses_run
 from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
@@ -94,7 +94,7 @@ def writes(site: Site, *turns: str) -> None:
     """Let the model write one of `turns` each time it is asked, the last for ever."""
     rest = list(turns)
 
-    def script(_: TextRequest) -> list[Step]:
+    def script(_: RequestSpec) -> list[Step]:
         text = rest.pop(0) if len(rest) > 1 else rest[0]
         return steps(text[: len(text) // 2], text[len(text) // 2 :])
 
@@ -310,7 +310,7 @@ def test_a_demanded_call_is_demanded_once(talking: Site, http: httpx.Client) -> 
     choice = {"type": "mcp", "server_label": "demo", "name": "calculator"}
     body = ask(http, tools=[DEMO], tool_choice=choice)
     first, second = talking.generator.asked
-    assert first.grammar and not second.grammar and body["tool_choice"] == choice
+    assert first.message.grammar and not second.message.grammar and body["tool_choice"] == choice
 
 
 def test_allowed_tools_are_the_only_ones_shown(talking: Site, http: httpx.Client) -> None:

@@ -276,7 +276,9 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
 
 def test_what_there_is_no_room_for_is_refused_by_name(folders, wide, tiny_model) -> None:
     with engine(tiny_model, enable_lora=True, max_lora_rank=16) as served:
-        with pytest.raises(BanyanError, match=r"\(DoRA\), and the server was started without room"):
+        with pytest.raises(
+            BanyanError, match=r"\(DoRA\), and the server was started without memory"
+        ):
             served.load_lora_adapter("dora", str(wide["dora"]))
         with pytest.raises(BanyanError, match="--lora-target-modules all lm_head"):
             served.load_lora_adapter("ends", str(wide["ends"]))

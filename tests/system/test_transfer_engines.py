@@ -13,7 +13,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
-from tests.emulation import build
+from tests.ascend.emulation import build
 from tests.system.handing import WAIT_S, Servers, engines, fresh_room, servers
 from tests.system.serving import free_port, serving, settled, status_of, wait_until
 from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
@@ -22,7 +22,7 @@ from tests.system.test_handoff_sizes import KINDS, computed, settle, written
 BACKENDS = ("mooncake", "nixl")
 OF_DEVICES = ("ascend",)
 """Those that copy from one device to another, which is emulated; what they answer is held against
-one device in tests/emulation."""
+one device in tests/ascend/emulation."""
 PACKAGES = {"mooncake": "mooncake", "nixl": "nixl", "ascend": "memfabric_hybrid"}
 
 
@@ -39,7 +39,7 @@ def flags_of(backend: str, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
         return flags
     if why := build.absence():
         pytest.skip(why)
-    patch.setenv("BANYAN_NPU", "emulated")
+    patch.setenv("BANYAN_NPU", "tests.ascend.emulation")
     patch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{free_port()}")
     return (*flags, "--device", "npu", "--dtype", "bfloat16", "--skip-server-warmup")
 

@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.tokenizer import encode_processes, load
-from banyan.tokenizer.encode import GATHERED_CHARS, Gathered, Kind
+from banyan.tokenizer.encode import BATCHED_CHARS, BatchingEncoder, EncodeKind
 from banyan.tokenizer.encode_processes import EncodeProcesses
 from banyan.tokenizer.load import load_tokenizer, open_tokenizer
 from banyan.tokenizer.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class Counting:
         self._inner = tokenizer.encoder
         self.calls: list[int] = []
 
-    def ids(self, texts: Sequence[str], kind: Kind) -> list[list[int]]:
+    def ids(self, texts: Sequence[str], kind: EncodeKind) -> list[list[int]]:
         self.calls.append(len(texts))
         return self._inner.ids(texts, kind)
 
@@ -90,7 +90,7 @@ def test_a_call_has_no_more_texts_than_asked_for(plain: Tokenizer) -> None:
 
 def test_a_text_waits_for_others_as_long_as_asked_for(plain: Tokenizer) -> None:
     tokenizer, counting = opened(GATHER, WAIT, "0.5")
-    assert isinstance(tokenizer.encoder, Gathered)
+    assert isinstance(tokenizer.encoder, BatchingEncoder)
     is_full = threading.Event()
     waited: list[float | None] = []
 
@@ -124,7 +124,7 @@ def test_a_text_that_is_none_fails_alone(plain: Tokenizer) -> None:
 
 def test_long_texts_and_pairs_wait_for_nobody(plain: Tokenizer) -> None:
     tokenizer, counting = opened(GATHER, WAIT, "1000")
-    long = "a " * GATHERED_CHARS
+    long = "a " * BATCHED_CHARS
     assert tokenizer.encode(long) == plain.encode(long)
     assert tokenizer.encode_pair("a", "b") == plain.encode_pair("a", "b")
     assert counting.calls == [1, 2]
@@ -173,11 +173,11 @@ def test_texts_go_to_several_processes_and_one_that_is_stuck_holds_up_no_other()
     stuck, _ = set(psutil.Process().children()) - known
     stuck.suspend()
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(made.ids, ["a"], Kind.PARSED) for _ in range(2)]
+        both = [pool.submit(made.ids, ["a"], EncodeKind.PARSED) for _ in range(2)]
         done, waiting = wait(both, WAIT_S, FIRST_COMPLETED)
         assert len(done) == len(waiting) == 1
         for _ in range(10):
-            assert made.ids(["a"], Kind.PARSED) == done.copy().pop().result()
+            assert made.ids(["a"], EncodeKind.PARSED) == done.copy().pop().result()
         assert not any(one.done() for one in waiting)
         stuck.resume()
         assert waiting.pop().result(WAIT_S)
@@ -188,20 +188,20 @@ def test_a_process_that_ends_fails_its_own_texts_and_is_replaced(plain: Tokenize
     known = set(psutil.Process().children())
     made = EncodeProcesses(demo_gguf(), 1)
     (first,) = set(psutil.Process().children()) - known
-    assert made.ids(["a"], Kind.PARSED) == [plain.encode("a", False)]
+    assert made.ids(["a"], EncodeKind.PARSED) == [plain.encode("a", False)]
     begun_s = first.cpu_times().user
     with ThreadPoolExecutor(1) as pool:
-        failing = pool.submit(made.ids, [LONG], Kind.PARSED)
+        failing = pool.submit(made.ids, [LONG], EncodeKind.PARSED)
         wait_until(lambda: first.cpu_times().user > begun_s, WAIT_S, "it to work on the text")
         first.kill()
         with pytest.raises(RequestError, match="has ended") as caught:
             failing.result(WAIT_S)
     assert caught.value.status == 500
-    assert made.ids(["a"], Kind.PARSED) == [plain.encode("a", False)]
+    assert made.ids(["a"], EncodeKind.PARSED) == [plain.encode("a", False)]
     (second,) = set(psutil.Process().children()) - known
     second.kill()
     wait_until(made._idle.queue[0].has_ended, WAIT_S, "its end")
-    assert made.ids(["a"], Kind.PARSED) == [plain.encode("a", False)], "it had no text"
+    assert made.ids(["a"], EncodeKind.PARSED) == [plain.encode("a", False)], "it had no text"
     made.close()
     assert set(psutil.Process().children()) == known, "all have ended"
 
@@ -210,15 +210,15 @@ def test_a_text_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyP
     made = EncodeProcesses(demo_gguf(), 1)
     monkeypatch.setattr(encode_processes, "TIME_S", 0.01)
     with pytest.raises(RequestError, match="has ended"):
-        made.ids([LONG], Kind.PARSED)
+        made.ids([LONG], EncodeKind.PARSED)
     monkeypatch.undo()
-    assert made.ids(["a"], Kind.PARSED)
+    assert made.ids(["a"], EncodeKind.PARSED)
     made.close()
 
 
 def test_bad_texts_and_bad_tokenizers_are_told(encoder: EncodeProcesses, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="not valid Unicode"):
-        encoder.ids(["\ud800"], Kind.PARSED)
-    assert encoder.ids(["a"], Kind.PARSED), "the process goes on"
-    with pytest.raises(ModelError, match="a process that tokenizes ended"):
+        encoder.ids(["\ud800"], EncodeKind.PARSED)
+    assert encoder.ids(["a"], EncodeKind.PARSED), "the process goes on"
+    with pytest.raises(ModelError, match="a tokenizer process ended"):
         EncodeProcesses(str(tmp_path), 1)

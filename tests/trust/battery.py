@@ -168,8 +168,8 @@ BATTERY = (
     ),
     Line(
         "T18",
-        "servers behind a router that die in the middle",
-        "answered by another or one error; nothing twice",
+        "servers behind a router that die in the middle, or break HTTP",
+        "answered by another or one error; nothing twice, and nothing to another client",
         f"{SYSTEM}/test_router.py tests/router",
     ),
     Line(

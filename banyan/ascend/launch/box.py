@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from banyan.ascend.launch.machine import device_numbers
+from banyan.base.os import num_cores
 
 DRIVER = "usr/local/Ascend/driver"
 FIRMWARE = "usr/local/Ascend/firmware"
@@ -85,7 +86,7 @@ def this_box(variables: Mapping[str, str]) -> Box:
         versions=_version_of,
         variables=variables,
         python=platform.python_version(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=num_cores(),
         memlock=-1 if locked == resource.RLIM_INFINITY else locked,
         shared_gib=shared.f_blocks * shared.f_frsize / _GIB if shared else 0.0,
     )

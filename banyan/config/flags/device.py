@@ -1,4 +1,4 @@
-"""Flags of the machine: device, ranks, threads and kernels."""
+"""Device flags: device, parallelism, threads and kernels."""
 
 from banyan.config.flags.flag import FLOAT, INT, INTS, JSON, SWITCH, Elsewhere, Flag
 
@@ -26,15 +26,15 @@ FLAGS = (
     Flag(
         "device",
         "device.name",
-        "device to run on; auto = an accelerator where torch finds one, else the CPU; also a name "
-        "that an installed package adds",
+        "device to run on; auto = an accelerator if torch finds one, else the CPU; installed "
+        "packages may add names",
         choices=("auto", "cpu", "cuda", "npu"),
         plugins="banyan.platforms",
         elsewhere=(
             Elsewhere(
                 "xpu hpu mps musa tpu",
-                "it runs on CPUs, CUDA devices and Ascend NPUs only",
-                "leave it out, or give --device cpu",
+                "only CPU, CUDA and Ascend NPU devices are supported",
+                "leave it out, or use --device cpu",
             ),
         ),
         proof="tests/system/test_flag_effects.py::test_the_device_is_the_one_that_is_named",
@@ -42,7 +42,7 @@ FLAGS = (
     Flag(
         "tensor-parallel-size",
         "parallel.tp",
-        "ranks that share every layer",
+        "tensor parallelism: ranks that share every layer",
         kind=INT,
         aliases=("tp-size", "tp"),
         low=1,
@@ -52,7 +52,7 @@ FLAGS = (
     Flag(
         "pipeline-parallel-size",
         "parallel.pp",
-        "stages that the layers are divided into, each of --tensor-parallel-size ranks",
+        "pipeline parallelism: number of stages, each of --tensor-parallel-size ranks",
         kind=INT,
         aliases=("pp-size", "pp"),
         low=1,
@@ -62,8 +62,8 @@ FLAGS = (
     Flag(
         "expert-parallel-size",
         "parallel.ep",
-        "ranks among which whole experts are shared out: 1 (each has a cut of every expert), or as "
-        "many as --tensor-parallel-size",
+        "expert parallelism: 1 = every rank holds a shard of every expert, or "
+        "--tensor-parallel-size = every rank holds whole experts",
         kind=INT,
         aliases=("ep-size", "ep"),
         low=1,
@@ -73,7 +73,7 @@ FLAGS = (
     Flag(
         "data-parallel-size",
         "parallel.dp",
-        "replicas of the model behind one server",
+        "data parallelism: replicas of the model in one server",
         kind=INT,
         aliases=("dp-size", "dp"),
         low=1,
@@ -83,24 +83,23 @@ FLAGS = (
     Flag(
         "enable-dp-attention",
         "parallel.uses_dp_attention",
-        "the replicas are groups of the --tensor-parallel-size ranks: each attends by itself, and "
-        "all ranks share the feed-forward blocks",
+        "DP attention: --data-parallel-size groups of the --tensor-parallel-size ranks attend "
+        "independently and share the MLP and expert layers",
         kind=SWITCH,
         proof="tests/system/test_joined.py::test_joined_replicas_give_the_tokens_of_one_rank",
     ),
     Flag(
         "enable-dp-lm-head",
         "parallel.are_heads_apart",
-        "with --enable-dp-attention each replica has the weight of the logits by itself, instead "
-        "of sharing it with the others",
+        "with --enable-dp-attention: every replica holds the whole lm_head instead of a shard",
         kind=SWITCH,
         proof="tests/parallel/test_joined.py::test_the_flags_decide_who_shares_what",
     ),
     Flag(
         "attn-cp-size",
         "parallel.cp",
-        "shares that the tokens of prompts are divided into among the --tensor-parallel-size "
-        "ranks: those of one share cut the heads, and see the keys of all",
+        "context parallelism: number of shards of a prompt's tokens among the "
+        "--tensor-parallel-size ranks; attention heads are divided within a shard",
         kind=INT,
         aliases=("attention-context-parallel-size",),
         low=1,
@@ -110,8 +109,8 @@ FLAGS = (
     Flag(
         "enable-nsa-prefill-context-parallel",
         "parallel.divides_prompts",
-        "as many shares of prompts as ranks, where --attn-cp-size does not say how many; for any "
-        "model that attends",
+        "set --attn-cp-size to the number of ranks unless it is given; for any model with "
+        "attention",
         kind=SWITCH,
         aliases=("enable-prefill-cp",),
         proof="tests/context_parallel/test_rules.py::test_the_switch_alone_makes_a_share_of_every_rank",
@@ -119,8 +118,8 @@ FLAGS = (
     Flag(
         "nsa-prefill-cp-mode",
         "parallel.cp_split",
-        "how tokens are divided into shares: zigzag = stretches of a prompt, an early and a late "
-        "one for each; interleave = in turn",
+        "how context parallelism divides tokens: zigzag = an early and a late piece of the prompt "
+        "per shard, interleave = round robin",
         aliases=("cp-strategy",),
         choices=("zigzag", "interleave"),
         translate=(("in-seq-split", "zigzag"), ("round-robin-split", "interleave")),
@@ -129,8 +128,8 @@ FLAGS = (
     Flag(
         "moe-dense-tp-size",
         "parallel.dense_tp",
-        "ranks that share a feed-forward block without experts, in a model of experts: 1 = each "
-        "has it whole; default: all ranks",
+        "ranks that share a dense MLP of an MoE model; 1 = every rank holds it whole; default: all "
+        "ranks",
         kind=INT,
         low=1,
         high=1024,
@@ -140,7 +139,7 @@ FLAGS = (
     Flag(
         "load-balance-method",
         "parallel.load_balance",
-        "which replica takes a request",
+        "how requests are distributed over replicas",
         choices=("round_robin", "total_requests", "total_tokens"),
         elsewhere=(
             Elsewhere(
@@ -159,15 +158,15 @@ FLAGS = (
     Flag(
         "enable-memory-saver",
         "device.memory_saver",
-        "memory of weights and cache may be given back while the server runs, by "
-        "POST /release_memory_occupation; on a CPU",
+        "allow POST /release_memory_occupation to free weights and KV cache while the server runs; "
+        "CPU only",
         kind=SWITCH,
         proof="tests/system/test_memory.py::test_the_pages_of_the_cache_go_and_come_back_empty",
     ),
     Flag(
         "threads",
         "parallel.threads",
-        "CPU threads of one rank; default: the cores this process may use, divided",
+        "CPU threads per rank; default: usable cores divided by the number of ranks",
         kind=INT,
         low=1,
         high=4096,
@@ -177,15 +176,15 @@ FLAGS = (
     Flag(
         "cpu-compiler",
         "device.compiler",
-        "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package, and "
-        "instead of kernels that a wheel brought along",
+        "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package; also "
+        "replaces prebuilt kernels",
         documented=False,
         proof="tests/system/test_flag_effects.py::test_the_compiler_that_is_named_goes_first",
     ),
     Flag(
         "cpu-isa",
         "device.isa",
-        "highest instruction set for the CPU kernels; default: the best of this machine",
+        "highest instruction set of the CPU kernels; default: the best of this machine",
         choices=("base", "avx2", "avx512", "vnni", "amx"),
         documented=False,
         proof="tests/system/test_flag_effects.py"
@@ -194,7 +193,8 @@ FLAGS = (
     Flag(
         "kernels",
         "device.kernels",
-        'force implementations to bisect a wrong answer, e.g. {"rms_norm": "reference"}',
+        'JSON: force a kernel implementation per op, to bisect a wrong answer, e.g. {"rms_norm": '
+        '"reference"}',
         kind=JSON,
         documented=False,
         proof="tests/system/test_flag_effects.py::test_kernels_that_are_forced_are_those_that_run",
@@ -202,8 +202,7 @@ FLAGS = (
     Flag(
         "nnodes",
         "parallel.nodes",
-        "machines that the ranks, or joined replicas, are spread over; each is started with the "
-        "same command line but for --node-rank",
+        "number of machines; start each with the same command line except for --node-rank",
         kind=INT,
         low=1,
         high=1024,
@@ -212,7 +211,7 @@ FLAGS = (
     Flag(
         "node-rank",
         "parallel.node",
-        "which of the machines this is; 0 serves, the others keep processes for it",
+        "number of this machine; node 0 serves HTTP",
         kind=INT,
         low=0,
         high=1023,
@@ -221,15 +220,15 @@ FLAGS = (
     Flag(
         "dist-init-addr",
         "parallel.meeting",
-        "host:port at which node 0 listens for the others; the port above it is taken too",
+        "host:port where node 0 listens for the other nodes; the next port is used too",
         aliases=("nccl-init-addr",),
         proof="tests/system/test_nodes.py::test_two_nodes_give_the_tokens_of_one_rank",
     ),
     Flag(
         "use-ray",
         "parallel.by_ray",
-        "the Ray cluster that this machine belongs to starts the ranks beside the first: a node of "
-        "--nnodes on each of its machines, or every rank by itself; needs the package ray",
+        "let the Ray cluster of this machine start the other ranks, by node (--nnodes) or one by "
+        "one; needs the package ray",
         kind=SWITCH,
         documented=False,
         proof="tests/config/test_ray.py::test_ranks_that_ray_is_to_start_are_nodes",
@@ -246,7 +245,7 @@ FLAGS = (
     Flag(
         "disable-cuda-graph",
         "device.is_eager",
-        "call the model anew at every step instead of replaying one that was recorded (slower)",
+        "run every step eagerly instead of replaying recorded steps (slower)",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py"
         "::test_steps_are_recorded_unless_that_is_switched_off",
@@ -254,9 +253,8 @@ FLAGS = (
     Flag(
         "attention-backend",
         "device.attention",
-        "torch_native = the attention that is written in torch, to bisect a wrong answer (slower); "
-        "auto and every other name = the kernel of the device, but for those that an installed "
-        "package adds",
+        "torch_native = attention in plain PyTorch, to bisect a wrong answer (slower); other names "
+        "= the device's kernel, or that of an installed package",
         choices=ATTENTION,
         plugins="banyan.attention",
         proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
@@ -264,14 +262,15 @@ FLAGS = (
     Flag(
         "enable-fp32-lm-head",
         "device.exact_head",
-        "compute logits from activations that are not rounded (slower)",
+        "compute logits from float32 activations (slower)",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_an_exact_head_rounds_no_activations",
     ),
     Flag(
         "enable-deterministic-inference",
         "device.is_deterministic",
-        "refuse what would let a token depend on the requests beside it: --model-impl transformers",
+        "refuse settings that let a token depend on other requests of the batch, such as "
+        "--model-impl transformers",
         kind=SWITCH,
         proof="tests/config/test_execution.py"
         "::test_a_promise_that_cannot_be_kept_is_refused_with_the_reason",
@@ -279,7 +278,7 @@ FLAGS = (
     Flag(
         "base-gpu-id",
         "device.first_number",
-        "number of the device of rank 0, on devices that have numbers (CUDA, NPU)",
+        "device number of rank 0 (CUDA, NPU)",
         kind=INT,
         low=0,
         proof="tests/engine/test_placement.py::test_ranks_take_devices_from_the_first_on_in_steps",
@@ -287,7 +286,7 @@ FLAGS = (
     Flag(
         "gpu-id-step",
         "device.number_step",
-        "from the number of one rank's device to that of the next rank of this machine",
+        "difference between the device numbers of consecutive ranks on this machine",
         kind=INT,
         low=1,
         proof="tests/engine/test_placement.py::test_ranks_take_devices_from_the_first_on_in_steps",
@@ -295,7 +294,7 @@ FLAGS = (
     Flag(
         "numa-node",
         "device.numa_nodes",
-        "memory nodes whose cores the ranks run on: one for all, or one for each",
+        "NUMA node of each rank's cores: one for all ranks, or one per rank",
         kind=INTS,
         low=0,
         proof="tests/engine/test_placement.py::test_a_rank_runs_on_the_cores_of_its_node",
@@ -303,8 +302,7 @@ FLAGS = (
     Flag(
         "cuda-graph-bs",
         "device.shapes",
-        "rows of the decode steps to capture, where steps are captured by shape (CUDA, NPU); "
-        "default: what suits the device",
+        "batch sizes of decode steps to capture (CUDA, NPU); default: the device's own",
         kind=INTS,
         aliases=("cuda-graph-bs-decode",),
         low=1,
@@ -314,7 +312,7 @@ FLAGS = (
     Flag(
         "cuda-graph-max-bs",
         "device.largest_shape",
-        "rows of the largest decode step to capture; default: what suits the device",
+        "largest batch size of a decode step to capture; default: the device's own",
         kind=INT,
         aliases=("cuda-graph-max-bs-decode",),
         low=1,
@@ -324,49 +322,47 @@ FLAGS = (
     Flag(
         "disable-cuda-graph-padding",
         "device.is_unpadded",
-        "launch decode steps anew whose rows are not just those of a captured one, instead of "
-        "filling the next larger one up, where steps are captured by shape (CUDA, NPU)",
+        "run decode steps eagerly if no captured batch size matches exactly, instead of padding to "
+        "the next one (CUDA, NPU)",
         kind=SWITCH,
-        proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
+        proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
     Flag(
         "cpu-offload-gb",
         "device.offload_gib",
-        "GiB of device memory that each rank's weights give up: so many layers, spread over the "
-        "model, lie in pinned memory of the host and come back ahead of their turn in each step; "
-        "on a CPU all of them lie there already",
+        "GiB of weights per rank to keep in pinned host memory; whole layers, prefetched in each "
+        "step; no effect on a CPU",
         kind=FLOAT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
+        proof="tests/ascend/emulation/test_offload.py::test_the_device_gives_up_what_was_asked_and_says_the_same",
     ),
     Flag(
         "offload-group-size",
         "device.offload_group",
-        "in the place of --cpu-offload-gb: layers of a group, the last --offload-num-in-group of "
-        "which lie in memory of the host",
+        "alternative to --cpu-offload-gb: layers per group, of which the last "
+        "--offload-num-in-group are kept in host memory",
         kind=INT,
         low=-1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-num-in-group",
         "device.offload_of_group",
-        "how many layers of each group of --offload-group-size lie in memory of the host",
+        "layers of each group of --offload-group-size to keep in host memory",
         kind=INT,
         low=1,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
     Flag(
         "offload-prefetch-step",
         "device.offload_ahead",
-        "layers from memory of the host that are on their way while one of them runs: there are so "
-        "many buffers on the device, and one more",
+        "offloaded layers to prefetch; the device holds one buffer more than this",
         kind=INT,
         low=0,
         high=1 << 20,
-        proof="tests/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
+        proof="tests/ascend/emulation/test_offload.py::test_the_last_layers_of_each_group_come_through_one_buffer_more_than_are_ahead",
     ),
 )

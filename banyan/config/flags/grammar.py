@@ -1,4 +1,4 @@
-"""Flags of structured output: which library constrains answers, and what compiling may cost."""
+"""Structured output flags: grammar library and compile limits."""
 
 from banyan.config.flags.flag import FLOAT, FOREVER_S, SWITCH, Flag
 
@@ -6,29 +6,29 @@ FLAGS = (
     Flag(
         "grammar-backend",
         "grammar.backend",
-        "library that constrains answers: xgrammar, llguidance, outlines, a plug-in's name, or "
-        "none; default: xgrammar when installed, else llguidance",
+        "library for structured output: xgrammar, llguidance, outlines, the name of a plug-in, or "
+        "none; default: xgrammar if installed, else llguidance",
         proof="tests/system/test_flag_effects.py"
         "::test_without_a_grammar_backend_constraints_are_refused",
     ),
     Flag(
         "constrained-json-disable-any-whitespace",
         "grammar.compact",
-        "constrained JSON has no white space between its parts",
+        "constrained JSON has no white space between its tokens",
         kind=SWITCH,
         proof="tests/grammar/test_backends.py::test_compact_json_has_no_white_space",
     ),
     Flag(
         "constrained-json-whitespace-pattern",
         "grammar.whitespace",
-        "regex of the white space that constrained JSON may have between its parts; without it "
-        "any, in bounds",
+        "regex of the white space that constrained JSON may contain; default: any, of limited "
+        "length",
         proof="tests/grammar/test_backends.py::test_white_space_in_json_follows_the_pattern",
     ),
     Flag(
         "grammar-timeout",
         "grammar.timeout_s",
-        "seconds that compiling one constraint may take before its requests get 400",
+        "seconds to compile one grammar; longer compilations answer 400",
         kind=FLOAT,
         low=0.1,
         high=FOREVER_S,

@@ -1,4 +1,4 @@
-"""Flags of servers that share the work: one computes prompts, another one continues them."""
+"""Prefill/decode disaggregation flags."""
 
 from banyan.config.flags.flag import INT, Elsewhere, Flag
 
@@ -8,24 +8,23 @@ FLAGS = (
     Flag(
         "disaggregation-mode",
         "handoff.mode",
-        "prefill = compute prompts and hand them over; decode = continue prompts that another "
-        "server has computed; null = do both",
+        "role in prefill/decode disaggregation: prefill, decode, or null = both in one server",
         choices=("null", "prefill", "decode"),
         proof=_PARITY,
     ),
     Flag(
         "disaggregation-transfer-backend",
         "handoff.transfer",
-        "what carries pages from one to the other: tcp; mooncake, nixl or, between Ascend NPUs, "
-        "ascend = a transfer engine, which is a package; fake = nothing, for load tests of one "
-        "side; or the name of an installed one",
+        "how KV cache pages are transferred: tcp, mooncake, nixl or ascend (packages; ascend "
+        "between NPUs), fake = nothing (load tests of one side), or the name of an installed "
+        "backend",
         choices=("tcp", "mooncake", "nixl", "ascend", "fake"),
         plugins="banyan.transfers",
         elsewhere=(
             Elsewhere(
                 "mori mooncake_tcp",
-                "pages travel over plain connections, from memory of the host",
-                "use tcp, or mooncake or nixl",
+                "this transfer library is not supported",
+                "use tcp, mooncake or nixl",
             ),
         ),
         proof="tests/system/test_handoff.py::test_a_fake_transfer_needs_no_other_server",
@@ -33,8 +32,8 @@ FLAGS = (
     Flag(
         "disaggregation-bootstrap-port",
         "handoff.port",
-        "where a server that computes prompts hands them over; replicas behind the first one take "
-        "the ports that follow",
+        "port where a prefill server hands over its KV cache; further replicas use the following "
+        "ports",
         kind=INT,
         low=1,
         high=65535,

@@ -1,4 +1,4 @@
-"""Flags of adapters (LoRA): which there are, how large, and how many at once."""
+"""LoRA flags."""
 
 from banyan.config.flags.flag import FLOAT, INT, SWITCH, WORDS, Flag
 
@@ -6,14 +6,15 @@ FLAGS = (
     Flag(
         "enable-lora",
         "lora.is_enabled",
-        "requests may name adapters (docs/lora.md); on where --lora-paths names some",
+        "allow LoRA adapters in requests (docs/lora.md); implied by --lora-paths",
         kind=SWITCH,
         proof="tests/system/test_lora.py::test_without_the_flag_no_adapter_is_taken",
     ),
     Flag(
         "lora-paths",
         "lora.paths",
-        "adapters of the start: NAME=FOLDER, FOLDER, or JSON with lora_name, lora_path and pinned",
+        "adapters to load at start: NAME=FOLDER, FOLDER, or JSON with lora_name, lora_path and "
+        "pinned",
         kind=WORDS,
         shown="NAME=FOLDER …",
         proof="tests/system/test_lora.py"
@@ -22,7 +23,7 @@ FLAGS = (
     Flag(
         "max-lora-rank",
         "lora.max_rank",
-        "highest rank of an adapter; default: the highest that --lora-paths names",
+        "maximum adapter rank; default: the highest rank in --lora-paths",
         kind=INT,
         low=1,
         proof="tests/lora/test_rules.py::test_what_cannot_be_served_is_refused_by_name",
@@ -30,7 +31,7 @@ FLAGS = (
     Flag(
         "lora-target-modules",
         "lora.targets",
-        "projections that adapters may change, by the last part of their names; default: all",
+        "modules that adapters may target, by the last part of their names; default: all",
         kind=WORDS,
         pattern="[a-z0-9_]+",
         shown="NAME …",
@@ -40,7 +41,7 @@ FLAGS = (
     Flag(
         "max-loras-per-batch",
         "lora.max_running",
-        "adapters that requests which run at once have between them",
+        "maximum number of different adapters among running requests",
         kind=INT,
         low=1,
         proof="tests/lora/test_scheduling.py::test_no_more_adapters_run_at_once_than_told",
@@ -48,8 +49,8 @@ FLAGS = (
     Flag(
         "max-loaded-loras",
         "lora.max_loaded",
-        "adapters in memory; one more takes the place of one that nobody uses; default: 256, on "
-        "NPUs and CUDA devices, which have room for each from the start on, as many as run at once",
+        "maximum number of adapters in memory; a further one evicts an unused one; default: 256, "
+        "on NPU and CUDA (preallocated) the value of --max-loras-per-batch",
         kind=INT,
         low=1,
         high=4096,
@@ -59,9 +60,8 @@ FLAGS = (
     Flag(
         "lora-memory-gib",
         "lora.memory_gib",
-        "memory of all adapters on each rank, in GiB; one more takes the place of those that "
-        "nobody uses, and on NPUs and CUDA devices ends the start; default: half of what the cache "
-        "leaves free",
+        "GiB per rank for adapters; a further one evicts unused ones, and too little on NPU or "
+        "CUDA is an error at start; default: half of the memory that the KV cache leaves free",
         kind=FLOAT,
         low=0.001,
         high=1 << 20,
@@ -72,8 +72,7 @@ FLAGS = (
     Flag(
         "lora-eviction-policy",
         "lora.eviction",
-        "which adapter makes room: lru = the one that was used longest ago, fifo = the one that "
-        "was loaded first",
+        "which adapter to evict: lru = least recently used, fifo = loaded first",
         choices=("lru", "fifo"),
         proof="tests/lora/test_scheduling.py::test_the_policy_says_which_adapter_makes_room",
     ),

@@ -1,4 +1,4 @@
-"""Flags of what people see: logs and the journal."""
+"""Observability flags: logs, journal, metrics and traces."""
 
 from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import FLOAT, FLOATS, FOREVER_S, INT, JSON, SWITCH, WORDS, Flag
@@ -7,7 +7,7 @@ FLAGS = (
     Flag(
         "log-level",
         "observe.log_level",
-        "least severe log line that is shown",
+        "minimum level of log lines",
         choices=("debug", "info", "warning", "error"),
         translate=(("warn", "warning"), ("critical", "error")),
         proof="tests/system/test_flag_effects.py::test_a_log_level_hides_what_is_less_severe",
@@ -15,7 +15,7 @@ FLAGS = (
     Flag(
         "log-requests",
         "observe.log_requests",
-        "one line when a request ends or is refused; --log-requests-level says what it tells",
+        "log one line when a request ends or is refused; --log-requests-level sets its content",
         kind=SWITCH,
         proof="tests/engine_client/test_request_log.py::test_nothing_is_logged_unless_asked_for",
     ),
@@ -29,7 +29,7 @@ FLAGS = (
     Flag(
         "journal",
         "observe.journal",
-        "file that records every message, plan and result, for `banyan replay`",
+        "file that records all messages, plans and results, for `banyan replay`",
         documented=False,
         proof="tests/system/test_journal.py"
         "::test_replaying_the_journal_of_20_mixed_requests_finds_no_difference",
@@ -46,8 +46,8 @@ FLAGS = (
     Flag(
         "flight-recorder-bytes",
         "observe.recorder_bytes",
-        "memory for the latest messages, plans and results of each engine, for `banyan replay` and "
-        "`banyan explain`, also when it is lost; 0 = none",
+        "memory per engine for its latest messages, plans and results, for `banyan replay` and "
+        "`banyan explain` after a crash; 0 = none",
         kind=INT,
         low=0,
         documented=False,
@@ -56,8 +56,8 @@ FLAGS = (
     Flag(
         "log-requests-level",
         "observe.log_detail",
-        "what a line of --log-requests tells: 0 = lengths and times, 1 = sampling parameters too, "
-        "2 = the beginning of prompt and answer too, 3 = all of both",
+        "content of the lines of --log-requests: 0 = lengths and times, 1 = also sampling "
+        "parameters, 2 = also the beginning of prompt and answer, 3 = all of both",
         kind=INT,
         low=0,
         high=3,
@@ -66,7 +66,7 @@ FLAGS = (
     Flag(
         "log-level-http",
         "observe.http_level",
-        "info or debug = one line for each HTTP request",
+        "info or debug = log one line per HTTP request",
         choices=("debug", "info", "warning", "error"),
         translate=(("warn", "warning"), ("critical", "error")),
         proof="tests/server/test_access_log.py::test_each_request_leaves_a_line_when_asked_for",
@@ -74,8 +74,8 @@ FLAGS = (
     Flag(
         "decode-log-interval",
         "observe.step_log_interval",
-        "steps that generate between two lines about the load: requests, tokens/s, pages, hits; "
-        "0 = none",
+        "decode steps between two log lines about load: requests, tokens/s, pages, cache hits; 0 = "
+        "none",
         kind=INT,
         low=0,
         proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
@@ -83,45 +83,43 @@ FLAGS = (
     Flag(
         "enable-request-time-stats-logging",
         "observe.times",
-        "one line for each request that ends: its seconds in the queue, and before and after its "
-        "first token",
+        "log the seconds in the queue, before and after the first token of each finished request",
         kind=SWITCH,
         proof="tests/engine_client/test_request_records.py::test_a_line_tells_where_the_time_of_a_request_went",
     ),
     Flag(
         "export-metrics-to-file",
         "observe.writes_records",
-        "write a record of each request into files, one for each hour",
+        "write a record of each request to hourly files",
         kind=SWITCH,
         proof="tests/engine_client/test_request_records.py::test_each_request_leaves_a_record_in_the_folder",
     ),
     Flag(
         "export-metrics-to-file-dir",
         "observe.records",
-        "folder of the files that --export-metrics-to-file writes",
+        "folder of the files of --export-metrics-to-file",
         proof="tests/engine_client/test_request_records.py::test_each_request_leaves_a_record_in_the_folder",
     ),
     Flag(
         "kv-events-config",
         "observe.kv_events",
-        "JSON: tell over ZeroMQ which prefixes the cache holds, for routers that go by it "
-        "(docs/cache.md)",
+        "JSON: publish KV cache events over ZeroMQ for cache-aware routers (docs/cache.md)",
         kind=JSON,
         proof="tests/system/test_kv_events.py::test_a_reader_knows_what_the_cache_holds",
     ),
     Flag(
         "crash-dump-folder",
         "observe.dumps",
-        "folder that gets the requests of the last five minutes, prompts included, when an engine "
-        "is lost",
+        "folder for the requests of the last five minutes, prompts included, when an engine is "
+        "lost",
         proof="tests/system/test_self_healing.py"
         "::test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for",
     ),
     Flag(
         "custom-sigquit-handler",
         "observe.sigquit_handler",
-        "module:function of your own that the server calls on SIGQUIT, and before it ends because "
-        "its engines stay lost",
+        "module:function to call on SIGQUIT, and before the server exits because its engines "
+        "cannot be restarted",
         pattern=PATTERN,
         shown="MODULE:FUNCTION",
         proof="tests/system/test_signals.py::test_sigquit_calls_the_function_that_was_named",
@@ -129,14 +127,14 @@ FLAGS = (
     Flag(
         "enable-metrics",
         "observe.metrics",
-        "count requests, tokens and latencies, and tell them to Prometheus at /metrics",
+        "export Prometheus metrics at /metrics",
         kind=SWITCH,
         proof="tests/server/test_metrics.py::test_metrics_are_there_when_they_are_asked_for",
     ),
     Flag(
         "metrics-compat",
         "observe.metrics_names",
-        "whose names the figures at /metrics have",
+        "naming scheme of the metrics",
         choices=("sglang", "vllm"),
         documented=False,
         proof="tests/server/test_metrics.py::test_figures_have_the_names_that_are_asked_for",
@@ -144,28 +142,28 @@ FLAGS = (
     Flag(
         "tokenizer-metrics-allowed-custom-labels",
         "observe.label_names",
-        "labels that requests may bring for what is counted of them, in a header; at most 100 sets "
-        "of values are told apart",
+        "metric labels that requests may set in a header; at most 100 combinations of values are "
+        "counted separately",
         kind=WORDS,
         proof="tests/server/test_metric_labels.py::test_a_request_counts_under_the_labels_it_brings",
     ),
     Flag(
         "tokenizer-metrics-custom-labels-header",
         "observe.labels_header",
-        "header with those labels, a JSON object of texts",
+        "request header with the custom metric labels, a JSON object of texts",
         proof="tests/server/test_metric_labels.py::test_the_header_is_the_one_of_the_flag",
     ),
     Flag(
         "collect-tokens-histogram",
         "observe.length_histograms",
-        "count prompts and answers by their length too",
+        "export histograms of prompt and output lengths",
         kind=SWITCH,
         proof="tests/server/test_metrics.py::test_lengths_are_counted_when_that_is_asked_for",
     ),
     Flag(
         "bucket-time-to-first-token",
         "observe.ttft_buckets",
-        "upper bounds of the time to the first token, in seconds",
+        "histogram buckets of time to first token, in seconds",
         kind=FLOATS,
         low=0.0,
         proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
@@ -173,7 +171,7 @@ FLAGS = (
     Flag(
         "bucket-inter-token-latency",
         "observe.itl_buckets",
-        "upper bounds of the time between tokens, in seconds",
+        "histogram buckets of inter-token latency, in seconds",
         kind=FLOATS,
         low=0.0,
         proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
@@ -181,7 +179,7 @@ FLAGS = (
     Flag(
         "bucket-e2e-request-latency",
         "observe.e2e_buckets",
-        "upper bounds of the time of a whole request, in seconds",
+        "histogram buckets of end-to-end request latency, in seconds",
         kind=FLOATS,
         low=0.0,
         proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
@@ -189,7 +187,7 @@ FLAGS = (
     Flag(
         "prompt-tokens-buckets",
         "observe.prompt_buckets",
-        "upper bounds of the length of prompts: default, tse MIDDLE BASE COUNT, or custom N …",
+        "histogram buckets of prompt length: default, tse MIDDLE BASE COUNT, or custom N …",
         kind=WORDS,
         pattern=r"default|custom|tse|[0-9.]+",
         shown="RULE …",
@@ -198,7 +196,7 @@ FLAGS = (
     Flag(
         "generation-tokens-buckets",
         "observe.output_buckets",
-        "upper bounds of the length of answers: default, tse MIDDLE BASE COUNT, or custom N …",
+        "histogram buckets of output length: default, tse MIDDLE BASE COUNT, or custom N …",
         kind=WORDS,
         pattern=r"default|custom|tse|[0-9.]+",
         shown="RULE …",
@@ -207,31 +205,31 @@ FLAGS = (
     Flag(
         "enable-trace",
         "observe.traces",
-        "send a span for each request and each of its phases, as OTLP",
+        "export an OpenTelemetry span for each request and its phases (OTLP)",
         kind=SWITCH,
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
     ),
     Flag(
         "oltp-traces-endpoint",
         "observe.traces_endpoint",
-        "where spans are sent to: http://HOST:PORT of a collector, or HOST:PORT for gRPC",
+        "OTLP collector: http://HOST:PORT, or HOST:PORT for gRPC",
         aliases=("otlp-traces-endpoint",),
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
     ),
     Flag(
         "otlp-service-name",
         "observe.traces_service",
-        "how this server is called in traces",
+        "service name in traces",
         documented=False,
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
     ),
     Flag(
         "gc-warning-threshold-secs",
         "observe.slow_gc_s",
-        "report collections of garbage that take longer; 0 = none",
+        "log garbage collections that take longer than this; 0 = none",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
-        proof="tests/engine/test_slow_gc.py::test_a_collection_that_takes_long_is_reported",
+        proof="tests/base/test_slow_gc.py::test_a_collection_that_takes_long_is_reported",
     ),
 )

@@ -1,4 +1,4 @@
-"""Flags of the scheduler: how many requests run, in which order, in which chunks."""
+"""Scheduler flags: number of requests, order and chunks."""
 
 from banyan.config.flags.flag import FLOAT, FOREVER_S, INT, SWITCH, Elsewhere, Flag
 from banyan.config.schema import UNSAID
@@ -7,7 +7,7 @@ FLAGS = (
     Flag(
         "max-running-requests",
         "schedule.max_running",
-        "requests that run at once; default: from the cache size",
+        "maximum number of running requests; default: from the KV cache size",
         kind=INT,
         low=1,
         high=1 << 16,
@@ -16,7 +16,7 @@ FLAGS = (
     Flag(
         "max-queued-requests",
         "schedule.max_queued",
-        "requests that may wait before new ones get 503; default: no bound",
+        "maximum number of waiting requests; more get 503; default: no limit",
         kind=INT,
         low=1,
         proof="tests/scheduler/test_scheduler.py::test_no_more_requests_wait_than_told",
@@ -24,8 +24,8 @@ FLAGS = (
     Flag(
         "max-queued-tokens",
         "schedule.max_queued_tokens",
-        "prompt tokens that may wait at a replica before new requests get 503; where none waits, "
-        "any prompt is taken; default: no bound",
+        "maximum prompt tokens of waiting requests per replica; more get 503, but an empty queue "
+        "accepts any prompt; default: no limit",
         kind=INT,
         low=1,
         documented=False,
@@ -34,7 +34,8 @@ FLAGS = (
     Flag(
         "chunked-prefill-size",
         "schedule.chunk_tokens",
-        "prompt tokens per step; -1 = whole prompts; default: what suits the device, 512 on a CPU",
+        "maximum prompt tokens per step (chunked prefill); -1 = whole prompts; default: the "
+        "device's own, 512 on a CPU",
         kind=INT,
         low=UNSAID,
         proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
@@ -42,8 +43,8 @@ FLAGS = (
     Flag(
         "max-prefill-tokens",
         "schedule.prefill_tokens",
-        "prompt tokens per step over all requests; counts where --chunked-prefill-size is larger "
-        "or -1, and then never less than one whole prompt",
+        "maximum prompt tokens per step over all requests when --chunked-prefill-size is larger or "
+        "-1; one whole prompt always fits",
         kind=INT,
         low=1,
         proof="tests/scheduler/test_scheduler.py"
@@ -52,7 +53,7 @@ FLAGS = (
     Flag(
         "prefill-max-requests",
         "schedule.prefill_requests",
-        "requests whose prompts one step computes; default: no bound",
+        "maximum number of requests that one step prefills; default: no limit",
         kind=INT,
         low=1,
         proof="tests/scheduler/test_scheduler.py"
@@ -61,19 +62,19 @@ FLAGS = (
     Flag(
         "schedule-policy",
         "schedule.policy",
-        "who goes first: fcfs = first come, lpm = longest cached prefix, dfs-weight = busiest "
-        "branch of cached prefixes, lof = longest output, random",
+        "order of waiting requests: fcfs = arrival, lpm = longest cached prefix, dfs-weight = most "
+        "requests under the same cached prefix, lof = longest output, random",
         choices=("fcfs", "lpm", "dfs-weight", "lof", "random"),
         elsewhere=(
             Elsewhere(
                 "priority",
-                "priorities are a flag of their own, beside any policy",
+                "priorities have their own flag, which works with any policy",
                 "use --enable-priority-scheduling",
             ),
             Elsewhere(
                 "routing-key hrrn shortest-prefill-first",
-                "there is no such order here",
-                "use fcfs, or lpm where prompts share prefixes",
+                "this policy is not supported",
+                "use fcfs, or lpm if prompts share prefixes",
             ),
         ),
         proof="tests/scheduler/test_scheduler.py"
@@ -82,7 +83,7 @@ FLAGS = (
     Flag(
         "enable-priority-scheduling",
         "schedule.priorities",
-        "requests of higher priority go first, and may take the place of running ones",
+        "schedule requests by priority; a higher priority may preempt running requests",
         kind=SWITCH,
         proof="tests/scheduler/test_priorities.py"
         "::test_requests_are_equal_unless_priorities_are_honoured",
@@ -90,14 +91,14 @@ FLAGS = (
     Flag(
         "schedule-low-priority-values-first",
         "schedule.low_priority_first",
-        "with priorities: lower numbers go first",
+        "treat lower priority numbers as more urgent",
         kind=SWITCH,
         proof="tests/scheduler/test_priorities.py::test_lower_numbers_go_first_when_told_so",
     ),
     Flag(
         "priority-scheduling-preemption-threshold",
         "schedule.preemption_gap",
-        "with priorities: how far above a running request a waiting one must be to take its place",
+        "minimum priority difference for a waiting request to preempt a running one",
         kind=INT,
         low=1,
         proof="tests/scheduler/test_priorities.py"
@@ -106,7 +107,7 @@ FLAGS = (
     Flag(
         "disable-priority-preemption",
         "schedule.preemption_gap",
-        "with priorities: nobody takes the place of a running request",
+        "schedule by priority but never preempt running requests",
         kind=SWITCH,
         sets=0,
         documented=False,
@@ -115,8 +116,8 @@ FLAGS = (
     Flag(
         "priority-scheduling-max-wait",
         "schedule.max_wait_s",
-        "with priorities: seconds after which a request goes before all others, so that nobody "
-        "waits for ever; 0 = priorities alone decide",
+        "seconds of waiting after which a request precedes all priorities, against starvation; 0 = "
+        "never",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
@@ -127,7 +128,7 @@ FLAGS = (
     Flag(
         "abort-on-priority-when-disabled",
         "schedule.refuse_priorities",
-        "refuse requests that bring a priority while priorities are off",
+        "reject requests that set a priority while priority scheduling is off",
         kind=SWITCH,
         proof="tests/scheduler/test_priorities.py"
         "::test_a_priority_is_refused_where_it_would_be_ignored",
@@ -135,7 +136,7 @@ FLAGS = (
     Flag(
         "schedule-conservativeness",
         "schedule.conservativeness",
-        "above 1 admits fewer requests so that fewer are retracted, below 1 more",
+        "above 1 admits fewer requests, so fewer are retracted; below 1 admits more",
         kind=FLOAT,
         low=0.0,
         high=100.0,
@@ -144,7 +145,7 @@ FLAGS = (
     Flag(
         "disable-overlap-schedule",
         "schedule.depth",
-        "one step at a time: plan the next only when the last is complete",
+        "plan the next step only after the last one is complete",
         kind=SWITCH,
         sets=1,
         proof="tests/scheduler/test_scheduler.py"
@@ -153,8 +154,8 @@ FLAGS = (
     Flag(
         "num-continuous-decode-steps",
         "schedule.multi_step",
-        "decode steps that follow each other without planning while nothing waits; a stream then "
-        "gets those of 8 ms together; default: what suits the device, 8 on a CPU where they go",
+        "decode steps per scheduler call while the queue is empty; streamed tokens are then sent "
+        "in 8 ms batches; default: the device's own, 8 on a CPU when supported, else 1",
         kind=INT,
         low=1,
         high=64,
@@ -164,7 +165,7 @@ FLAGS = (
     Flag(
         "watchdog-timeout",
         "schedule.watchdog_s",
-        "seconds after which a step that does not end counts as stuck",
+        "seconds after which an unfinished step counts as stuck and the engine is restarted",
         kind=FLOAT,
         low=0.1,
         high=FOREVER_S,
@@ -174,7 +175,7 @@ FLAGS = (
     Flag(
         "soft-watchdog-timeout",
         "schedule.soft_watchdog_s",
-        "seconds after which the log is told where a step that does not end stands; 0 = never",
+        "seconds after which the stacks of an unfinished step are logged; 0 = never",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
@@ -183,8 +184,8 @@ FLAGS = (
     Flag(
         "crash-on-nan",
         "schedule.crashes_on_nan",
-        "end the engine where a model gives logits that are not finite, so that it is dumped and "
-        "started again; without it the one request fails",
+        "stop the engine (crash dump and restart) on NaN or infinite logits; without it only the "
+        "request fails",
         kind=SWITCH,
         proof="tests/engine/test_loop.py"
         "::test_logits_that_are_not_finite_end_the_engine_when_that_is_asked_for",
@@ -192,7 +193,7 @@ FLAGS = (
     Flag(
         "check-ledger",
         "schedule.check_ledger",
-        "check after every step that each page and slot has exactly one owner (slow; for tests)",
+        "check after every step that each page and slot has exactly one owner (slow, for tests)",
         kind=SWITCH,
         documented=False,
         proof="tests/engine/test_loop.py"
@@ -201,8 +202,8 @@ FLAGS = (
     Flag(
         "pp-max-micro-batch-size",
         "schedule.micro_batch",
-        "requests of one stage's step, at most; as many times that as there are stages run at once "
-        "(left out: all that run are dealt out evenly)",
+        "maximum requests per micro-batch; default: running requests divided evenly over the "
+        "stages",
         kind=INT,
         low=1,
         proof="tests/pipeline/test_micro_batches.py::test_a_step_has_no_more_requests_than_a_micro_batch",
@@ -210,8 +211,7 @@ FLAGS = (
     Flag(
         "pp-async-batch-depth",
         "schedule.async_depth",
-        "with --pipeline-parallel-size: steps that are planned ahead of those that the stages run; "
-        "0 plans each when a stage is free for it",
+        "steps to plan in addition to one per pipeline stage; 0 = plan a step when a stage is free",
         kind=INT,
         low=0,
         high=64,

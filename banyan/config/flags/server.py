@@ -1,4 +1,4 @@
-"""Flags of the HTTP server: where it listens, who may ask, how answers look."""
+"""HTTP server flags: address, access, templates, parsers and limits."""
 
 from banyan.config.flags.flag import COMMAS, FLOAT, FOREVER_S, INT, JSON, SWITCH, Flag
 
@@ -21,14 +21,14 @@ FLAGS = (
     Flag(
         "api-key",
         "server.api_key",
-        "keys, separated by spaces; every request must carry one as a bearer token",
+        "API keys, separated by spaces; every request must send one as a bearer token",
         proof="tests/system/test_bad_input.py"
         "::test_a_request_without_the_key_is_401_and_probes_are_open",
     ),
     Flag(
         "api-key-file",
         "server.api_key_file",
-        "YAML file of callers with names, keys, weights and limits, read again when it changes "
+        "YAML file of callers with their keys, weights and limits; reloaded when it changes "
         "(docs/operations.md)",
         documented=False,
         proof="tests/server/test_keys.py::test_a_key_of_the_file_lets_its_caller_in",
@@ -36,42 +36,43 @@ FLAGS = (
     Flag(
         "admin-api-key",
         "server.admin_api_key",
-        "key that the administrative routes want instead",
+        "separate key for the administrative routes",
         documented=False,
         proof="tests/server/test_door.py::test_each_route_takes_only_its_own_key",
     ),
     Flag(
         "ssl-certfile",
         "server.ssl_cert",
-        "certificate in PEM: the server speaks HTTPS",
+        "certificate in PEM format; turns on HTTPS",
         documented=False,
         proof="tests/server/test_tls.py::test_a_server_with_a_certificate_speaks_https",
     ),
     Flag(
         "ssl-keyfile",
         "server.ssl_key",
-        "the certificate's key in PEM; default: in the same file",
+        "private key of the certificate in PEM format; default: in the same file",
         documented=False,
         proof="tests/server/test_tls.py::test_a_server_with_a_certificate_speaks_https",
     ),
     Flag(
         "ssl-keyfile-password",
         "server.ssl_password",
-        "of that key, if it has one",
+        "password of the private key",
         documented=False,
         proof="tests/server/test_tls.py::test_a_key_may_have_a_password",
     ),
     Flag(
         "ssl-ca-certs",
         "server.ssl_ca",
-        "certificates in PEM; clients must show one that is signed by them",
+        "CA certificates in PEM format; clients must present a certificate that one of them signed",
         documented=False,
         proof="tests/server/test_tls.py::test_clients_must_show_a_certificate_when_told_so",
     ),
     Flag(
         "enable-ssl-refresh",
         "server.ssl_refresh",
-        "take a certificate and key that change, for connections to come",
+        "reload the certificate and key when their files change; open connections keep the old "
+        "ones",
         kind=SWITCH,
         documented=False,
         proof="tests/server/test_tls.py::test_another_certificate_is_taken_without_a_restart",
@@ -79,8 +80,7 @@ FLAGS = (
     Flag(
         "allowed-hosts",
         "server.allowed_hosts",
-        "other names that clients may call the server by, as behind a proxy that keeps the header "
-        "Host; * = any",
+        "additional values of the Host header to accept, e.g. behind a proxy; * = any",
         kind=COMMAS,
         documented=False,
         proof="tests/server/test_pages_of_others.py::test_a_server_answers_to_a_name_it_was_given",
@@ -88,7 +88,7 @@ FLAGS = (
     Flag(
         "allowed-origins",
         "server.allowed_origins",
-        "web pages that may call the server, as http://localhost:3000; * = any",
+        "origins of web pages that may call the server (CORS), e.g. http://localhost:3000; * = any",
         kind=COMMAS,
         documented=False,
         proof="tests/server/test_pages_of_others.py"
@@ -97,7 +97,7 @@ FLAGS = (
     Flag(
         "disable-console",
         "server.disable_console",
-        "browsers that open / get a page without scripts instead of the console",
+        "serve a page without scripts at / instead of the console",
         kind=SWITCH,
         documented=False,
         proof="tests/server/test_console.py::test_a_server_without_the_console_has_a_plain_page",
@@ -113,39 +113,43 @@ FLAGS = (
     Flag(
         "fastapi-root-path",
         "server.root_path",
-        "path prefix that a reverse proxy takes away",
+        "path prefix that a reverse proxy strips",
         proof="tests/system/test_flag_effects.py::test_the_prefix_of_a_proxy_is_taken_away",
     ),
     Flag(
         "chat-template",
         "server.chat_template",
-        "template instead of the model's own: a name, a Jinja or JSON file, or Jinja text",
+        "chat template to use instead of the model's own: a name, a Jinja or JSON file, or Jinja "
+        "text",
         proof="tests/system/test_flag_effects.py::test_a_chat_template_replaces_the_model_s",
     ),
     Flag(
         "completion-template",
         "server.completion_template",
-        "how /v1/completions puts prompt and suffix together: a name, or a JSON file",
+        "template for prompt and suffix in /v1/completions (fill in the middle): a name or a JSON "
+        "file",
         proof="tests/system/test_flag_effects.py::test_a_completion_template_fills_gaps",
     ),
     Flag(
         "tool-call-parser",
         "server.tool_parser",
-        "format of the model's tool calls; auto = as its chat template writes them, none = text",
+        "format of the model's tool calls; auto = detect from the chat template, none = leave them "
+        "in the text",
         proof="tests/server/test_chat_tools.py"
         "::test_a_parser_that_is_named_reads_calls_of_any_template",
     ),
     Flag(
         "reasoning-parser",
         "server.reasoning_parser",
-        "format of the model's thinking; auto = as its chat template marks it, none = text",
+        "format of the model's reasoning; auto = detect from the chat template, none = leave it in "
+        "the text",
         proof="tests/system/test_flag_effects.py"
         "::test_a_reasoning_parser_takes_thoughts_out_of_the_answer",
     ),
     Flag(
         "tool-server",
         "server.tool_servers",
-        "whose tools /v1/responses may call: demo, HOST:PORT or URL of MCP servers, with commas",
+        "tool servers for /v1/responses, comma-separated: demo, or HOST:PORT or URL of MCP servers",
         kind=COMMAS,
         proof="tests/server/test_tool_servers.py"
         "::test_a_tool_of_a_real_server_is_called_and_its_answer_read",
@@ -153,7 +157,7 @@ FLAGS = (
     Flag(
         "stream-interval",
         "server.stream_interval",
-        "tokens per streamed chunk; higher saves work, lower looks smoother",
+        "tokens per streamed chunk; larger values cost less, smaller values stream more smoothly",
         kind=INT,
         low=1,
         proof="tests/system/test_flag_effects.py::test_a_stream_interval_makes_fewer_chunks",
@@ -161,7 +165,7 @@ FLAGS = (
     Flag(
         "incremental-streaming-output",
         "server.incremental_output",
-        "/generate streams only the new text of each chunk",
+        "/generate streams only the new text of each chunk instead of all text so far",
         kind=SWITCH,
         old=("stream-output",),
         documented=False,
@@ -170,29 +174,29 @@ FLAGS = (
     Flag(
         "skip-tokenizer-init",
         "server.skip_tokenizer",
-        "token ids in, token ids out; no tokenizer is loaded",
+        "load no tokenizer; requests and answers carry token ids",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_without_a_tokenizer_ids_go_in_and_come_out",
     ),
     Flag(
         "skip-server-warmup",
         "server.skip_warmup",
-        "report ready without a trial request",
+        "skip the warm-up request at start",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_a_skipped_warm_up_sends_no_request",
     ),
     Flag(
         "warmups",
         "server.warmups",
-        "what runs before the server is ready, with commas: chunk = a prompt as long as a step, "
-        "constraint = an answer that is constrained, or a plug-in's name",
+        "warm-ups to run before the server is ready, comma-separated: chunk = a prompt of one full "
+        "chunk, constraint = a constrained answer, or the name of a plug-in",
         kind=COMMAS,
         proof="tests/server/test_warmup.py::test_what_is_named_runs_before_the_server_is_ready",
     ),
     Flag(
         "tokenizer-worker-num",
         "server.tokenizer_workers",
-        "processes that tokenize for the server, from 2 on; 1 = the server does, on its threads",
+        "number of tokenizer processes; 1 = tokenize on threads of the server process",
         kind=INT,
         low=1,
         high=128,
@@ -201,14 +205,14 @@ FLAGS = (
     Flag(
         "enable-dynamic-batch-tokenizer",
         "server.gathers_texts",
-        "tokenize the texts of requests that come at about the same time in one call",
+        "tokenize texts of requests that arrive at about the same time in one batch",
         kind=SWITCH,
         proof="tests/tokenizer/test_encode.py::test_texts_of_several_requests_go_in_one_call",
     ),
     Flag(
         "dynamic-batch-tokenizer-batch-size",
         "server.gathered_texts",
-        "texts of one such call",
+        "maximum texts of a tokenizer batch",
         kind=INT,
         low=1,
         high=1024,
@@ -217,7 +221,7 @@ FLAGS = (
     Flag(
         "dynamic-batch-tokenizer-batch-timeout",
         "server.gathering_s",
-        "seconds that the first of them waits for others",
+        "maximum seconds that a text waits for its tokenizer batch to fill",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
@@ -226,14 +230,14 @@ FLAGS = (
     Flag(
         "enable-tokenizer-batch-encode",
         "server.batch_encode",
-        "tokenize the texts of one request in one call, several at a time",
+        "tokenize all texts of one request in one batch",
         kind=SWITCH,
         proof="tests/requests/test_generate_request.py::test_texts_of_a_request_are_tokenised_in_one_call",
     ),
     Flag(
         "allow-auto-truncate",
         "server.allow_auto_truncate",
-        "cut prompts that are too long instead of answering 400",
+        "truncate prompts that are too long instead of answering 400",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py"
         "::test_a_prompt_that_is_too_long_is_cut_when_that_is_allowed",
@@ -241,14 +245,15 @@ FLAGS = (
     Flag(
         "enable-cache-report",
         "server.cache_report",
-        "say in each answer's usage how many prompt tokens were cached, and why no more",
+        "report cached prompt tokens in the usage of each answer, and why no more were cached",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_the_cache_report_is_given_when_asked_for",
     ),
     Flag(
         "sampling-defaults",
         "server.sampling_defaults",
-        "defaults of requests: model = the model's generation_config, openai = the API's",
+        "source of default sampling parameters: model = generation_config.json, openai = the "
+        "OpenAI API's defaults",
         choices=("model", "openai"),
         proof="tests/system/test_flag_effects.py"
         "::test_defaults_of_the_model_hold_unless_openai_s_are_wanted",
@@ -256,7 +261,7 @@ FLAGS = (
     Flag(
         "preferred-sampling-params",
         "server.preferred_sampling",
-        'sampling parameters of requests that name none, e.g. {"temperature": 0.7}',
+        'JSON: default sampling parameters, e.g. {"temperature": 0.7}',
         kind=JSON,
         proof="tests/system/test_flag_effects.py"
         "::test_preferred_parameters_hold_where_a_request_names_none",
@@ -264,7 +269,7 @@ FLAGS = (
     Flag(
         "random-seed",
         "server.random_seed",
-        "where the seeds of requests that bring none start; -1 = anywhere",
+        "base seed for requests without a seed; -1 = random",
         kind=INT,
         low=-1,
         high=2**63 - 1,
@@ -273,7 +278,7 @@ FLAGS = (
     Flag(
         "strict-requests",
         "server.strict_requests",
-        "answer 400 to request fields that have no effect, instead of naming them in a header",
+        "answer 400 to request fields without effect, instead of listing them in a response header",
         kind=SWITCH,
         documented=False,
         proof="tests/server/test_door.py::test_strict_servers_refuse_what_others_report",
@@ -297,7 +302,7 @@ FLAGS = (
     Flag(
         "max-body-bytes",
         "server.max_body_bytes",
-        "largest request body",
+        "maximum size of a request body in bytes",
         kind=INT,
         low=1024,
         documented=False,
@@ -306,14 +311,14 @@ FLAGS = (
     Flag(
         "file-storage-path",
         "server.storage_path",
-        "folder of uploaded files and batches; without it ~/.local/state/banyan/PORT",
+        "folder for uploaded files and batches; default: ~/.local/state/banyan/PORT",
         documented=False,
         proof="tests/server/test_files.py::test_files_lie_in_the_folder_that_the_flag_names",
     ),
     Flag(
         "engine-restarts",
         "server.engine_restarts",
-        "how often in a row an engine that died or is stuck is started again; 0 = never",
+        "how many times in a row to restart an engine that died or is stuck; 0 = never",
         kind=INT,
         low=0,
         documented=False,
@@ -323,7 +328,7 @@ FLAGS = (
     Flag(
         "engine-restart-window",
         "server.engine_proof_s",
-        "seconds that an engine has to serve for its restarts to be forgotten",
+        "seconds of normal operation after which the count of engine restarts is reset",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
@@ -334,7 +339,7 @@ FLAGS = (
     Flag(
         "drain-timeout",
         "server.drain_timeout_s",
-        "seconds that open requests get after SIGTERM; the process ends 30 s later at the latest",
+        "seconds to finish open requests after SIGTERM; the process exits at most 30 s later",
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
@@ -345,7 +350,7 @@ FLAGS = (
     Flag(
         "multi-item-scoring-delimiter",
         "server.score_delimiter",
-        "token id that /v1/score puts between query and item; -1 = none",
+        "token id between query and items for /v1/score; -1 = none",
         kind=INT,
         low=-1,
         proof="tests/system/test_items.py::test_a_delimiter_stands_between_query_and_item",

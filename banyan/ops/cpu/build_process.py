@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from banyan.base.log import logger, start_logging
+from banyan.base.os import num_cores
 from banyan.ops.cpu.build import (
     ISAS,
     LIBRARY,
@@ -213,7 +214,7 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     command = (*compiler.compile(work), *definitions_for(isa))
     sources = sources_for(isa)
     outputs = [work / f"{source.path.stem}.o" for source in sources]
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     expected_s = sum(source.expected_s for source in sources) / cores
     told = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
     _log.info(told, compiler.name, len(sources), expected_s, cores)

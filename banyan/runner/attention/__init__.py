@@ -10,7 +10,8 @@ from banyan.runner.kvstore import KVStore
 BACKENDS: Table[Callable[[Ops, KVStore], AttentionBackend]] = Table(
     "attention backend",
     {
-        "reference": "banyan.runner.attention.paged:ReferenceAttention",
+        "paged": "banyan.runner.attention.paged:PagedAttention",
+        "reference": "banyan.runner.attention.paged:PagedAttention",  # the old name of "paged"
         "encoder": "banyan.runner.attention.encoder:EncoderAttention",
     },
     plugins="banyan.attention",

@@ -19,7 +19,7 @@ class _More(_Paths, total=False):
     first: int
 
 
-class ReferenceAttention:
+class PagedAttention:
     """Backend for every device whose ops include write_kv and paged_attention.
 
     Args:
@@ -35,7 +35,7 @@ class ReferenceAttention:
         return _Bound(self._ops, self._store, geometry, self._first)
 
 
-class WritingAttention:
+class WriteOnlyAttention:
     """Writes keys and values, and attends to nothing."""
 
     def __init__(self, ops: Ops, store: KVStore) -> None:

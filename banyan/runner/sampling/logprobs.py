@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class ScoreSheet:
+class ScoredPositions:
     """Which positions of a step are scored, one entry per position, in the order of the rows.
 
     Attributes:
@@ -43,7 +43,7 @@ class ScoreSheet:
         return len(self.row)
 
     @classmethod
-    def of(cls, batch: Batch, table: SlotTable) -> "ScoreSheet":
+    def of(cls, batch: Batch, table: SlotTable) -> "ScoredPositions":
         rows, positions, sampled = [], [], []
         for i in batch.wanting(SCORE):
             row, end = batch.rows[i], int(batch.ends[i])
@@ -71,12 +71,12 @@ class ScoreSheet:
         )
 
 
-class Scores:
+class StepScores:
     """The values of one sheet, on the device until `rows()` is asked for."""
 
     def __init__(
         self,
-        builder: ScoreSheet,
+        builder: ScoredPositions,
         batch: Batch,
         table: SlotTable,
         device: torch.device,

@@ -26,7 +26,7 @@ ALL_BANNED = "every token is banned by the grammar, logit_bias and min_new_token
 
 @dataclass(frozen=True)
 class Sampled:
-    """Outcome of one sampling.
+    """StepOutputs of one sampling.
 
     Attributes:
         tokens: [rows] int64, on the device; those of failed rows mean nothing.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
     from banyan.runner.forward import Forward
     from banyan.runner.sampling.sampler import Sampler
     from banyan.runner.slots import SlotTable
-    from banyan.runner.speculative.target import PageEnds, TargetStep
+    from banyan.runner.speculative.drafting import PageEndStates, TargetHiddenStates
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
+class DraftRunner:
     """What the runner has for a drafter that is a model.
 
     Attributes:
@@ -105,15 +105,15 @@ class Beside:
     max_tokens: int
     max_outputs: int
     may_lag: bool
-    target: "TargetStep"
+    target: "TargetHiddenStates"
     fetch: "Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]"
-    ends: "PageEnds | None" = None
+    ends: "PageEndStates | None" = None
     take_in: "Callable[[Tensor], Tensor] | None" = None
     reader: "Forward | None" = None
     mask: int = 0
 
 
-DrafterFactory = Callable[[SpeculativeConfig, Callable[[], Beside]], Drafter]
+DrafterFactory = Callable[[SpeculativeConfig, Callable[[], DraftRunner]], Drafter]
 """Makes a drafter. What it is given second opens the draft model that the flags name."""
 
 

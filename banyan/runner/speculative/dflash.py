@@ -16,8 +16,8 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Mutual
-from banyan.runner.speculative.base import Beside, Guess
-from banyan.runner.speculative.draft_pass import in_steps, sample_pass
+from banyan.runner.speculative.base import DraftRunner, Guess
+from banyan.runner.speculative.draft_runner import in_steps, sample_pass
 
 _MOST_HELD = 32
 """States that a request for which nothing is drafted may have before the model reads them."""
@@ -38,10 +38,14 @@ class _Progress:
 class BlockDrafter:
     """Satisfies `speculative.base.Drafter`."""
 
-    def __init__(self, beside: Beside) -> None:
-        assert beside.reader is not None and beside.take_in is not None
-        self._beside, self._reader, self._take_in = beside, beside.reader, beside.take_in
-        self._table = beside.table
+    def __init__(self, draft_runner: DraftRunner) -> None:
+        assert draft_runner.reader is not None and draft_runner.take_in is not None
+        self._draft, self._reader, self._take_in = (
+            draft_runner,
+            draft_runner.reader,
+            draft_runner.take_in,
+        )
+        self._table = draft_runner.table
         self._progress: dict[int, _Progress] = {}
         """By slot. None of one that has joined and not run: before its first row all is read."""
 
@@ -67,19 +71,19 @@ class BlockDrafter:
             Row(slot, known[slot] - 1, count + 1, count - 1, want=SAMPLE) for slot, count in asked
         ]
         self._enter_masks(blocks)
-        for some in in_steps(blocks, self._beside.max_outputs):
+        for some in in_steps(blocks, self._draft.max_outputs):
             mutual = {at: Mutual.of(row.start, row.count) for at, row in enumerate(some)}
             batch = Batch.of(list(enumerate(some)), mutual)
             # What is made of a mask tells the token in its own place.
             batch = replace(batch, to_positions=batch.to_positions - 1)
-            self._beside.forward.run(batch)
-            sample_pass(self._beside, batch)
+            self._draft.forward.run(batch)
+            sample_pass(self._draft, batch)
         drafts = [
             self._table.tokens[row.slot, known[row.slot] : known[row.slot] + count]
             for row, count in zip(rows, counts, strict=True)
         ]
         # sync: they are told to the scheduler
-        return [found.tolist() for found in self._beside.fetch(drafts)()]
+        return [found.tolist() for found in self._draft.fetch(drafts)()]
 
     def flush(self) -> None:
         """Nothing is remembered beside the pages, which are the engine's."""
@@ -88,7 +92,7 @@ class BlockDrafter:
         if not blocks:
             return
         places = [(row.slot, row.start + at) for row in blocks for at in range(1, row.count)]
-        entries = [[slot, position, self._beside.mask] for slot, position in places]
+        entries = [[slot, position, self._draft.mask] for slot, position in places]
         device = self._table.tokens.device
         self._table.enter(*torch.tensor(entries, device=device).unbind(1))
 
@@ -100,20 +104,20 @@ class BlockDrafter:
             for row in rows
         ]
         lengths = [end - row.start for row, end in zip(rows, ends, strict=True)]
-        states = self._take_in(self._beside.target.hidden(slots, lengths)).split(lengths)
+        states = self._take_in(self._draft.target.hidden(slots, lengths)).split(lengths)
         due: list[Row] = []
         taken: list[Tensor] = []
         for row, count, end, mine in zip(rows, counts, ends, states, strict=True):
             progress = self._progress_of(row, mine)
             is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
-            may_wait = self._beside.may_lag and not is_prompt and len(progress.held) <= _MOST_HELD
+            may_wait = self._draft.may_lag and not is_prompt and len(progress.held) <= _MOST_HELD
             if len(progress.held) and (count or not may_wait):
                 due.append(Row(row.slot, progress.read, end - progress.read))
                 taken.append(progress.held)
                 progress.read, progress.held = end, progress.held[:0]
         at = 0
         carried = torch.cat(taken) if taken else torch.empty(0)
-        for some in in_steps(due, self._beside.max_tokens):
+        for some in in_steps(due, self._draft.max_tokens):
             tokens = sum(row.count for row in some)
             batch = Batch.of(list(enumerate(some)))
             self._reader.run(replace(batch, carried=carried[at : at + tokens]))
@@ -128,5 +132,7 @@ class BlockDrafter:
         return progress
 
 
-def open_block(speculative: SpeculativeConfig, open_beside: Callable[[], Beside]) -> BlockDrafter:
-    return BlockDrafter(open_beside())
+def open_block(
+    speculative: SpeculativeConfig, open_draft_runner: Callable[[], DraftRunner]
+) -> BlockDrafter:
+    return BlockDrafter(open_draft_runner())

@@ -11,18 +11,102 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.draft_tree import is_chain
+from banyan.base.draft_tree import is_chain, standing_path
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import STATE
 from banyan.runner.batch import Batch
-from banyan.runner.control_ops import Finish, Said
+from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.draft_trees import Compaction
+from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter, Tree
-from banyan.runner.speculative.target import TargetStep
-from banyan.runner.speculative.verify import standing_places
+
+
+class TargetHiddenStates:
+    """The step that ran last.
+
+    Args:
+        is_tapped: what drafts reads what comes to some layers, in the place of hidden states.
+    """
+
+    def __init__(self, is_tapped: bool = False) -> None:
+        self._is_tapped = is_tapped
+        self._forward: Forward | None = None
+        self._offsets: dict[int, int] = {}
+        self._paths: dict[int, list[int]] = {}
+
+    def enter(self, batch: Batch, forward: Forward) -> None:
+        self._forward = forward
+        slots, offsets = batch.slots.tolist(), batch.offsets.tolist()
+        self._offsets = dict(zip(slots, offsets, strict=False))
+        self._paths = {}
+
+    def stood(self, slot: int, path: list[int]) -> None:
+        """Which tokens of a row that branched stand, one behind another."""
+        self._paths[slot] = path
+
+    def hidden(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """What is read of the first tokens of some rows that stand; [sum of counts, width]."""
+        assert self._forward is not None, "no step has run"
+        firsts = [self._offsets[slot] for slot in slots]
+        parts = [np.arange(at, at + count) for at, count in zip(firsts, counts, strict=True)]
+        for i, slot in enumerate(slots):
+            if slot in self._paths:
+                parts[i] = firsts[i] + np.array(self._paths[slot][: counts[i]], np.int64)
+        read = self._forward.tapped if self._is_tapped else self._forward.hidden
+        return read(np.concatenate(parts))
+
+
+class PageEndStates:
+    """What pages keep of their last token.
+
+    Args:
+        pages: of the layer that reads them; layer, name: where in it they are kept.
+        width: numbers of one token.
+    """
+
+    def __init__(self, table: SlotTable, pages: KVStore, layer: int, name: str, width: int) -> None:
+        group = pages.group_of(layer)
+        self._tables = table.pages[group]
+        self._kept = pages.tensors(layer)[name].flatten(1)  # [num_pages, width and a rest]
+        self._width = width
+        self.page_size = pages.groups[group].page_size
+        assert self._kept.shape[1] >= width
+
+    def keep(self, slots: Sequence[int], positions: Sequence[int], states: Tensor) -> None:
+        """Of tokens that are the last of their pages; states: [n, width]."""
+        if slots:
+            self._kept[self._at(slots, positions), : self._width] = states.to(self._kept.dtype)
+
+    def of(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """[n, width]"""
+        return self._kept[self._at(slots, positions), : self._width]
+
+    def _at(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        columns = torch.tensor(positions) // self.page_size
+        return self._tables[torch.tensor(slots), columns].long()
+
+
+def standing(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many of the sampled tokens stand behind a chain: the accepted drafts and one more.
+
+    drafts: [n]; sampled: [n + 1], the token after the row's last known one and after each draft.
+    """
+    for i, draft in enumerate(drafts):
+        if sampled[i] != draft:
+            return i + 1
+    return len(drafts) + 1
+
+
+def standing_places(
+    drafts: Sequence[int], parents: Sequence[int], sampled: Sequence[int]
+) -> list[int]:
+    """Which of the sampled tokens stand, in order; parents: as of drafts that branch, or empty."""
+    if parents:
+        return standing_path(drafts, parents, sampled)
+    return list(range(standing(drafts, sampled)))
 
 
 @dataclass
@@ -59,7 +143,7 @@ class Drafting:
         self,
         drafter: Drafter,
         table: SlotTable,
-        ran: TargetStep,
+        ran: TargetHiddenStates,
         store: KVStore | None = None,
         compaction: Compaction | None = None,
         branching: int = 0,
@@ -92,9 +176,9 @@ class Drafting:
     def prepare_flush(self, order: ControlOp) -> Finish:
         """Forget what requests have held; none runs."""
 
-        def flush() -> Said:
+        def flush() -> RankReply:
             self._drafter.flush()
-            return Said("Cache flushed.")
+            return RankReply("Cache flushed.")
 
         return flush
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Beside, Guess
-from banyan.runner.speculative.draft_pass import in_steps, run_pass
+from banyan.runner.speculative.base import DraftRunner, Guess
+from banyan.runner.speculative.draft_runner import in_steps, run_pass
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 _MOST_HELD = 32
@@ -41,11 +41,15 @@ class HiddenDrafter:
         grower: of drafts that branch; None = they are chains.
     """
 
-    def __init__(self, beside: Beside, grower: Grower | None = None) -> None:
-        assert beside.ends is not None and beside.take_in is not None
-        self._beside, self._ends, self._take_in = beside, beside.ends, beside.take_in
+    def __init__(self, draft_runner: DraftRunner, grower: Grower | None = None) -> None:
+        assert draft_runner.ends is not None and draft_runner.take_in is not None
+        self._draft, self._ends, self._take_in = (
+            draft_runner,
+            draft_runner.ends,
+            draft_runner.take_in,
+        )
         self._grower = grower
-        self._known = beside.table.known
+        self._known = draft_runner.table.known
         self._progress: dict[int, _Progress] = {}
         """By slot. None of one that has joined and not run: before its first row all is read."""
 
@@ -77,14 +81,14 @@ class HiddenDrafter:
             ]
             carried = torch.stack([following[row.slot] for row in again])
             following = self._read(again, [carried])
-        tokens = self._beside.table.tokens
+        tokens = self._draft.table.tokens
         firsts = [self._known[row.slot] for row in rows]
         drafts = [
             tokens[row.slot, first : first + count]
             for row, first, count in zip(rows, firsts, counts, strict=True)
         ]
         # sync: they are told to the scheduler
-        return [found.tolist() for found in self._beside.fetch(drafts)()]
+        return [found.tolist() for found in self._draft.fetch(drafts)()]
 
     def flush(self) -> None:
         """Nothing is remembered beside the pages, which are the engine's."""
@@ -97,7 +101,7 @@ class HiddenDrafter:
         slots = [row.slot for row in rows]
         ends = [self._end_of(row) for row in rows]
         lengths = [end - row.start for row, end in zip(rows, ends, strict=True)]
-        states = self._take_in(self._beside.target.hidden(slots, lengths))
+        states = self._take_in(self._draft.target.hidden(slots, lengths))
         self._keep(rows, ends, states)
         due: list[Row] = []
         taken: list[Tensor] = []
@@ -105,7 +109,7 @@ class HiddenDrafter:
             progress = self._progress_of(row, mine)
             first, last = progress.read, end if count else end - 1
             is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
-            may_wait = self._beside.may_lag and not is_prompt and len(progress.held) <= _MOST_HELD
+            may_wait = self._draft.may_lag and not is_prompt and len(progress.held) <= _MOST_HELD
             if last < first or (not count and may_wait):
                 continue
             due.append(Row(row.slot, first, last + 1 - first, want=SAMPLE if count else 0))
@@ -151,16 +155,18 @@ class HiddenDrafter:
         following: dict[int, Tensor] = {}
         carried = torch.cat(list(states)) if states else torch.empty(0)
         at = 0
-        for some in in_steps(rows, self._beside.max_tokens):
+        for some in in_steps(rows, self._draft.max_tokens):
             tokens = sum(row.count for row in some)
-            batch = run_pass(self._beside, some, carried[at : at + tokens])
+            batch = run_pass(self._draft, some, carried[at : at + tokens])
             at += tokens
             if batch.wanted & SAMPLE:
-                made = self._beside.forward.hidden(batch.last)
+                made = self._draft.forward.hidden(batch.last)
                 following |= dict(zip(batch.to_slots.tolist(), made, strict=True))
         return following
 
 
-def open_hidden(speculative: SpeculativeConfig, open_beside: Callable[[], Beside]) -> HiddenDrafter:
-    beside = open_beside()
-    return HiddenDrafter(beside, open_grower(speculative, beside))
+def open_hidden(
+    speculative: SpeculativeConfig, open_draft_runner: Callable[[], DraftRunner]
+) -> HiddenDrafter:
+    draft_runner = open_draft_runner()
+    return HiddenDrafter(draft_runner, open_grower(speculative, draft_runner))

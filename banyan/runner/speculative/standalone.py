@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Beside, Guess, common_beginning
-from banyan.runner.speculative.draft_pass import in_steps, run_pass
+from banyan.runner.speculative.base import DraftRunner, Guess, common_beginning
+from banyan.runner.speculative.draft_runner import in_steps, run_pass
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 
@@ -23,10 +23,10 @@ class ModelDrafter:
         grower: of drafts that branch; None = they are chains.
     """
 
-    def __init__(self, beside: Beside, grower: Grower | None = None) -> None:
-        self._beside = beside
+    def __init__(self, draft_runner: DraftRunner, grower: Grower | None = None) -> None:
+        self._draft = draft_runner
         self._grower = grower
-        self._table = beside.table
+        self._table = draft_runner.table
         self._read: dict[int, int] = {}
         """Slot -> positions whose keys and values the draft model has written. None of a slot that
         has joined and not run: where its first row starts, its pages have been read before."""
@@ -54,21 +54,21 @@ class ModelDrafter:
         due = self._due(rows, counts)
         if self._grower is not None:
             return self._grower.grow_behind(self._grower.read(due, ()), rows, counts)
-        for some in in_steps(due, self._beside.max_tokens):
-            run_pass(self._beside, some)
+        for some in in_steps(due, self._draft.max_tokens):
+            run_pass(self._draft, some)
         for done in range(1, max(counts, default=0)):
             again = [
                 Row(row.slot, known[row.slot] + done - 1, 1, want=SAMPLE)
                 for row, count in zip(rows, counts, strict=True)
                 if count > done
             ]
-            run_pass(self._beside, again)
+            run_pass(self._draft, again)
         drafts = [
             self._table.tokens[row.slot, known[row.slot] : known[row.slot] + count]
             for row, count in zip(rows, counts, strict=True)
         ]
         # sync: they are told to the scheduler
-        found = [each.tolist() for each in self._beside.fetch(drafts)()]
+        found = [each.tolist() for each in self._draft.fetch(drafts)()]
         for row, each in zip(rows, found, strict=True):
             if len(each) > 1:
                 self._drafted[row.slot] = each[:-1]
@@ -84,7 +84,7 @@ class ModelDrafter:
         for row, count in zip(rows, counts, strict=True):
             start = self._read.setdefault(row.slot, row.start)
             is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
-            if not (count or is_prompt or not self._beside.may_lag):
+            if not (count or is_prompt or not self._draft.may_lag):
                 continue
             # What was sampled is read when something is drafted behind it.
             end = self._table.known[row.slot] if row.want & SAMPLE else row.start + row.count
@@ -96,7 +96,7 @@ class ModelDrafter:
 
 
 def open_standalone(
-    speculative: SpeculativeConfig, open_beside: Callable[[], Beside]
+    speculative: SpeculativeConfig, open_draft_runner: Callable[[], DraftRunner]
 ) -> ModelDrafter:
-    beside = open_beside()
-    return ModelDrafter(beside, open_grower(speculative, beside))
+    draft_runner = open_draft_runner()
+    return ModelDrafter(draft_runner, open_grower(speculative, draft_runner))

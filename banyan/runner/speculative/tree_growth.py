@@ -19,8 +19,8 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Branches
-from banyan.runner.speculative.base import Beside, Guess, Tree
-from banyan.runner.speculative.draft_pass import in_steps
+from banyan.runner.speculative.base import DraftRunner, Guess, Tree
+from banyan.runner.speculative.draft_runner import in_steps
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Grower:
         steps: levels of a tree at most.
     """
 
-    def __init__(self, beside: Beside, breadth: int, steps: int) -> None:
-        self._beside = beside
-        self._breadth = min(breadth, beside.vocab_size)
+    def __init__(self, draft_runner: DraftRunner, breadth: int, steps: int) -> None:
+        self._draft = draft_runner
+        self._breadth = min(breadth, draft_runner.vocab_size)
         self._steps = steps
-        self._carries = beside.take_in is not None
+        self._carries = draft_runner.take_in is not None
 
     def grow_behind(
         self, roots: Mapping[SlotId, Ways], rows: Sequence[Row], counts: Sequence[int]
@@ -149,7 +149,7 @@ class Grower:
                 tree = trees[slot]
                 tree.take(its)
                 if tree.front:
-                    branches[slot] = Branches(self._beside.table.known[slot] - 1, tree.paths)
+                    branches[slot] = Branches(self._draft.table.known[slot] - 1, tree.paths)
                     rows.append(row_of(slot, branches[slot]))
                     if self._carries:
                         carried.append(its.made[[node.behind for node in tree.front]])
@@ -168,30 +168,30 @@ class Grower:
             that is nothing. branches: by slot.
         """
         found: dict[SlotId, Ways] = {}
-        beside, at = self._beside, 0
-        most = beside.max_outputs if branches else beside.max_tokens
+        draft_runner, at = self._draft, 0
+        most = draft_runner.max_outputs if branches else draft_runner.max_tokens
         for some in in_steps(rows, most):
             mine = {i: branches[row.slot] for i, row in enumerate(some)} if branches else None
             batch = Batch.of(list(enumerate(some)), mine)
             if carried:
                 batch = replace(batch, carried=torch.cat(list(carried[at : at + len(some)])))
             at += len(some)
-            beside.forward.run(batch)
+            draft_runner.forward.run(batch)
             if batch.wanted & SAMPLE:
                 found |= self._look(batch)
         return found
 
     def _look(self, batch: Batch) -> Iterator[tuple[SlotId, Ways]]:
         """Of each slot of the batch, that has run."""
-        beside, count = self._beside, len(batch.last)
-        logits = beside.forward.next_logits(batch)
+        draft_runner, count = self._draft, len(batch.last)
+        logits = draft_runner.forward.next_logits(batch)
         each = torch.arange(count, device=logits.device)
         plain = torch.ones(count, dtype=torch.float64, device=logits.device)
         no_others = (torch.zeros_like(each), self._breadth, each.new_empty(count, 0))
-        _, tokens, logprobs, _ = beside.ops.logprobs(logits, each, plain, *no_others)
-        made = beside.forward.hidden(batch.last)
+        _, tokens, logprobs, _ = draft_runner.ops.logprobs(logits, each, plain, *no_others)
+        made = draft_runner.forward.hidden(batch.last)
         # sync: what is read next depends on them
-        tokens, logprobs = beside.fetch([tokens, logprobs])()
+        tokens, logprobs = draft_runner.fetch([tokens, logprobs])()
         edges = np.flatnonzero(np.diff(batch.to_slots, prepend=-1, append=-1)).tolist()
         for first, end in zip(edges[:-1], edges[1:], strict=True):
             numbers = (tokens[first:end].numpy(), logprobs[first:end].numpy().astype(np.float64))
@@ -203,16 +203,16 @@ class Grower:
         places = [place for slot in trees for place in branches[slot].places]
         tokens = [node.token for tree in trees.values() for node in tree.front]
         if slots:
-            device = self._beside.table.tokens.device
+            device = self._draft.table.tokens.device
             entries = torch.tensor([slots, places, tokens], device=device)
-            self._beside.table.enter(*entries)
+            self._draft.table.enter(*entries)
 
 
-def open_grower(speculative: SpeculativeConfig, beside: Beside) -> Grower | None:
+def open_grower(speculative: SpeculativeConfig, draft_runner: DraftRunner) -> Grower | None:
     """None where drafts are chains."""
     if speculative.eagle_topk <= 1:
         return None
-    return Grower(beside, speculative.eagle_topk, speculative.num_steps)
+    return Grower(draft_runner, speculative.eagle_topk, speculative.num_steps)
 
 
 def row_of(slot: SlotId, branches: Branches) -> Row:

@@ -11,9 +11,9 @@ from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log
 from banyan.server.embeddings.sglang import refuse_fields
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 
@@ -60,13 +60,13 @@ class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str | None = None
 
 
-async def pause_generation(context: RequestContext, state: ServerState) -> None:
+async def pause_generation(exchange: HttpExchange, state: ServerState) -> None:
     """Plan no more steps; requests that come meanwhile wait.
 
     `abort` ends what runs, `retract` lets it recompute later, `in_place` keeps its pages.
     """
     service = state.admit()
-    mode = typed(await context.optional_object(), PauseRequest).mode
+    mode = typed(await exchange.optional_object(), PauseRequest).mode
     if mode not in _MODES:
         raise RequestError(f"mode must be one of {', '.join(_MODES)}, got {mode[:40]!r}.")
     state.paused = True
@@ -74,22 +74,22 @@ async def pause_generation(context: RequestContext, state: ServerState) -> None:
     if mode == "abort":
         reply = await service.client.control("abort_all")
     log.info("generation paused mode=%s", mode)
-    await context.json({"message": reply.text, "status": "ok"})
+    await exchange.json({"message": reply.text, "status": "ok"})
 
 
-async def continue_generation(context: RequestContext, state: ServerState) -> None:
+async def continue_generation(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
     reply = await service.client.control("resume")
     state.paused = False
     log.info("generation continues")
-    await context.json({"message": reply.text, "status": "ok"})
+    await exchange.json({"message": reply.text, "status": "ok"})
 
 
-async def update_weights_from_disk(context: RequestContext, state: ServerState) -> None:
+async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -> None:
     """Take the weights of another checkpoint of the same model; 400 when that failed."""
     service = state.admit()
-    raw = await context.json_object()
-    refuse_fields(raw, WeightsRequest.__struct_fields__, context, strict=True)
+    raw = await exchange.json_object()
+    refuse_fields(raw, WeightsRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, WeightsRequest)
     if asked.load_format not in (None, "auto"):
         raise RequestError("load_format must be auto.", param="load_format")
@@ -108,12 +108,12 @@ async def update_weights_from_disk(context: RequestContext, state: ServerState) 
         "message": reply.text,
         "num_paused_requests": stats.running + stats.waiting if state.paused else 0,
     }
-    await context.json(body, 200 if reply.ok else 400)
+    await exchange.json(body, 200 if reply.ok else 400)
 
 
-async def get_weights_by_name(context: RequestContext, state: ServerState) -> None:
+async def get_weights_by_name(exchange: HttpExchange, state: ServerState) -> None:
     """The first rows of one tensor, under its name in the checkpoint, as numbers in lists."""
-    asked = typed(await context.optional_object(), WeightRequest)
+    asked = typed(await exchange.optional_object(), WeightRequest)
     rows = asked.truncate_size
     if not (isinstance(rows, int) or rows.isascii() and rows.isdecimal() and len(rows) <= 9):
         raise RequestError("truncate_size must be a whole number.", param="truncate_size")
@@ -125,18 +125,18 @@ async def get_weights_by_name(context: RequestContext, state: ServerState) -> No
     reply = await client.control("read_weight", LOAD_S, name=asked.name, rows=int(rows))
     if not reply.ok:
         raise RequestError(reply.text)
-    await context.whole(reply.body, 200, "application/json")
+    await exchange.whole(reply.body, 200, "application/json")
 
 
-async def update_weight_version(context: RequestContext, state: ServerState) -> None:
+async def update_weight_version(exchange: HttpExchange, state: ServerState) -> None:
     """Change the label of the weights that clients see."""
     service = state.admit()
-    asked = typed(await context.json_object(), VersionRequest)
+    asked = typed(await exchange.json_object(), VersionRequest)
     if asked.abort_all_requests:
         await service.client.control("abort_all")
     _set_version(state, asked.new_version)
     text = "The version of the weights has been changed."
-    await context.json({"success": True, "message": text, "new_version": asked.new_version})
+    await exchange.json({"success": True, "message": text, "new_version": asked.new_version})
 
 
 def _set_version(state: ServerState, version: str | None) -> None:
@@ -145,10 +145,10 @@ def _set_version(state: ServerState, version: str | None) -> None:
         state.config = replace(state.config, model=model)
 
 
-async def configure_logging(context: RequestContext, state: ServerState) -> None:
+async def configure_logging(exchange: HttpExchange, state: ServerState) -> None:
     """Log the end of requests or not; the level of this process's lines."""
     service = state.started()
-    raw = await context.optional_object()
+    raw = await exchange.optional_object()
     for name, value in raw.items():
         if name not in LoggingRequest.__struct_fields__ and value is not None:
             raise RequestError(
@@ -168,7 +168,7 @@ async def configure_logging(context: RequestContext, state: ServerState) -> None
     bare = generator.inner if isinstance(generator, RequestLog) else generator
     state.config = replace(state.config, observe=observe)
     state.service = replace(service, generator=with_log(bare, service.tokenizer, observe))
-    await context.whole(b"", 200, "text/plain")
+    await exchange.whole(b"", 200, "text/plain")
 
 
 def _observed(observe: ObserveConfig, asked: LoggingRequest) -> ObserveConfig:
@@ -186,5 +186,5 @@ def _observed(observe: ObserveConfig, asked: LoggingRequest) -> ObserveConfig:
     )
 
 
-async def version(context: RequestContext, state: ServerState) -> None:
-    await context.json({"version": state.version})
+async def version(exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.json({"version": state.version})

@@ -3,14 +3,14 @@
 from functools import partial
 
 from banyan.base.errors import RequestError
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.state import ServerState
 
 _WRITE_S = 120.0
 """Longest wait for the file."""
 
 
-async def _record(context: RequestContext, state: ServerState, verb: str) -> None:
+async def _record(exchange: HttpExchange, state: ServerState, verb: str) -> None:
     """Answered with what each replica says, a line for all that say the same; refused where none
     could."""
     found = await state.admit().client.ask(verb, _WRITE_S)
@@ -20,7 +20,7 @@ async def _record(context: RequestContext, state: ServerState, verb: str) -> Non
         raise RequestError(why, status=400 if found else 503)
     refused = [f"replica {number}: {reply.text}" for number, reply in found if not reply.ok]
     lines = dict.fromkeys([*done, *refused])
-    await context.text("".join(f"{line}\n" for line in lines))
+    await exchange.text("".join(f"{line}\n" for line in lines))
 
 
 start_record = partial(_record, verb="start_expert_record")

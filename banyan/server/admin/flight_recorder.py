@@ -8,17 +8,17 @@ from pathlib import Path
 
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_records import dump_recordings
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.state import ServerState
 
 
-async def flight_recorder(context: RequestContext, state: ServerState) -> None:
+async def flight_recorder(exchange: HttpExchange, state: ServerState) -> None:
     """GET: a journal for `banyan replay` and `banyan explain`; of replica `dp_rank`, 0 unless told.
     POST: what the recorders of all replicas hold, and the last requests, into files."""
-    if context.method == "POST":
-        await _write(context, state)
+    if exchange.method == "POST":
+        await _write(exchange, state)
         return
-    recordings, asked = state.recordings(), context.query.get("dp_rank", "0")
+    recordings, asked = state.recordings(), exchange.query.get("dp_rank", "0")
     read = {str(replica): read for replica, read in recordings.items()}.get(asked)
     if read is None:
         raise RequestError(
@@ -33,10 +33,10 @@ async def flight_recorder(context: RequestContext, state: ServerState) -> None:
             code="not_recorded",
             hint="--flight-recorder-bytes 0 was given",
         )
-    await context.whole(content, 200, "application/octet-stream")
+    await exchange.whole(content, 200, "application/octet-stream")
 
 
-async def _write(context: RequestContext, state: ServerState) -> None:
+async def _write(exchange: HttpExchange, state: ServerState) -> None:
     if state.recent is None:
         raise RequestError(
             "There is no folder for dumps",
@@ -52,7 +52,7 @@ async def _write(context: RequestContext, state: ServerState) -> None:
             code="not_written",
             hint="The log says why.",
         )
-    await context.json({"files": [str(path) for path in written]})
+    await exchange.json({"files": [str(path) for path in written]})
 
 
 def dumper(state: ServerState, why: str) -> Callable[[], list[Path]]:

@@ -17,9 +17,9 @@ from banyan.engine_client.all_or_none import agreed
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.control import LOAD_S
 from banyan.server.embeddings.sglang import refuse_fields
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 
@@ -47,7 +47,7 @@ class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     query."""
 
 
-async def storage_backend(context: RequestContext, state: ServerState) -> None:
+async def storage_backend(exchange: HttpExchange, state: ServerState) -> None:
     """Which store there is; PUT attaches one, DELETE lets go of it."""
     if not state.config.server.admin_api_key:
         raise RequestError(
@@ -55,13 +55,13 @@ async def storage_backend(context: RequestContext, state: ServerState) -> None:
             code="admin_key_needed",
             hint="Start the server with --admin-api-key.",
         )
-    does = {"PUT": _attach, "DELETE": _detach}.get(context.method, _show)
-    await does(context, state)
+    does = {"PUT": _attach, "DELETE": _detach}.get(exchange.method, _show)
+    await does(exchange, state)
 
 
-async def _show(context: RequestContext, state: ServerState) -> None:
+async def _show(exchange: HttpExchange, state: ServerState) -> None:
     cache = state.config.cache
-    await context.json(
+    await exchange.json(
         {
             "hicache_storage_backend": cache.store or None,
             "hicache_storage_backend_extra_config": (
@@ -73,11 +73,11 @@ async def _show(context: RequestContext, state: ServerState) -> None:
     )
 
 
-async def _attach(context: RequestContext, state: ServerState) -> None:
+async def _attach(exchange: HttpExchange, state: ServerState) -> None:
     """Keep pages in a store from here on; 400 while there are requests, or when that failed."""
     service = state.admit()
-    raw = await context.json_object()
-    refuse_fields(raw, StoreRequest.__struct_fields__, context, strict=True)
+    raw = await exchange.json_object()
+    refuse_fields(raw, StoreRequest.__struct_fields__, exchange.context, is_strict=True)
     cache = _wished(state.config.cache, typed(raw, StoreRequest))
     try:
         wishes = store_wishes(cache)
@@ -98,13 +98,13 @@ async def _attach(context: RequestContext, state: ServerState) -> None:
         raise RequestError(text, code="store_not_attached")
     state.config = replace(state.config, cache=cache)
     log.info("store attached %s", printable(reply.text))
-    await context.text(f"HiCache storage backend attached.\n{reply.text}\n")
+    await exchange.text(f"HiCache storage backend attached.\n{reply.text}\n")
 
 
-async def _detach(context: RequestContext, state: ServerState) -> None:
+async def _detach(exchange: HttpExchange, state: ServerState) -> None:
     """Let go of the store, once what is on its way has come there; 400 while there are requests."""
     client = state.admit().client
-    asked = typed(await context.optional_object(), LeaveRequest)
+    asked = typed(await exchange.optional_object(), LeaveRequest)
     force = asked.force in (True, "true", "1")
     deadline_s = time.monotonic() + _SETTLE_S
 
@@ -121,7 +121,7 @@ async def _detach(context: RequestContext, state: ServerState) -> None:
     cache = replace(state.config.cache, store="", store_options={})
     state.config = replace(state.config, cache=cache)
     log.info("store detached")
-    await context.text(f"HiCache storage backend detached.\n{reply.text}\n")
+    await exchange.text(f"HiCache storage backend detached.\n{reply.text}\n")
 
 
 def _wished(cache: CacheConfig, asked: StoreRequest) -> CacheConfig:

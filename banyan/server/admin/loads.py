@@ -11,16 +11,16 @@ from banyan.base.errors import RequestError
 from banyan.engine_client.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.state import ServerState, Service
 
 GIB = 1 << 30
 
 
-async def show_loads(context: RequestContext, state: ServerState) -> None:
+async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     """Numbers that nothing here counts are null."""
     service = state.started()
-    query = context.query
+    query = exchange.query
     unknown = query.keys() - {"dp_rank", "include", "format"}
     if unknown:
         raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")
@@ -40,9 +40,9 @@ async def show_loads(context: RequestContext, state: ServerState) -> None:
         if query.get("dp_rank", str(replica.rank)) == str(replica.rank)
     ]
     if form == "prometheus":
-        await context.text(_prometheus(loads))
+        await exchange.text(_prometheus(loads))
         return
-    await context.json(
+    await exchange.json(
         {
             "timestamp": datetime.now(UTC).isoformat(),
             "version": state.version,
@@ -53,7 +53,7 @@ async def show_loads(context: RequestContext, state: ServerState) -> None:
     )
 
 
-async def get_load(context: RequestContext, state: ServerState) -> None:
+async def get_load(exchange: HttpExchange, state: ServerState) -> None:
     """The short form: a list with one entry for each replica that lives."""
     loads: list[Json] = [
         {
@@ -64,7 +64,7 @@ async def get_load(context: RequestContext, state: ServerState) -> None:
         }
         for replica in living(state.started())
     ]
-    await context.json(loads)
+    await exchange.json(loads)
 
 
 def living(service: Service) -> list[Replica]:

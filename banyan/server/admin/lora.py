@@ -9,9 +9,9 @@ from banyan.base.log import logger, printable
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Reply
 from banyan.server.embeddings.sglang import refuse_fields
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 
@@ -30,11 +30,11 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str
 
 
-async def load_adapter(context: RequestContext, state: ServerState) -> None:
+async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
     """Load an adapter that requests may name from then on; 400 when it cannot be."""
     service = state.admit()
-    raw = await context.json_object()
-    refuse_fields(raw, LoadRequest.__struct_fields__, context, strict=True)
+    raw = await exchange.json_object()
+    refuse_fields(raw, LoadRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, LoadRequest)
     _require_adapters(state)
     place = _place_of(asked)
@@ -52,14 +52,14 @@ async def load_adapter(context: RequestContext, state: ServerState) -> None:
         log.info("adapter loaded name=%s path=%s", place.name, printable(place.path, 200))
     elif sum(replica.alive for replica in service.client.replicas()) > 1:
         await service.client.control("unload_adapter", LOAD_S, name=place.name)  # where it came
-    await _answer(context, state, reply)
+    await _answer(exchange, state, reply)
 
 
-async def unload_adapter(context: RequestContext, state: ServerState) -> None:
+async def unload_adapter(exchange: HttpExchange, state: ServerState) -> None:
     """Take no more requests for an adapter, and forget it once the last of them has ended."""
     service = state.admit()
-    raw = await context.json_object()
-    refuse_fields(raw, UnloadRequest.__struct_fields__, context, strict=True)
+    raw = await exchange.json_object()
+    refuse_fields(raw, UnloadRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, UnloadRequest)
     _require_adapters(state)
     name = state.adapters.named(asked.lora_name, "lora_name")
@@ -67,7 +67,7 @@ async def unload_adapter(context: RequestContext, state: ServerState) -> None:
     if reply.ok:
         state.adapters.remove(name)
         log.info("adapter unloaded name=%s", name)
-    await _answer(context, state, reply)
+    await _answer(exchange, state, reply)
 
 
 def _require_adapters(state: ServerState) -> None:
@@ -89,7 +89,7 @@ def _place_of(asked: LoadRequest) -> AdapterPlace:
     return AdapterPlace(name, os.path.abspath(asked.lora_path), asked.pinned)
 
 
-async def _answer(context: RequestContext, state: ServerState, reply: Reply) -> None:
+async def _answer(exchange: HttpExchange, state: ServerState, reply: Reply) -> None:
     loaded = {place.name: place.path for place in state.adapters.places()}
     body = {
         "success": reply.ok,
@@ -97,4 +97,4 @@ async def _answer(context: RequestContext, state: ServerState, reply: Reply) -> 
         "message": reply.text,
         "loaded_adapters": loaded,
     }
-    await context.json(body, 200 if reply.ok else 400)
+    await exchange.json(body, 200 if reply.ok else 400)

@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
 from banyan.config.serving import ObserveConfig
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
 log = logger(__name__)
 
@@ -44,13 +44,13 @@ class CustomLabels:
         self._now: ContextVar[tuple[str, ...]] = ContextVar("metric labels", default=self.none)
 
     @contextlib.contextmanager
-    def context(self, context: RequestContext) -> Iterator[None]:
+    def context(self, exchange: HttpExchange) -> Iterator[None]:
         """What is counted within has the labels of this request.
 
         Raises:
             RequestError: the header is no JSON object, or a listed name has no short text.
         """
-        given = context.header(self._header.encode())
+        given = exchange.header(self._header.encode())
         before = self._now.set(self._read(given) if given else self.none)
         try:
             yield

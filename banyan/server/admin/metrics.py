@@ -9,11 +9,11 @@ from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import Metrics
 from banyan.server.admin.metric_labels import CustomLabels
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.state import ServerState
 
 
-async def show_metrics(context: RequestContext, state: ServerState) -> None:
+async def show_metrics(exchange: HttpExchange, state: ServerState) -> None:
     if state.metrics is None:
         raise RequestError(
             "This server counts nothing for Prometheus",
@@ -21,7 +21,7 @@ async def show_metrics(context: RequestContext, state: ServerState) -> None:
             code="not_enabled",
             hint="Start it with --enable-metrics.",
         )
-    await context.whole(state.metrics.show(), 200, state.metrics.kind)
+    await exchange.whole(state.metrics.show(), 200, state.metrics.kind)
 
 
 def open_metrics(

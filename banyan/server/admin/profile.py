@@ -3,9 +3,9 @@
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 _START_S = 60.0
 """Longest wait for the recording to begin."""
@@ -20,13 +20,12 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     profile_prefix: str | None = None
 
 
-async def start_profile(context: RequestContext, state: ServerState) -> None:
+async def start_profile(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    raw = await context.optional_object()
+    raw = await exchange.optional_object()
     for name, value in raw.items():
         if name not in ProfileRequest.__struct_fields__ and value:
-            strict = state.config.server.strict_requests
-            context.warn_or_refuse(name, "a profile has phases and ops alone", strict)
+            exchange.context.warn_or_refuse(name, "a profile has phases and ops alone")
     asked = typed(raw, ProfileRequest)
     args: dict[str, str | int | float | bool] = {
         name: value
@@ -40,14 +39,14 @@ async def start_profile(context: RequestContext, state: ServerState) -> None:
     reply = await service.client.control("start_profile", _START_S, **args)
     if not reply.ok:
         raise RequestError(reply.text)
-    await context.text(f"{reply.text}\n")
+    await exchange.text(f"{reply.text}\n")
 
 
-async def stop_profile(context: RequestContext, state: ServerState) -> None:
+async def stop_profile(exchange: HttpExchange, state: ServerState) -> None:
     reply = await state.admit().client.control("stop_profile", _WRITE_S)
     if not reply.ok:
         raise RequestError(reply.text)
-    await context.text(f"Stop profiling. {reply.text}\n")
+    await exchange.text(f"Stop profiling. {reply.text}\n")
 
 
 def _steps(given: int | str | None) -> int | None:

@@ -7,8 +7,8 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.messages.events import LiveRequest, Reply
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.state import ServerState
 
 MOST = 256
 """Requests of one replica that an answer tells of."""
@@ -16,14 +16,14 @@ MOST = 256
 _ASK_S = 5.0
 
 
-async def list_requests(context: RequestContext, state: ServerState) -> None:
+async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
     """The caller's own requests that have not ended; an administrator sees those of all.
 
     Those that run come first, in the order in which they are served. `open` counts what the server
     has taken in, more than the list where texts are still read or a constraint is compiled.
     """
     service = state.started()
-    if not context.is_admin and not context.tenant:
+    if not exchange.context.is_admin and not exchange.context.tenant:
         raise RequestError(
             "without a key all requests are everybody's: only this machine may list them",
             status=403,
@@ -31,11 +31,13 @@ async def list_requests(context: RequestContext, state: ServerState) -> None:
             hint="Start the server with --api-key",
         )
     replies = await service.client.ask("requests", _ASK_S, limit=MOST)
-    visible = set(state.open.all() if context.is_admin else state.open.of(context.tenant))
+    visible = set(
+        state.open.all() if exchange.context.is_admin else state.open.of(exchange.context.tenant)
+    )
     found: list[Json] = []
     for replica, reply in replies:
         found += [_row(replica, one) for one in _read(reply) if one.request in visible]
-    await context.json({"requests": found, "open": len(visible), "most_per_replica": MOST})
+    await exchange.json({"requests": found, "open": len(visible), "most_per_replica": MOST})
 
 
 def _read(reply: Reply) -> Sequence[LiveRequest]:

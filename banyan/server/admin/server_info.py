@@ -18,9 +18,9 @@ from banyan.messages.events import accept_length
 from banyan.parsers.choice import NONE
 from banyan.server.admin.loads import living
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 
@@ -43,11 +43,11 @@ class AbortRequest(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-async def flush_cache(context: RequestContext, state: ServerState) -> None:
+async def flush_cache(exchange: HttpExchange, state: ServerState) -> None:
     """Empty the prefix cache; 400 while requests run. `timeout` waits for them, in seconds;
     `pinned` lets go of what is pinned too."""
     service = state.admit()
-    asked = await context.optional_object()
+    asked = await exchange.optional_object()
     pinned = asked.get("pinned") in (True, "true", "1")
     wait_s = _seconds(asked.get("timeout", 0))
     deadline_s = time.monotonic() + wait_s
@@ -56,7 +56,7 @@ async def flush_cache(context: RequestContext, state: ServerState) -> None:
     while not reply.ok and time.monotonic() < deadline_s:
         await state.open.wait_change(min(0.1, deadline_s - time.monotonic()))
         reply = await service.client.control("flush_cache", pinned=pinned)
-    await context.text(reply.text + "\n", 200 if reply.ok else 400)
+    await exchange.text(reply.text + "\n", 200 if reply.ok else 400)
 
 
 def _seconds(value: object) -> float:
@@ -69,14 +69,14 @@ def _seconds(value: object) -> float:
     return found
 
 
-async def abort_request(context: RequestContext, state: ServerState) -> None:
+async def abort_request(exchange: HttpExchange, state: ServerState) -> None:
     """End the caller's own request of this rid, or all of them; an administrator ends those of
     others too. Unknown rids are no error."""
     service = state.started()
-    asked = typed(await context.json_object(), AbortRequest)
+    asked = typed(await exchange.json_object(), AbortRequest)
     if not asked.rid and not asked.abort_all:
         raise RequestError("rid or abort_all must be given", param="rid")
-    if asked.abort_all and not context.is_admin and not context.tenant:
+    if asked.abort_all and not exchange.context.is_admin and not exchange.context.tenant:
         raise RequestError(
             "without a key all requests are everybody's: name one by its rid",
             param="abort_all",
@@ -84,19 +84,19 @@ async def abort_request(context: RequestContext, state: ServerState) -> None:
             code="forbidden",
         )
     found = state.open.all() if asked.abort_all else state.open.called(asked.rid or "")
-    if not context.is_admin:
-        own = set(state.open.of(context.tenant))
+    if not exchange.context.is_admin:
+        own = set(state.open.of(exchange.context.tenant))
         found = [request for request in found if request in own]
     for request in found:
         service.client.abort(request)
     log.info("abort asked rid=%s found=%d", printable(asked.rid or ""), len(found))
-    await context.json({"aborted": len(found)})
+    await exchange.json({"aborted": len(found)})
 
 
-async def model_info(context: RequestContext, state: ServerState) -> None:
+async def model_info(exchange: HttpExchange, state: ServerState) -> None:
     service = state.started()
     model, model_config = state.config.model, service.model_config
-    await context.json(
+    await exchange.json(
         {
             "model_path": model.source,
             "served_model_name": state.served_name,
@@ -116,17 +116,17 @@ async def model_info(context: RequestContext, state: ServerState) -> None:
     )
 
 
-async def weight_version(context: RequestContext, state: ServerState) -> None:
-    await context.json({"weight_version": state.config.model.weight_version})
+async def weight_version(exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.json({"weight_version": state.config.model.weight_version})
 
 
-async def server_info(context: RequestContext, state: ServerState) -> None:
+async def server_info(exchange: HttpExchange, state: ServerState) -> None:
     """Every resolved setting under its flag's name, and what each replica says of itself."""
     service = state.started()
     facts = msgspec.json.decode(service.ready.facts, type=dict[str, object])
     facts.pop("settings", None)  # they are among the resolved ones
     facts.pop("phases", None)  # and these in startup_phases
-    await context.json(
+    await exchange.json(
         {
             **described(state.config),
             "served_model_name": state.served_name,

@@ -22,9 +22,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.requests.generation import Generator, TextChunk, Usage
 from banyan.requests.observers import watched
-from banyan.server.http.request_context import RequestContext
+from banyan.requests.request_spec import RequestSpec
+from banyan.server.http.exchange import HttpExchange
 
 _NS = 1_000_000_000
 _CONTEXT = ("traceparent", "tracestate")
@@ -50,35 +51,35 @@ class Spans:
         self._model = model
 
     @contextlib.contextmanager
-    def context(self, context: RequestContext) -> Iterator[None]:
-        given = {name: context.header(name.encode()) for name in _CONTEXT}
-        came_ns = time.time_ns() - int((time.monotonic() - context.began_s) * _NS)
+    def context(self, exchange: HttpExchange) -> Iterator[None]:
+        given = {name: exchange.header(name.encode()) for name in _CONTEXT}
+        came_ns = time.time_ns() - int((time.monotonic() - exchange.began_s) * _NS)
         span = self._tracer.start_span(
-            f"{context.method} {context.route}",
+            f"{exchange.method} {exchange.route}",
             self._headers.extract({name: text for name, text in given.items() if text}),
             SpanKind.SERVER,
             {
-                "http.request.method": context.method,
-                "http.route": context.route,
-                "banyan.exchange.id": context.id,
+                "http.request.method": exchange.method,
+                "http.route": exchange.route,
+                "banyan.exchange.context.id": exchange.context.id,
             },
             start_time=came_ns,
         )
         own = span.get_span_context()
-        context.trace = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        exchange.trace = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
         try:
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
                 yield
         except RequestError as error:
             span.set_attribute("error.type", error.code)
-            if not context.started:
+            if not exchange.started:
                 span.set_attribute("http.response.status_code", error.status)
             if error.status >= 500:
                 span.set_status(Status(StatusCode.ERROR, error.code))
             raise
         finally:
-            if context.started:
-                span.set_attribute("http.response.status_code", context.status)
+            if exchange.started:
+                span.set_attribute("http.response.status_code", exchange.status)
             span.end()
 
     def watch(self, generator: Generator) -> Generator:
@@ -124,10 +125,10 @@ class _Watched:
         self._tracer = tracer
         self._model = model
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         self._inner.check(requests)
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
         began_ns = time.time_ns()
@@ -137,7 +138,7 @@ class _Watched:
         course = _Course(began_ns, partial(self._tell, span, request))
         return watched(course, lambda: self._inner.generate(request))
 
-    def _tell(self, span: Span, request: TextRequest, course: _Course) -> None:
+    def _tell(self, span: Span, request: RequestSpec, course: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""
         now_ns, usage = time.time_ns(), course.usage
         span.set_attributes(_asked(request, self._model))
@@ -159,7 +160,7 @@ class _Watched:
         span.end(now_ns)
 
 
-def _asked(request: TextRequest, model: str) -> dict[str, str | int | float]:
+def _asked(request: RequestSpec, model: str) -> dict[str, str | int | float]:
     sampling = request.sampling
     return {
         "gen_ai.operation.name": request.route,

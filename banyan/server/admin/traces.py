@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.serving import ObserveConfig
-from banyan.server.http.tracing import Tracing
+from banyan.server.state import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -5,9 +5,9 @@ The table is the promise that no known route is a silent 404.
 
 from banyan.base.errors import RequestError
 from banyan.server.http import auth
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.route import Handler, Route
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.route import Route
+from banyan.server.state import Handler, ServerState
 
 _BOTH = ("GET", "POST")
 _POST = ("POST",)
@@ -88,7 +88,7 @@ def unavailable_routes() -> list[Route]:
 
 
 def _refusal(text: str) -> Handler:
-    async def refuse(context: RequestContext, state: ServerState) -> None:
+    async def refuse(exchange: HttpExchange, state: ServerState) -> None:
         raise RequestError(text, status=501, code="not_available")
 
     return refuse

@@ -4,6 +4,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
@@ -17,84 +18,84 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
     in_words,
-    origin_of,
     typed,
 )
 from banyan.server.openai.lora import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 
 
-async def messages(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
+async def messages(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.take_in(exchange.context.id)
     server = state.config.server
-    report = _reporter(context, server.strict_requests)
+    context = exchange.context
+    report = _reporter(context)
 
     def read(raw: Json) -> tuple[MessagesRequest, str, ChatPlan]:
         request = _read(raw, MessagesRequest, report)
-        model, adapter = model_and_adapter(request.model, state, context.warn)
+        model, adapter = model_and_adapter(request.model, state, exchange.context)
         try:
             body = chat_body(request, service.chat and service.chat.template, report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(context, chat, "messages", (adapter,))
-            plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+            plan = plan_chat(
+                context, service, body, chat, "messages", adapter, report, may_shorten=True
+            )
         except RequestError as error:
             raise in_words(error, WORDS) from None
         return request, model, plan
 
-    request, model, plan = await context.read(read, waits=True)
+    request, model, plan = await exchange.read(read, waits=True)
     answer = MessageAnswer(
         plan,
-        f"msg_{context.id}",
+        f"msg_{exchange.context.id}",
         model,
         request.max_tokens,
         request.thinking is not None and request.thinking.display == "omitted",
         server.cache_report,
     )
-    with state.open.holding(plan.asked, context.tenant):
+    with state.open.holding(plan.asked, exchange.context.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:
             if not request.stream:
-                await context.json(answer.whole([chunk async for _, chunk in chunks]))
+                await exchange.json(answer.whole([chunk async for _, chunk in chunks]))
                 return
             async for _, chunk in chunks:
-                if not context.streaming:
-                    await context.begin_events()
+                if not exchange.streaming:
+                    await exchange.begin_events()
                     for event in answer.first(chunk):
-                        await context.event(event)
+                        await exchange.event(event)
                 for event in answer.events(chunk):
-                    await context.event(event)
-        await context.end_events()
+                    await exchange.event(event)
+        await exchange.end_events()
 
 
-async def count_tokens(context: RequestContext, state: ServerState) -> None:
+async def count_tokens(exchange: HttpExchange, state: ServerState) -> None:
     """The length of a prompt, counted and not run."""
     service = state.admit()
-    strict = state.config.server.strict_requests
-    report = _reporter(context, strict)
+    report = _reporter(exchange.context)
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, CountRequest, report)
-        model_and_adapter(request.model, state, context.warn)
+        model_and_adapter(request.model, state, exchange.context)
         body = chat_body(request, service.chat and service.chat.template, report)
         return chat_prompt(service, typed(body, ChatRequest), report)[0]
 
-    ids = await context.read(read, waits=True)
-    await context.json({"input_tokens": len(ids)})
+    ids = await exchange.read(read, waits=True)
+    await exchange.json({"input_tokens": len(ids)})
 
 
-def _reporter(context: RequestContext, strict: bool) -> Report:
+def _reporter(context: RequestContext) -> Report:
     def report(field: str, why: str) -> None:
-        context.warn_or_refuse(WORDS.get(field, field), why, strict)
+        context.warn_or_refuse(WORDS.get(field, field), why)
 
     return report
 
@@ -110,7 +111,12 @@ def anthropic_routes() -> list[Route]:
     return [
         Route(path, ("POST",), handler, dialect=ANTHROPIC, about=about, body=Body(kind))
         for path, handler, about, kind in (
-            ("/v1/messages", messages, "a conversation's next message", MessagesRequest),
-            ("/v1/messages/count_tokens", count_tokens, "length of its prompt", CountRequest),
+            ("/v1/messages", messages, "Create a message", MessagesRequest),
+            (
+                "/v1/messages/count_tokens",
+                count_tokens,
+                "Count input tokens",
+                CountRequest,
+            ),
         )
     ]

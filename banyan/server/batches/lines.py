@@ -20,13 +20,12 @@ from banyan.base.ids import fresh_id
 from banyan.base.log import logger
 from banyan.server.embeddings.openai import create_embeddings
 from banyan.server.errors import Json, error_body, internal
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import strict_json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.route import Handler
-from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
+from banyan.server.state import Handler, ServerState
 from banyan.server.store.batch_output import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
 
@@ -305,13 +304,13 @@ def labels_header(state: ServerState) -> bytes:
     return state.config.observe.labels_header.lower().encode()
 
 
-def _body(state: ServerState, line: Line, context: RequestContext) -> Json:
+def _body(state: ServerState, line: Line, exchange: HttpExchange) -> Json:
     """What a line asks, at the priority of batches. Its answer is in the file and nowhere else."""
     body = _with_priority(state, line.body)
     if line.url != "/v1/responses":
         return body
     if body.get("store") is True:
-        context.warn("store: the file has the response; it is not kept beside")
+        exchange.context.warn("store: the file has the response; it is not kept beside")
     return {**body, "store": False}
 
 
@@ -328,17 +327,20 @@ async def _ask(state: ServerState, line: Line) -> _Reply:
     reply = _Reply("", [])
     labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []
     scope = {"method": "POST", "path": line.url, "headers": labels}
-    context = RequestContext(scope, reply.send, words_wait=state.config.server.words_wait)
-    reply.id, reply.warnings = context.id, context.warnings
-    context.tenant = line.tenant
-    context.body = json.dumps(_body(state, line, context)).encode()
+    server = state.config.server
+    exchange = HttpExchange(
+        scope, reply.send, words_wait=server.words_wait, is_strict=server.strict_requests
+    )
+    reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
+    exchange.context.tenant = line.tenant
+    exchange.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         # a worker's task began within whichever request made the first batch
-        with nullcontext() if state.labels is None else state.labels(context):
-            await endpoints()[line.url](context, state)
+        with nullcontext() if state.labels is None else state.labels(exchange):
+            await endpoints()[line.url](exchange, state)
     except RequestError as error:
-        await context.fail(error)
+        await exchange.fail(error)
     except Exception:
-        log.exception("line of a batch failed id=%s path=%s", context.id, line.url)
-        await context.fail(internal(context.id))
+        log.exception("line of a batch failed id=%s path=%s", exchange.context.id, line.url)
+        await exchange.fail(internal(exchange.context.id))
     return reply

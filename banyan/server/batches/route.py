@@ -24,10 +24,10 @@ from banyan.server.batches.lines import (
     run_lines,
 )
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.files import PURPOSE, listed, page
+from banyan.server.state import ServerState
 from banyan.server.store.batch_output import AnswerLog
 from banyan.server.store.batches import Batch, BatchStore, Fault
 from banyan.server.store.files import STORAGE_FULL
@@ -50,28 +50,28 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-async def batches(context: RequestContext, state: ServerState) -> None:
+async def batches(exchange: HttpExchange, state: ServerState) -> None:
     """List the batches, or begin a new one."""
-    if context.method == "POST":
-        await _create(context, state)
+    if exchange.method == "POST":
+        await _create(exchange, state)
         return
-    found = (await state.storage.ready_if_used()).batches.all(owner_of(context.tenant))
-    shown, has_more = page(found, context.query, lambda b: b.id, _PAGE)
-    await context.json(listed([_shown(b, state.storage) for b in shown], has_more))
+    found = (await state.storage.ready_if_used()).batches.all(owner_of(exchange.context.tenant))
+    shown, has_more = page(found, exchange.query, lambda b: b.id, _PAGE)
+    await exchange.json(listed([_shown(b, state.storage) for b in shown], has_more))
 
 
-async def batch(context: RequestContext, state: ServerState) -> None:
+async def batch(exchange: HttpExchange, state: ServerState) -> None:
     """One batch: show it, or cancel it."""
     storage = await state.storage.ready_if_used()
-    id, _, verb = context.tail.partition("/")
-    found = storage.batches.find(id, owner_of(context.tenant))
-    if context.method == "POST":
+    id, _, verb = exchange.tail.partition("/")
+    found = storage.batches.find(id, owner_of(exchange.context.tenant))
+    if exchange.method == "POST":
         if verb != "cancel":
             raise RequestError("POST goes to /v1/batches/ID/cancel", status=404, code="not_found")
         found = await _cancel(state, found)
     elif verb:
         raise RequestError("GET goes to /v1/batches/ID", status=404, code="not_found")
-    await context.json(_shown(found, storage))
+    await exchange.json(_shown(found, storage))
 
 
 async def resume_batches(state: ServerState) -> None:
@@ -88,14 +88,14 @@ async def resume_batches(state: ServerState) -> None:
         _start(state, store)
 
 
-async def _create(context: RequestContext, state: ServerState) -> None:
+async def _create(exchange: HttpExchange, state: ServerState) -> None:
     state.admit()
-    raw = await context.json_object()
+    raw = await exchange.json_object()
     for name in raw.keys() - set(BatchRequest.__struct_fields__):
         why = "not used; nothing expires here"
-        context.warn_or_refuse(name, why, state.config.server.strict_requests)
+        exchange.context.warn_or_refuse(name, why)
     asked = typed(raw, BatchRequest)
-    storage, owner = await state.storage.ready(), owner_of(context.tenant)
+    storage, owner = await state.storage.ready(), owner_of(exchange.context.tenant)
     _check(asked, storage, owner)
     await storage.batches.make_room()
     made = Batch(
@@ -109,11 +109,11 @@ async def _create(context: RequestContext, state: ServerState) -> None:
         metadata=asked.metadata,
         model=state.served_name,
         owner=owner,
-        labels=context.header(labels_header(state)) if state.labels is not None else "",
+        labels=exchange.header(labels_header(state)) if state.labels is not None else "",
     )
     await storage.batches.save(made)
     _start(state, storage.batches)
-    await context.json(_shown(made, storage))
+    await exchange.json(_shown(made, storage))
 
 
 def _check(asked: BatchRequest, storage: Storage, owner: str) -> None:

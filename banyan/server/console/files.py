@@ -13,9 +13,9 @@ from importlib import resources
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.server.http import auth
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 
 FOLDER = "console/"
 """Where the files are, below the page."""
@@ -50,19 +50,19 @@ class File:
 
 def console_routes() -> list[Route]:
     below = {"{file}": ("GET",)}
-    about = "a file of the console"
+    about = "Static file of the console"
     return [Route(f"/{FOLDER}", ("GET",), show_file, auth.OPEN, about=about, below=below)]
 
 
-async def show_file(context: RequestContext, state: ServerState) -> None:
-    file = files().get(context.tail)
+async def show_file(exchange: HttpExchange, state: ServerState) -> None:
+    file = files().get(exchange.tail)
     if file is None:
-        name = printable(context.tail, 60)
+        name = printable(exchange.tail, 60)
         raise RequestError(f"the console has no file {name}", status=404, code="not_found")
     headers = {**HEADERS, "etag": file.tag, "cache-control": "no-cache"}
-    is_known = context.header(b"if-none-match") == file.tag
+    is_known = exchange.header(b"if-none-match") == file.tag
     body, status = (b"", 304) if is_known else (file.body, 200)
-    await context.whole(body, status, file.kind, headers)
+    await exchange.whole(body, status, file.kind, headers)
 
 
 def shell(plain: str) -> bytes:

@@ -4,20 +4,19 @@ import base64
 
 from banyan.base.errors import RequestError
 from banyan.requests.embeddings import Vector, prompts_of, shortened, usage_of
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.embeddings.sglang import (
     COMMON,
     VectorRequest,
     model_and_adapters_of,
-    origin_of,
     refuse_fields,
-    vector_service,
+    vector_specs,
     vectors_of,
 )
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 _FIELDS = frozenset((*COMMON, "input", "encoding_format", "dimensions"))
 _NOTE = "dimensions: cut to the first values; only models trained for it keep their quality"
@@ -29,12 +28,11 @@ class EmbeddingRequest(VectorRequest, frozen=True, kw_only=True):
     dimensions: int | None = None
 
 
-async def create_embeddings(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
-    strict = state.config.server.strict_requests
+async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.take_in(exchange.context.id)
 
-    def read(raw: Json) -> tuple[EmbeddingRequest, str, list[TextRequest]]:
-        refuse_fields(raw, _FIELDS, context, strict)
+    def read(raw: Json) -> tuple[EmbeddingRequest, str, list[RequestSpec]]:
+        refuse_fields(raw, _FIELDS, exchange.context)
         request = typed(raw, EmbeddingRequest)
         form = request.encoding_format or "float"
         if form not in ("float", "base64"):
@@ -43,20 +41,22 @@ async def create_embeddings(context: RequestContext, state: ServerState) -> None
                 param="encoding_format",
             )
         prompts, _ = prompts_of(request.input, "input", service.limits)
-        model, adapters = model_and_adapters_of(context, state, request, len(prompts))
-        vectors, origin = vector_service(service, state), origin_of(context, request, "embeddings")
-        return request, model, vectors.read(prompts, origin, adapters)
+        model, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
+        specs = vector_specs(
+            exchange.context, state, service, request, prompts, "embeddings", adapters
+        )
+        return request, model, specs
 
-    request, model, requests = await context.read(read)
-    found = await vectors_of(context, state, service, requests)
+    request, model, requests = await exchange.read(read)
+    found = await vectors_of(exchange.context, state, service, requests)
     if request.dimensions is not None:
         found = [_cut(v, request.dimensions) for v in found]
-        context.warn(_NOTE)
+        exchange.context.warn(_NOTE)
     entries: list[Json] = [
         {"object": "embedding", "index": i, "embedding": _shown(vector, request.encoding_format)}
         for i, vector in enumerate(found)
     ]
-    await context.json(
+    await exchange.json(
         {"object": "list", "data": entries, "model": model, "usage": usage_of(found)}
     )
 

@@ -6,21 +6,21 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import (
-    Origin,
+    Prompt,
     Vector,
     VectorService,
     prompts_of,
     softmax,
     usage_of,
 )
-from banyan.requests.generate_request import checked_rid, checked_salt, namespace_of
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.lora import model_and_adapters
+from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
 """Fields that every route about vectors honours, and `user`, which changes nothing."""
@@ -47,54 +47,54 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
     input: object
 
 
-async def encode(context: RequestContext, state: ServerState) -> None:
+async def encode(exchange: HttpExchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.take_in(context.id)
+    service = state.take_in(exchange.context.id)
     vectors = vector_service(service, state)
 
-    def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
+    def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
         known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
-        refuse_fields(raw, known, context, state.config.server.strict_requests)
+        refuse_fields(raw, known, exchange.context)
         request = typed(raw, NativeRequest)
         if (request.text is None) == (request.input_ids is None):
             raise RequestError("Exactly one of text and input_ids must be given.", param="text")
         name = "text" if request.input_ids is None else "input_ids"
         value = request.text if request.input_ids is None else request.input_ids
         prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
-        _, adapters = model_and_adapters_of(context, state, request, len(prompts))
-        origin = origin_of(context, request, "encode")
-        return request, vectors.read(prompts, origin, adapters), is_list
+        _, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
+        specs = vector_specs(exchange.context, state, service, request, prompts, "encode", adapters)
+        return request, specs, is_list
 
-    request, requests, is_list = await context.read(read)
-    with state.open.holding(requests, context.tenant):
+    request, requests, is_list = await exchange.read(read)
+    with state.open.holding(requests, exchange.context.tenant):
         answers = await vectors.answer(requests, request.dimensions)
-    await context.json(answers if is_list else answers[0])
+    await exchange.json(answers if is_list else answers[0])
 
 
-async def classify(context: RequestContext, state: ServerState) -> None:
+async def classify(exchange: HttpExchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.take_in(context.id)
+    service = state.take_in(exchange.context.id)
     labels = labels_of(service)
 
-    def read(raw: Json) -> tuple[str, list[TextRequest]]:
-        strict = state.config.server.strict_requests
-        refuse_fields(raw, {*COMMON, "input"}, context, strict)
+    def read(raw: Json) -> tuple[str, list[RequestSpec]]:
+        refuse_fields(raw, {*COMMON, "input"}, exchange.context)
         request = typed(raw, ClassifyRequest)
         prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
-        model, adapters = model_and_adapters_of(context, state, request, len(prompts))
-        vectors, origin = vector_service(service, state), origin_of(context, request, "classify")
-        return model, vectors.read(prompts, origin, adapters)
+        model, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
+        return model, vector_specs(
+            exchange.context, state, service, request, prompts, "classify", adapters
+        )
 
-    model, requests = await context.read(read)
-    found = await vectors_of(context, state, service, requests)
+    model, requests = await exchange.read(read)
+    found = await vectors_of(exchange.context, state, service, requests)
     entries: list[Json] = []
     for index, vector in enumerate(found):
         probs = softmax(vector.values)
         label = labels[probs.index(max(probs))]
         entries.append({"index": index, "label": label, "probs": probs, "num_classes": len(labels)})
-    await context.json(
+    await exchange.json(
         {
-            "id": context.id,
+            "id": exchange.context.id,
             "object": "list",
             "created": int(time.time()),
             "model": model,
@@ -115,30 +115,35 @@ def labels_of(service: Service) -> tuple[str, ...]:
     return service.model_config.labels
 
 
-def origin_of(context: RequestContext, request: VectorRequest, route: str) -> Origin:
-    return Origin(
-        context.id if request.rid is None else checked_rid(request.rid),
-        namespace_of(
-            context.tenant,
-            checked_salt(request.cache_salt, "cache_salt"),
-            checked_salt(request.extra_key, "extra_key"),
-        ),
-        context.tenant,
-        request.priority or 0,
-        route,
-    )
+def vector_specs(
+    context: RequestContext,
+    state: ServerState,
+    service: Service,
+    request: VectorRequest,
+    prompts: Sequence[Prompt],
+    route: str,
+    adapters: Sequence[str],
+) -> list[RequestSpec]:
+    """One request for the vector of each prompt."""
+    fields = shared_fields(context, request)
+    return vector_service(service, state).read(context, fields, prompts, route, adapters)
+
+
+def shared_fields(context: RequestContext, request: VectorRequest) -> Json:
+    """The fields of `build_specs`, with the id of the exchange where the body gives no rid."""
+    fields = msgspec.structs.asdict(request)
+    return {**fields, "rid": context.id if request.rid is None else request.rid}
 
 
 def model_and_adapters_of(
     context: RequestContext, state: ServerState, request: VectorRequest, count: int
 ) -> tuple[str, tuple[str, ...]]:
     """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
-    named = (request.model, state, context.warn, request.lora_path)
-    return model_and_adapters(*named, count)
+    return model_and_adapters(request.model, state, context, request.lora_path, count)
 
 
 async def vectors_of(
-    context: RequestContext, state: ServerState, service: Service, requests: Sequence[TextRequest]
+    context: RequestContext, state: ServerState, service: Service, requests: Sequence[RequestSpec]
 ) -> list[Vector]:
     """The vector of each request; their ids are taken while they run."""
     with state.open.holding(requests, context.tenant):
@@ -150,7 +155,9 @@ def vector_service(service: Service, state: ServerState) -> VectorService:
     return VectorService(service.generator, service.tokenizer, service.limits, version)
 
 
-def refuse_fields(raw: Json, known: Collection[str], context: RequestContext, strict: bool) -> None:
+def refuse_fields(
+    raw: Json, known: Collection[str], context: RequestContext, is_strict: bool = False
+) -> None:
     """Refuse fields that would change the vectors; report the others that nothing reads."""
     for name, value in raw.items():
         if name in known or value in (None, False, "", [], {}):
@@ -159,4 +166,4 @@ def refuse_fields(raw: Json, known: Collection[str], context: RequestContext, st
             raise RequestError(
                 f"{name} is not available in this build", param=name, code="not_available"
             )
-        context.warn_or_refuse(name, "not used", strict)
+        context.warn_or_refuse(name, "not used", is_strict)

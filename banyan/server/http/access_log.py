@@ -9,7 +9,7 @@ import time
 from banyan.base.log import logger, printable
 from banyan.config.serving import ObserveConfig
 from banyan.engine_client.request_log import write_line
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
 log = logger(__name__)
 
@@ -33,35 +33,35 @@ class AccessLog:
         if self._shows:
             log.setLevel(logging.INFO)
 
-    def tell(self, context: RequestContext, has_begun: bool, observe: ObserveConfig) -> None:
+    def tell(self, exchange: HttpExchange, has_begun: bool, observe: ObserveConfig) -> None:
         """An exchange has ended.
 
         Args:
             has_begun: a request of it went to the engine, whose end is logged there.
             observe: as it is now; operators may change it.
         """
-        path = printable(context.path, _PATH_CHARS)
+        path = printable(exchange.path, _PATH_CHARS)
         if self._shows:
             log.info(
                 "http method=%s path=%s status=%d seconds=%.3f peer=%s id=%s",
-                *(printable(context.method, 20), path, context.status),
-                *(time.monotonic() - context.began_s, context.peer, context.id),
+                *(printable(exchange.method, 20), path, exchange.status),
+                *(time.monotonic() - exchange.began_s, exchange.peer, exchange.context.id),
             )
         as_json = observe.log_requests and observe.log_format == "json"
-        place = printable(context.route, _PATH_CHARS) or path
-        for text in context.warnings:
+        place = printable(exchange.route, _PATH_CHARS) or path
+        for text in exchange.context.warnings:
             if self._is_new("warning", place, text.partition(":")[0]):
                 what = printable(text, _PATH_CHARS)
                 write_line("not honoured in full", {"route": place, "what": what, **_ONCE}, as_json)
-        if context.status < _REFUSED or has_begun or context.is_probe:
+        if exchange.status < _REFUSED or has_begun or exchange.is_probe:
             return
         facts = {
-            "id": context.id,
+            "id": exchange.context.id,
             "route": path,
-            "status": context.status,
-            "reason": context.refusal or None,
-            "field": printable(context.at_fault, _PATH_CHARS) or None,
-            "peer": context.peer,
+            "status": exchange.status,
+            "reason": exchange.refusal or None,
+            "field": printable(exchange.at_fault, _PATH_CHARS) or None,
+            "peer": exchange.peer,
         }
         if observe.log_requests:
             write_line("request refused", facts, as_json)

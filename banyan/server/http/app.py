@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import difflib
 import re
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
@@ -19,18 +19,17 @@ from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
 from banyan.server.http.api_keys import Caller, Keys
+from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Scope, Send
 from banyan.server.http.limits import (
     Body,
     BodyRoom,
     ClientGone,
     Receive,
+    deadline_of,
     read_body,
-    time_left,
     too_late,
 )
-from banyan.server.http.request_context import SEND_TIMEOUT_S, RequestContext, Scope, Send
 from banyan.server.http.route import WITH_BODY, Route
-from banyan.server.http.tracing import Around
 
 log = logger(__name__)
 
@@ -44,6 +43,10 @@ BODIES_IN_MEMORY = 8
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 _LONGEST_GUESSED = 64
 """Characters of a path that is compared with those of the routes."""
+
+
+RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
+"""Entered around the handling of one request, such as its span; may raise RequestError."""
 
 
 class Shared(Protocol):
@@ -75,9 +78,9 @@ class App(Generic[S]):
         self.state = state
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
-        self.around: Sequence[Around] = ()
+        self.around: Sequence[RequestScope] = ()
         """What requests that may make something run within: their span, their labels."""
-        self.open_requests: dict[RequestContext, None] = {}
+        self.open_requests: dict[HttpExchange, None] = {}
         self._ended = asyncio.Event()
         self._guard = auth.Guard(
             *(state.keys, server.admin_api_key, server.host),
@@ -91,8 +94,11 @@ class App(Generic[S]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            waits = self.state.config.server.words_wait
-            await self._answer(RequestContext(scope, send, self._send_timeout_s, waits), receive)
+            server = self.state.config.server
+            exchange = HttpExchange(
+                scope, send, self._send_timeout_s, server.words_wait, server.strict_requests
+            )
+            await self._answer(exchange, receive)
         elif scope["type"] == "lifespan":
             await _lifespan(receive, send)
         else:
@@ -101,94 +107,96 @@ class App(Generic[S]):
 
     async def wait_idle(self) -> None:
         """Wait until nothing but health checks is in progress."""
-        while any(not context.is_probe for context in self.open_requests):
+        while any(not exchange.is_probe for exchange in self.open_requests):
             self._ended.clear()
             await self._ended.wait()
 
     def end_all(self, text: str) -> None:
         """End what is still open with a 503 or a last event that says `text`."""
-        for context in list(self.open_requests):
-            context.stop(unavailable(text, "shutting_down"))
+        for exchange in list(self.open_requests):
+            exchange.stop(unavailable(text, "shutting_down"))
 
-    async def _answer(self, context: RequestContext, receive: Receive) -> None:
-        self.open_requests[context] = None
+    async def _answer(self, exchange: HttpExchange, receive: Receive) -> None:
+        self.open_requests[exchange] = None
         body = Body(self._room)
-        context.let_body_go = body.let_go
-        context.retry_after_s = self.state.retry_after_s
+        exchange.let_body_go = body.let_go
+        exchange.retry_after_s = self.state.retry_after_s
         try:
-            route = await self._admit(context)
+            route = await self._admit(exchange)
             if route is None:
                 return
-            declared = context.headers.get(b"content-length")
-            most = self._most_body(route, context)
-            context.body = await read_body(receive, declared, most, body)
+            declared = exchange.headers.get(b"content-length")
+            most = self._most_body(route, exchange)
+            exchange.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in self.around if context.method in WITH_BODY else ():
-                    within.enter_context(enter(context))
-                await self._run(route, context, receive)
+                for enter in self.around if exchange.method in WITH_BODY else ():
+                    within.enter_context(enter(exchange))
+                await self._run(route, exchange, receive)
         except RequestError as error:
-            await _quietly(context.fail(error))
+            await _quietly(exchange.fail(error))
             _let_go(error)
         except ClientGone:
             pass
         except Exception:
-            log.exception("request failed id=%s path=%s", context.id, printable(context.path, 100))
-            await _quietly(context.fail(internal(context.id)))
+            log.exception(
+                "request failed id=%s path=%s", exchange.context.id, printable(exchange.path, 100)
+            )
+            await _quietly(exchange.fail(internal(exchange.context.id)))
         finally:
-            del self.open_requests[context]
-            context.drop_body()
+            del self.open_requests[exchange]
+            exchange.drop_body()
             self._ended.set()
-            has_begun = context.work is not None and self.state.has_begun(context.work)
-            self._access.tell(context, has_begun, self.state.config.observe)
-            if body.size + context.num_sent > TRIM_BYTES:
+            has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
+            self._access.tell(exchange, has_begun, self.state.config.observe)
+            if body.size + exchange.num_sent > TRIM_BYTES:
                 with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
                     asyncio.get_running_loop().run_in_executor(None, give_back)
 
-    def _most_body(self, route: Route[S], context: RequestContext) -> int:
+    def _most_body(self, route: Route[S], exchange: HttpExchange) -> int:
         """Bytes of a body; none where nobody reads one, least of all from strangers."""
-        has_none = route.guard == auth.OPEN or context.method in ("GET", "HEAD")
+        has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
         return 0 if has_none else self._max_body
 
-    async def _admit(self, context: RequestContext) -> Route[S] | None:
+    async def _admit(self, exchange: HttpExchange) -> Route[S] | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
-        route = self._find(context)
+        route = self._find(exchange)
         if route is not None:
-            context.dialect, context.route = route.dialect, route.path
-        host = context.header(b"host")
-        context.page = self._guard.check_origin(
-            host, context.header(b"origin"), context.header(b"sec-fetch-site")
+            exchange.dialect, exchange.route = route.dialect, route.path
+        host = exchange.header(b"host")
+        exchange.page = self._guard.check_origin(
+            host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
         )
-        if context.method == "OPTIONS":
-            await context.whole(b"", 204, "text/plain", _options(route, context))
+        if exchange.method == "OPTIONS":
+            await exchange.whole(b"", 204, "text/plain", _options(route, exchange))
             return None
         verdict = self._guard.judge(
             route.guard if route else auth.KEY,
-            _credentials(context),
-            context.peer,
+            _credentials(exchange),
+            exchange.peer,
             host,
-            context.page,
+            exchange.page,
         )
         if verdict.status == auth.UNAUTHORIZED and route is not None and route.locked is not None:
-            await route.locked(context, self.state)
+            await route.locked(exchange, self.state)
             return None
         if verdict.status == auth.UNAUTHORIZED:
-            await context.json(context.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
+            await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
             return None
         if verdict.status != 200:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
-            raise no_route(context.path, self.routes)
+            raise no_route(exchange.path, self.routes)
         self._check_number(verdict.caller)
-        context.tenant, context.is_admin = verdict.caller.tenant, verdict.is_admin
-        context.is_probe = route.guard == auth.OPEN
-        if not await self._accepts(route, context):
+        exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
+        exchange.is_probe = route.guard == auth.OPEN
+        if not await self._accepts(route, exchange):
             return None
         return route
 
     def _check_number(self, caller: Caller) -> None:
         if not caller.max_requests:
             return
-        number = sum(other.tenant == caller.tenant for other in self.open_requests)
+        number = sum(other.context.tenant == caller.tenant for other in self.open_requests)
         if number >= caller.max_requests:
             raise RequestError(
                 f"{number} requests of this key are open; it may have {caller.max_requests} at "
@@ -198,61 +206,62 @@ class App(Generic[S]):
                 hint="Send it again when one of them has ended",
             )
 
-    def _find(self, context: RequestContext) -> Route[S] | None:
-        path = context.path
+    def _find(self, exchange: HttpExchange) -> Route[S] | None:
+        path = exchange.path
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
         if route := self.routes.get(path):
             return route
         for prefix, route in self.routes.items():
             if prefix.endswith("/") and prefix != "/" and path.startswith(prefix):
-                context.tail = path[len(prefix) :]
+                exchange.tail = path[len(prefix) :]
                 return route
         return None
 
-    async def _accepts(self, route: Route[S], context: RequestContext) -> bool:
+    async def _accepts(self, route: Route[S], exchange: HttpExchange) -> bool:
         """Whether method and content type fit; a refusal was sent otherwise."""
-        method = "GET" if context.method == "HEAD" else context.method
+        method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in route.methods:
             error = RequestError(
-                f"{route.path} answers {', '.join(route.methods)} only, not {context.method}",
+                f"{route.path} answers {', '.join(route.methods)} only, not {exchange.method}",
                 status=405,
                 code="method_not_allowed",
             )
-            await context.json(
-                context.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
+            await exchange.json(
+                exchange.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
             )
             return False
-        if context.headers.get(b"content-encoding", b"identity") != b"identity":
+        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
         return True
 
-    async def _run(self, route: Route[S], context: RequestContext, receive: Receive) -> None:
+    async def _run(self, route: Route[S], exchange: HttpExchange, receive: Receive) -> None:
         """Run the handler until it ends, the client leaves, or `stop` is called."""
-        left_s = time_left(context.headers, context.began_s)
-        context.work = asyncio.create_task(route.handler(context, self.state))
-        watch = asyncio.create_task(_watch(context, receive))
+        exchange.context.deadline_s = deadline_of(exchange.headers, exchange.began_s)
+        exchange.work = asyncio.create_task(route.handler(exchange, self.state))
+        watch = asyncio.create_task(_watch(exchange, receive))
         loop = asyncio.get_running_loop()
-        timer = None if left_s is None else loop.call_later(left_s, context.stop, too_late())
+        left_s = exchange.context.time_left_s()
+        timer = None if left_s is None else loop.call_later(left_s, exchange.stop, too_late())
         try:
-            await context.work
+            await exchange.work
         except asyncio.CancelledError:
-            if context.ending is None:
+            if exchange.ending is None:
                 raise
-            if isinstance(context.ending, RequestError):
-                await _quietly(context.fail(context.ending))
+            if isinstance(exchange.ending, RequestError):
+                await _quietly(exchange.fail(exchange.ending))
         finally:
             watch.cancel()
             if timer is not None:
                 timer.cancel()
 
 
-def _options(route: Route | None, context: RequestContext) -> dict[str, str]:
+def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
     """Headers of the answer to OPTIONS; to a page of others also what it may send."""
     allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
-    if not context.page:
+    if not exchange.page:
         return {"allow": allowed}
-    wanted = context.header(b"access-control-request-headers")
+    wanted = exchange.header(b"access-control-request-headers")
     return {
         "allow": allowed,
         "access-control-allow-methods": allowed,
@@ -280,17 +289,17 @@ def _nearest(path: str, known: Sequence[str]) -> str:
     return next(iter(difflib.get_close_matches(path, known, n=1, cutoff=0.75)), "")
 
 
-def _credentials(context: RequestContext) -> bytes:
+def _credentials(exchange: HttpExchange) -> bytes:
     """The Authorization header; the header x-api-key holds the same key without a scheme."""
-    given = context.headers.get(b"authorization", b"")
-    key = context.headers.get(b"x-api-key", b"")
+    given = exchange.headers.get(b"authorization", b"")
+    key = exchange.headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given
 
 
-async def _watch(context: RequestContext, receive: Receive) -> None:
+async def _watch(exchange: HttpExchange, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    context.stop(ClientGone())
+    exchange.stop(ClientGone())
 
 
 def _let_go(error: BaseException | None) -> None:

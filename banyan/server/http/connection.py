@@ -13,7 +13,7 @@ from typing import cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from banyan.server.http.batched_writes import BatchedTransport, Turn
-from banyan.server.http.request_context import ABORT, WRITE, Scope
+from banyan.server.http.exchange import ABORT, WRITE, Scope
 
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 << 10

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from banyan.requests.chunks import Chunks
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 
 T = TypeVar("T")
 
@@ -18,22 +18,22 @@ Later = Callable[[], Awaitable[bytes]]
 
 
 async def follow(
-    context: RequestContext, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
+    exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
 ) -> None:
     """Begin a stream with the first chunk, and send what `frames` makes of each until they are
     over. Where the client's buffer is full, or `frames` has to wait, the chunks wait too."""
     async for first in chunks:
-        await context.begin_events()
+        await exchange.begin_events()
         made = frames(first)
         while made is not None:
             frame = made if isinstance(made, bytes) else await made()
             if frame:
-                await context.event(frame)
-            made = await _write_along(context, chunks, frames)
+                await exchange.event(frame)
+            made = await _write_along(exchange, chunks, frames)
 
 
 async def _write_along(
-    context: RequestContext, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
+    exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
 ) -> bytes | Later | None:
     """Write until something has to be waited for, which is returned; None at the end."""
     until: asyncio.Future[bytes | Later | None] = asyncio.get_running_loop().create_future()
@@ -44,10 +44,10 @@ async def _write_along(
         try:
             while (chunk := chunks.take()) is not None:
                 made = frames(chunk)
-                if not isinstance(made, bytes) or (made and not context.write(made)):
+                if not isinstance(made, bytes) or (made and not exchange.write(made)):
                     until.set_result(made)
                     return
-                context.num_sent += len(made)
+                exchange.num_sent += len(made)
                 if chunks.is_quiet:
                     return
             if chunks.is_over:

@@ -140,8 +140,8 @@ def _too_large(size: str, max_bytes: int) -> RequestError:
     )
 
 
-def time_left(headers: Mapping[bytes, bytes], began_s: float) -> float | None:
-    """Seconds that the client gives its request from now on; None = any time.
+def deadline_of(headers: Mapping[bytes, bytes], began_s: float) -> float | None:
+    """Monotonic time at which the client wants its request to have ended; None = no limit.
 
     Raises:
         RequestError: 400; the header is no such number.
@@ -159,7 +159,7 @@ def time_left(headers: Mapping[bytes, bytes], began_s: float) -> float | None:
             f"{printable(given.decode('latin-1'), 40)!r}",
             param=DEADLINE,
         )
-    return began_s + allowed_s - time.monotonic()
+    return began_s + allowed_s
 
 
 def too_late() -> RequestError:

@@ -8,15 +8,11 @@ import msgspec
 
 from banyan.server.http import auth
 from banyan.server.http.dialect import OPENAI, Dialect
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import JSON_MEDIA
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
 
 S = TypeVar("S")
 """What the handlers of a table share."""
-
-Handler = Callable[[RequestContext, ServerState], Coroutine[Any, Any, None]]
-"""Of the server's own routes."""
 
 WITH_BODY = ("POST", "PUT")
 """Methods whose body is read."""
@@ -38,7 +34,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Route(Generic[S]):
-    """One path. A path that ends in "/" also serves everything below it (`RequestContext.tail`).
+    """One path. A path that ends in "/" also serves everything below it (`HttpExchange.tail`).
 
     Attributes:
         about: what it does, in a few words.
@@ -50,14 +46,14 @@ class Route(Generic[S]):
 
     path: str
     methods: tuple[str, ...]
-    handler: Callable[[RequestContext, S], Coroutine[Any, Any, None]]
+    handler: Callable[[HttpExchange, S], Coroutine[Any, Any, None]]
     guard: str = auth.KEY
     dialect: Dialect = OPENAI
     about: str = ""
     body: Body | None = None
     below: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     group: str = ""
-    locked: Callable[[RequestContext, S], Coroutine[Any, Any, None]] | None = None
+    locked: Callable[[HttpExchange, S], Coroutine[Any, Any, None]] | None = None
     is_available: bool = True
 
     def places(self) -> dict[str, tuple[str, ...]]:

@@ -19,14 +19,13 @@ from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
 from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
-from banyan.engine_client.data_parallel import Fleet
+from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
 from banyan.server.admin.flight_recorder import dumper
 from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
 from banyan.server.http.listen import bind, check_exposure, web_server
-from banyan.server.http.state import ServerState
 from banyan.server.http.tls import tls_context
 from banyan.server.lifecycle import deadline
 from banyan.server.lifecycle.daemon import in_daemon
@@ -34,6 +33,7 @@ from banyan.server.lifecycle.sigquit import hear_sigquit
 from banyan.server.lifecycle.startup import end_phase, open_service, report
 from banyan.server.lifecycle.supervisor import StartEngine, Supervisor
 from banyan.server.routes import create_app
+from banyan.server.state import ServerState
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)
@@ -143,7 +143,7 @@ class Server:
         except TimeoutError:
             log.warning("the last spans were not taken within %g s", LAST_SPANS_S)
 
-    def _open_engines(self) -> tuple[list[Supervisor], Fleet]:
+    def _open_engines(self) -> tuple[list[Supervisor], DataParallelClient]:
         """Who keeps each replica running, and the face of all of them."""
         parallel = self._config.parallel
         numbers = range(parallel.dp)
@@ -158,13 +158,13 @@ class Server:
         self.state.recordings = lambda: dict(
             recording for each in supervisors for recording in each.recordings().items()
         )
-        fleet = Fleet(
+        fleet = DataParallelClient(
             *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
             self._config.handoff.mode == "prefill",
         )
         return supervisors, fleet
 
-    def _lost(self, fleet: Fleet, lost: EngineClient) -> None:
+    def _lost(self, fleet: DataParallelClient, lost: EngineClient) -> None:
         fleet.share_out(lost)
         self._dump(lost.health().reason)
 
@@ -183,7 +183,7 @@ class Server:
             return
         asyncio.get_running_loop().run_in_executor(None, dumper(self.state, "SIGUSR1"))
 
-    async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:
+    async def _serve(self, fleet: DataParallelClient, supervisors: list[Supervisor]) -> int:
         """Start, serve, end in order; returns the exit code."""
         assert self._ending is not None
         starting = asyncio.create_task(self._start(fleet, supervisors))
@@ -205,7 +205,7 @@ class Server:
                 return 128 + signal.SIGINT
         return 0
 
-    async def _start(self, fleet: Fleet, supervisors: list[Supervisor]) -> None:
+    async def _start(self, fleet: DataParallelClient, supervisors: list[Supervisor]) -> None:
         self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
         self.state.config, model_config = await in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")

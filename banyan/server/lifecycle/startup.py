@@ -30,8 +30,8 @@ from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
 from banyan.server.admin.metric_labels import open_labels
 from banyan.server.admin.metrics import open_metrics
 from banyan.server.admin.traces import open_traces
-from banyan.server.http.state import ServerState, Service
 from banyan.server.lifecycle.warmup import warm_up
+from banyan.server.state import ServerState, Service
 from banyan.tokenizer.load import open_tokenizer
 from banyan.tokenizer.tokenizer import Tokenizer
 

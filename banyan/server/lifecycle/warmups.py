@@ -10,7 +10,7 @@ from banyan.base.table import Table
 from banyan.config.schema import Config
 
 if TYPE_CHECKING:
-    from banyan.server.http.state import Service
+    from banyan.server.state import Service
 
 WarmUp = Callable[["Service", Config], Awaitable[None]]
 

@@ -9,10 +9,10 @@ import orjson
 from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs, why_no_more
+from banyan.server.state import Service
 
 
 def now() -> str:

@@ -3,31 +3,32 @@
 import time
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import Prompt, prompts_of, shortened
-from banyan.requests.generation import TextRequest
-from banyan.server.embeddings.sglang import VectorRequest, origin_of, vector_service, vectors_of
+from banyan.requests.request_spec import RequestSpec
+from banyan.server.embeddings.sglang import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
+from banyan.server.state import ServerState, Service
 
 
-async def embed(context: RequestContext, state: ServerState) -> None:
+async def embed(exchange: HttpExchange, state: ServerState) -> None:
     started_ns = time.monotonic_ns()
     service = state.admit()
 
-    def read(raw: Json) -> tuple[EmbedRequest, str, list[TextRequest]]:
-        request = _typed(raw, context, state)
-        model, adapter = model_and_adapter_of(request.model, context, state)
+    def read(raw: Json) -> tuple[EmbedRequest, str, list[RequestSpec]]:
+        request = _typed(raw, exchange.context)
+        model, adapter = model_and_adapter_of(request.model, exchange.context, state)
         if request.input == []:
             return request, model, []
         prompts, _ = prompts_of(request.input, "input", service.limits)
-        return request, model, _requests(context, state, service, prompts, adapter)
+        return request, model, _requests(exchange.context, state, service, prompts, adapter)
 
-    request, model, requests = await context.read(read)
-    found = await vectors_of(context, state, service, requests) if requests else []
-    await context.json(
+    request, model, requests = await exchange.read(read)
+    found = await vectors_of(exchange.context, state, service, requests) if requests else []
+    await exchange.json(
         {
             "model": model,
             "embeddings": [
@@ -40,23 +41,23 @@ async def embed(context: RequestContext, state: ServerState) -> None:
     )
 
 
-async def embed_prompt(context: RequestContext, state: ServerState) -> None:
+async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
     """The form of before `input`: one text, one vector."""
     service = state.admit()
 
-    def read(raw: Json) -> list[TextRequest]:
-        request = _typed(raw, context, state)
-        _, adapter = model_and_adapter_of(request.model, context, state)
+    def read(raw: Json) -> list[RequestSpec]:
+        request = _typed(raw, exchange.context)
+        _, adapter = model_and_adapter_of(request.model, exchange.context, state)
         if not request.prompt:
             raise RequestError("prompt must be a text", param="prompt")
-        return _requests(context, state, service, [request.prompt], adapter)
+        return _requests(exchange.context, state, service, [request.prompt], adapter)
 
-    (vector,) = await vectors_of(context, state, service, await context.read(read))
-    await context.json({"embedding": vector.values.tolist()})
+    (vector,) = await vectors_of(exchange.context, state, service, await exchange.read(read))
+    await exchange.json({"embedding": vector.values.tolist()})
 
 
-def _typed(raw: Json, context: RequestContext, state: ServerState) -> EmbedRequest:
-    report = reporter(context, state)
+def _typed(raw: Json, context: RequestContext) -> EmbedRequest:
+    report = reporter(context)
     request = typed_from(raw, EmbedRequest, report)
     for name in request.options or {}:
         report(f"options.{name}", "not used for vectors")
@@ -69,7 +70,7 @@ def _requests(
     service: Service,
     prompts: list[Prompt],
     adapter: str,
-) -> list[TextRequest]:
+) -> list[RequestSpec]:
     if not service.limits.is_embedding:
         raise RequestError(
             "this model is served for text; it makes no vectors",
@@ -77,5 +78,5 @@ def _requests(
             code="not_available",
             hint="Start a server with --is-embedding",
         )
-    origin = origin_of(context, VectorRequest(), "embed")
-    return vector_service(service, state).read(prompts, origin, [adapter] * len(prompts))
+    adapters = [adapter] * len(prompts)
+    return vector_specs(context, state, service, VectorRequest(), prompts, "embed", adapters)

@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import msgspec
 
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
     Report,
@@ -16,15 +16,14 @@ from banyan.server.openai.fields import (
     check_model,
     typed,
 )
+from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NO_WORDS: Mapping[str, str] = {}
 
 
-def reporter(
-    context: RequestContext, state: ServerState, words: Mapping[str, str] = _NO_WORDS
-) -> Report:
+def reporter(context: RequestContext, words: Mapping[str, str] = _NO_WORDS) -> Report:
     """Reports a field without effect, or refuses the request under --strict-requests.
 
     Args:
@@ -32,8 +31,7 @@ def reporter(
     """
 
     def report(field: str, why: str) -> None:
-        strict = state.config.server.strict_requests
-        context.warn_or_refuse(words.get(field, field), why, strict)
+        context.warn_or_refuse(words.get(field, field), why)
 
     return report
 
@@ -45,9 +43,9 @@ def typed_from(raw: Json, kind: type[R], report: Report) -> R:
     return typed(raw, kind)
 
 
-async def read(context: RequestContext, kind: type[R], report: Report) -> R:
+async def read(exchange: HttpExchange, kind: type[R], report: Report) -> R:
     """The typed request of a body."""
-    return await context.read(lambda raw: typed_from(raw, kind, report))
+    return await exchange.read(lambda raw: typed_from(raw, kind, report))
 
 
 def model_and_adapter_of(name: str, context: RequestContext, state: ServerState) -> tuple[str, str]:
@@ -59,6 +57,5 @@ def model_and_adapter_of(name: str, context: RequestContext, state: ServerState)
         if adapter in names and name != served:
             return name, adapter
     if name != served:
-        strict = state.config.server.strict_requests
-        check_model(stem, served, context.warn, strict)
+        check_model(stem, served, context)
     return name or served, ""

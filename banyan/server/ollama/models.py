@@ -9,11 +9,11 @@ from pathlib import Path
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
 from banyan.server.ollama.schema import SAMPLING, ShowRequest
 from banyan.server.openai.schema import SAMPLING as NATIVE
+from banyan.server.state import ServerState, Service
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose routes these are. Clients compare it with what they need."""
@@ -23,28 +23,28 @@ NO_LIBRARY = "this server has one model, given at its start; it pulls, makes and
 _NEVER = timedelta(days=36500)
 
 
-async def tags(context: RequestContext, state: ServerState) -> None:
+async def tags(exchange: HttpExchange, state: ServerState) -> None:
     model = _model(state, state.admit())
     model |= {"modified_at": _loaded_at(state).isoformat()}
     beside = {"details": {**_details(state.admit()), "parent_model": state.served_name}}
     names = [place.name for place in state.adapters.places()]
     adapters = [{**model, **beside, "name": name, "model": name} for name in names]
-    await context.json({"models": [model, *adapters]})
+    await exchange.json({"models": [model, *adapters]})
 
 
-async def running(context: RequestContext, state: ServerState) -> None:
+async def running(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
     model = _model(state, service)
     expires = (_loaded_at(state) + _NEVER).isoformat()
     length = service.limits.context_length
-    await context.json({"models": [{**model, "expires_at": expires, "context_length": length}]})
+    await exchange.json({"models": [{**model, "expires_at": expires, "context_length": length}]})
 
 
-async def show(context: RequestContext, state: ServerState) -> None:
+async def show(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    request = await read(context, ShowRequest, reporter(context, state))
-    name, _ = model_and_adapter_of(request.model or request.name, context, state)
-    await context.json(
+    request = await read(exchange, ShowRequest, reporter(exchange.context))
+    name, _ = model_and_adapter_of(request.model or request.name, exchange.context, state)
+    await exchange.json(
         {
             "modelfile": f"FROM {state.served_name}\n",
             "parameters": _parameters(service),
@@ -57,11 +57,11 @@ async def show(context: RequestContext, state: ServerState) -> None:
     )
 
 
-async def version(context: RequestContext, state: ServerState) -> None:
-    await context.json({"version": API_VERSION})
+async def version(exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.json({"version": API_VERSION})
 
 
-async def no_library(context: RequestContext, state: ServerState) -> None:
+async def no_library(exchange: HttpExchange, state: ServerState) -> None:
     raise RequestError(NO_LIBRARY, status=501, code="not_available")
 
 

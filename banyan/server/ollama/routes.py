@@ -2,26 +2,27 @@
 
 import msgspec
 
-from banyan.server.http.route import Body, Handler, Route
+from banyan.server.http.route import Body, Route
 from banyan.server.ollama import embed, models, text
 from banyan.server.ollama.dialect import OLLAMA
 from banyan.server.ollama.schema import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
+from banyan.server.state import Handler
 
 _POST = ("POST",)
 
-_READING: tuple[tuple[str, Handler, str, type[msgspec.Struct]], ...] = (
-    ("/api/chat", text.chat, "a chat's answer", ChatRequest),
-    ("/api/generate", text.generate, "a prompt's answer", GenerateRequest),
-    ("/api/embed", embed.embed, "vectors of texts", EmbedRequest),
-    ("/api/embeddings", embed.embed_prompt, "vector of a text", EmbedRequest),
-    ("/api/show", models.show, "facts about the model", ShowRequest),
+_POST_ROUTES: tuple[tuple[str, Handler, str, type[msgspec.Struct]], ...] = (
+    ("/api/chat", text.chat, "Chat", ChatRequest),
+    ("/api/generate", text.generate, "Generate a completion", GenerateRequest),
+    ("/api/embed", embed.embed, "Create embeddings", EmbedRequest),
+    ("/api/embeddings", embed.embed_prompt, "Create one embedding (older form)", EmbedRequest),
+    ("/api/show", models.show, "Model information", ShowRequest),
 )
-_TELLING: tuple[tuple[str, Handler, str], ...] = (
-    ("/api/tags", models.tags, "the model as a list"),
-    ("/api/ps", models.running, "the model that is loaded"),
-    ("/api/version", models.version, "version of the API"),
+_GET_ROUTES: tuple[tuple[str, Handler, str], ...] = (
+    ("/api/tags", models.tags, "List models"),
+    ("/api/ps", models.running, "List loaded models"),
+    ("/api/version", models.version, "API version"),
 )
-_LACKING: tuple[tuple[str, tuple[str, ...]], ...] = (
+_UNAVAILABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((f"/api/{verb}", _POST) for verb in ("pull", "push", "create", "copy")),
     ("/api/delete", ("DELETE",)),
 )
@@ -31,19 +32,21 @@ def ollama_routes() -> list[Route]:
     return [
         *(
             Route(path, _POST, handler, dialect=OLLAMA, about=about, body=Body(kind))
-            for path, handler, about, kind in _READING
+            for path, handler, about, kind in _POST_ROUTES
         ),
         *(
             Route(path, ("GET",), handler, dialect=OLLAMA, about=about)
-            for path, handler, about in _TELLING
+            for path, handler, about in _GET_ROUTES
         ),
         *(
             Route(
-                *(path, methods, models.no_library),
+                path,
+                methods,
+                models.no_library,
                 dialect=OLLAMA,
                 about=models.NO_LIBRARY,
                 is_available=False,
             )
-            for path, methods in _LACKING
+            for path, methods in _UNAVAILABLE
         ),
     ]

@@ -6,49 +6,50 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
 from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
-from banyan.server.openai.fields import Report, in_words, origin_of, typed
+from banyan.server.openai.fields import Report, in_words, typed
 from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
+from banyan.server.state import ServerState, Service
 
 _NOTHING: Json = {"role": "assistant", "content": ""}
 
 
-async def chat(context: RequestContext, state: ServerState) -> None:
+async def chat(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    report = reporter(context, state, WORDS)
+    report = reporter(exchange.context, WORDS)
 
     def read(raw: Json) -> tuple[ChatRequest, _Asked | None]:
         request = typed_from(raw, ChatRequest, report)
         if not request.messages:
             return request, None
         body = chat_body(request, report)
-        return request, _asked(context, state, service, body, report, "chat")
+        return request, _asked(exchange.context, state, service, body, report, "chat")
 
-    await _answer(context, state, service, read, {"message": _NOTHING})
+    await _answer(exchange, state, service, read, {"message": _NOTHING})
 
 
-async def generate(context: RequestContext, state: ServerState) -> None:
+async def generate(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    report = reporter(context, state, WORDS)
+    report = reporter(exchange.context, WORDS)
 
     def read(raw: Json) -> tuple[GenerateRequest, _Asked | None]:
         request = typed_from(raw, GenerateRequest, report)
         if not request.prompt and not request.suffix:
             return request, None
         body = _prompt_body(service, request, report)
-        return request, _asked(context, state, service, body, report, "generate")
+        return request, _asked(exchange.context, state, service, body, report, "generate")
 
-    await _answer(context, state, service, read, {"response": ""})
+    await _answer(exchange, state, service, read, {"response": ""})
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,12 @@ def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> 
 
 
 async def _say_loaded(
-    context: RequestContext, state: ServerState, request: TextRequest, empty: Json
+    exchange: HttpExchange, state: ServerState, request: TextRequest, empty: Json
 ) -> None:
     """Nothing to answer: clients ask so to have the model loaded, and it is."""
-    model, _ = model_and_adapter_of(request.model, context, state)
+    model, _ = model_and_adapter_of(request.model, exchange.context, state)
     body = {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
-    await context.json(body)
+    await exchange.json(body)
 
 
 def _asked(
@@ -94,13 +95,12 @@ def _asked(
     """What the body of a chat request runs."""
     chat = typed(body, OpenAIChatRequest)
     model, adapter = model_and_adapter_of(chat.model, context, state)
-    origin = origin_of(context, chat, route, (adapter,))
-    plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+    plan = plan_chat(context, service, body, chat, route, adapter, report, may_shorten=True)
     return _Asked(model, chat, plan)
 
 
 async def _answer(
-    context: RequestContext,
+    exchange: HttpExchange,
     state: ServerState,
     service: Service,
     read: Callable[[Json], tuple[TextRequest, _Asked | None]],
@@ -109,28 +109,28 @@ async def _answer(
     """Run what `read` makes of the body; `empty` is what a request for nothing is answered."""
     started_ns = time.monotonic_ns()
     try:
-        request, asked = await context.read(read, waits=True)
+        request, asked = await exchange.read(read, waits=True)
     except RequestError as error:
         raise in_words(error, WORDS) from None
     if asked is None:
-        await _say_loaded(context, state, request, empty)
+        await _say_loaded(exchange, state, request, empty)
         return
     chat, plan = asked.chat, asked.plan
     is_chat, with_cache = isinstance(request, ChatRequest), state.config.server.cache_report
     answer = OllamaAnswer(service, plan, asked.model, is_chat, started_ns, with_cache)
     kept = []
-    with state.open.holding(plan.asked, context.tenant):
+    with state.open.holding(plan.asked, exchange.context.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:
             async for _, chunk in chunks:
                 answer.arrived()
                 if not chat.stream:
                     kept.append(chunk)
                     continue
-                if not context.streaming:
-                    await context.begin_events()
+                if not exchange.streaming:
+                    await exchange.begin_events()
                 for line in answer.lines(chunk):
-                    await context.event(line)
+                    await exchange.event(line)
         if chat.stream:
-            await context.end_events()
+            await exchange.end_events()
         else:
-            await context.json(answer.whole(kept))
+            await exchange.json(answer.whole(kept))

@@ -7,9 +7,9 @@ from typing import TypeVar
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import off_loop
 from banyan.server.errors import Json
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.multipart import Part, read_form
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.state import ServerState
 from banyan.server.store.files import StoredFile
 from banyan.server.store.folder import owner_of
 
@@ -20,31 +20,31 @@ MAX_PAGE = 10_000
 _OWN_FIELDS = ("file", "purpose")
 
 
-async def files(context: RequestContext, state: ServerState) -> None:
+async def files(exchange: HttpExchange, state: ServerState) -> None:
     """List the files, or take a new one."""
-    if context.method == "POST":
-        await _upload(context, state)
+    if exchange.method == "POST":
+        await _upload(exchange, state)
     else:
-        await _list(context, state)
+        await _list(exchange, state)
 
 
-async def file(context: RequestContext, state: ServerState) -> None:
+async def file(exchange: HttpExchange, state: ServerState) -> None:
     """One file: show it, delete it, or give its content."""
     store = (await state.storage.ready_if_used()).files
-    id, _, verb = context.tail.partition("/")
-    owner = owner_of(context.tenant)
+    id, _, verb = exchange.tail.partition("/")
+    owner = owner_of(exchange.context.tenant)
     stored = store.find(id, owner)
-    if verb == "content" and context.method != "DELETE":
+    if verb == "content" and exchange.method != "DELETE":
         async with aclosing(store.pieces(stored)) as pieces:
-            await context.pieces(pieces, stored.num_bytes, "application/octet-stream")
+            await exchange.pieces(pieces, stored.num_bytes, "application/octet-stream")
     elif verb:
         raise RequestError(f"no route below a file: {verb[:40]!r}", status=404, code="not_found")
-    elif context.method == "DELETE":
+    elif exchange.method == "DELETE":
         _check_unused(state, id)
         await store.remove(id, owner)
-        await context.json({"id": id, "object": "file", "deleted": True})
+        await exchange.json({"id": id, "object": "file", "deleted": True})
     else:
-        await context.json(_shown(stored))
+        await exchange.json(_shown(stored))
 
 
 def page(
@@ -77,12 +77,12 @@ def listed(bodies: list[Json], has_more: bool) -> Json:
     }
 
 
-async def _upload(context: RequestContext, state: ServerState) -> None:
-    body, kind = context.body, context.header(b"content-type")
+async def _upload(exchange: HttpExchange, state: ServerState) -> None:
+    body, kind = exchange.body, exchange.header(b"content-type")
     parts = await off_loop(len(body) + len(kind), lambda: read_form(body, kind))
     for name in {p.name.partition("[")[0]: None for p in parts}:
         if name not in _OWN_FIELDS:
-            context.warn_or_refuse(name, "not used", state.config.server.strict_requests)
+            exchange.context.warn_or_refuse(name, "not used")
     purpose = _only(parts, "purpose").text
     if purpose != PURPOSE:
         raise RequestError(
@@ -93,17 +93,17 @@ async def _upload(context: RequestContext, state: ServerState) -> None:
     if not given.content:
         raise RequestError("the file is empty", param="file")
     store = (await state.storage.ready()).files
-    name, owner = given.filename or "upload.jsonl", owner_of(context.tenant)
+    name, owner = given.filename or "upload.jsonl", owner_of(exchange.context.tenant)
     stored = await store.add(name, purpose, given.content, owner)
-    await context.json(_shown(stored))
+    await exchange.json(_shown(stored))
 
 
-async def _list(context: RequestContext, state: ServerState) -> None:
-    found = (await state.storage.ready_if_used()).files.all(owner_of(context.tenant))
-    if purpose := context.query.get("purpose"):
+async def _list(exchange: HttpExchange, state: ServerState) -> None:
+    found = (await state.storage.ready_if_used()).files.all(owner_of(exchange.context.tenant))
+    if purpose := exchange.query.get("purpose"):
         found = [f for f in found if f.purpose == purpose]
-    shown, has_more = page(found, context.query, lambda f: f.id, MAX_PAGE)
-    await context.json(listed([_shown(f) for f in shown], has_more))
+    shown, has_more = page(found, exchange.query, lambda f: f.id, MAX_PAGE)
+    await exchange.json(listed([_shown(f) for f in shown], has_more))
 
 
 def _only(parts: list[Part], name: str) -> Part:

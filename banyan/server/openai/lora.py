@@ -2,55 +2,58 @@
 by `lora_path`, or in the place of the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import one_each
-from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import check_model
-
-Warn = Callable[[str], None]
+from banyan.server.state import ServerState
 
 
 def model_and_adapter(
-    name: str, state: ServerState, warn: Warn, lora_path: object = None
+    name: str, state: ServerState, context: RequestContext, lora_path: object = None
 ) -> tuple[str, str]:
     """The model name to answer with, and the adapter that answers ("" for none). `name` may be the
     adapter's own, or BASE:ADAPTER.
 
     Raises:
-        RequestError: 404 for a model or adapter that there is not.
+        RequestError: 404 for an unknown model or adapter.
     """
-    asked = state.adapters.named(lora_path)
-    found = _adapter_in(name, state)
-    if asked and found and asked != found:
-        raise RequestError(
-            f"model names the adapter {found!r}, lora_path another one", param="lora_path"
-        )
-    if found:
-        return name, found
-    strict = state.config.server.strict_requests
-    return check_model(name, state.served_name, warn, strict), asked
+    model, (adapter,) = _model_and_adapters(name, state, context, [lora_path])
+    return model, adapter
 
 
 def model_and_adapters(
-    name: str, state: ServerState, warn: Warn, lora_path: object, count: int
+    name: str, state: ServerState, context: RequestContext, lora_path: object, count: int
 ) -> tuple[str, tuple[str, ...]]:
     """The same for `count` prompts: the adapter of each, where `lora_path` is a list.
 
     Raises:
-        RequestError: as there; the list has not one entry for each prompt.
+        RequestError: as there; the list does not have one entry for each prompt.
     """
     if not isinstance(lora_path, list):
-        model, adapter = model_and_adapter(name, state, warn, lora_path)
+        model, adapter = model_and_adapter(name, state, context, lora_path)
         return model, (adapter,) * count
     entries = one_each(cast(list[object], lora_path), count)
     if not entries:
-        return model_and_adapter(name, state, warn)[0], ()
-    model, first = model_and_adapter(name, state, warn, entries[0])
-    rest = [model_and_adapter(name, state, lambda _: None, entry) for entry in entries[1:]]
-    return model, (first, *(adapter for _, adapter in rest))
+        return model_and_adapter(name, state, context)[0], ()
+    return _model_and_adapters(name, state, context, entries)
+
+
+def _model_and_adapters(
+    name: str, state: ServerState, context: RequestContext, paths: Sequence[object]
+) -> tuple[str, tuple[str, ...]]:
+    asked = [state.adapters.named(path) for path in paths]
+    named = _adapter_in(name, state)
+    if not named:
+        return check_model(name, state.served_name, context), tuple(asked)
+    if any(adapter and adapter != named for adapter in asked):
+        raise RequestError(
+            f"model names the adapter {named!r}, lora_path another one", param="lora_path"
+        )
+    return name, (named,) * len(paths)
 
 
 def _adapter_in(name: str, state: ServerState) -> str:

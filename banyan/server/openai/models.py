@@ -3,12 +3,12 @@
 from datetime import UTC, datetime
 
 from banyan.lora.adapter_files import AdapterPlace
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import no_such_model
+from banyan.server.state import ServerState
 
 
-async def list_models(context: RequestContext, state: ServerState) -> None:
+async def list_models(exchange: HttpExchange, state: ServerState) -> None:
     model_configs = [
         _model_config(state),
         *(_adapter(state, place) for place in state.adapters.places()),
@@ -18,19 +18,19 @@ async def list_models(context: RequestContext, state: ServerState) -> None:
         "first_id": model_configs[0]["id"],
         "last_id": model_configs[-1]["id"],
     }
-    await context.json({"object": "list", "data": model_configs, **page})
+    await exchange.json({"object": "list", "data": model_configs, **page})
 
 
-async def show_model(context: RequestContext, state: ServerState) -> None:
+async def show_model(exchange: HttpExchange, state: ServerState) -> None:
     """One model or adapter by name; names may hold slashes."""
-    if context.tail == state.served_name:
-        await context.json(_model_config(state))
+    if exchange.tail == state.served_name:
+        await exchange.json(_model_config(state))
         return
     for place in state.adapters.places():
-        if context.tail == place.name:
-            await context.json(_adapter(state, place))
+        if exchange.tail == place.name:
+            await exchange.json(_adapter(state, place))
             return
-    raise no_such_model(context.tail)
+    raise no_such_model(exchange.tail)
 
 
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:

@@ -15,7 +15,7 @@ from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
 from banyan.requests.long_texts import encode_texts, fitted_text
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
+from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")

@@ -1,6 +1,6 @@
-"""The bodies of routes as types, where no struct is read: sampling, the native form and forms.
+"""Request bodies that the routes do not parse into structs, as types for the OpenAPI document.
 
-They serve the description of the routes alone; tests compare them with what the routes take.
+Tests compare them with the fields that the routes accept.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ CONSTRAINT_TYPES: Mapping[str, object] = {
     "guided_choice": list[str] | None,
     "guided_grammar": str | None,
 }
-"""Field of the OpenAI routes that constrains the output under a name of its own -> its type."""
+"""Constraint field of the OpenAI routes that /generate does not have -> its type."""
 
 NATIVE_TYPES: Mapping[str, object] = {
     "text": _TEXTS,
@@ -72,7 +72,7 @@ NATIVE_TYPES: Mapping[str, object] = {
 def _struct(
     name: str, types: Mapping[str, object], *bases: type[msgspec.Struct]
 ) -> type[msgspec.Struct]:
-    """A struct with all fields of `bases`, and these, which may be left out."""
+    """A struct with the fields of `bases` and `types`; the latter are optional."""
     fields = [(field, type_, None) for field, type_ in types.items()]
     return msgspec.defstruct(name, fields, bases=bases or None, kw_only=True, module=__name__)
 
@@ -94,7 +94,7 @@ class VertexRequest(msgspec.Struct, kw_only=True):
 
 
 class UploadForm(msgspec.Struct, kw_only=True):
-    """`file` is JSON lines, `purpose` is batch."""
+    """A batch input file: JSON lines, with purpose "batch"."""
 
     file: str
     purpose: str
@@ -102,9 +102,9 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 class FlushRequest(msgspec.Struct, kw_only=True):
     timeout: float = 0.0
-    """Seconds to wait for what runs."""
+    """Seconds to wait for running requests."""
     pinned: bool = False
-    """What is pinned goes too."""
+    """Flush pinned prompts too."""
 
 
 VERTEX = Body(VertexRequest)

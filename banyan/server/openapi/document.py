@@ -1,4 +1,4 @@
-"""The table of routes as an OpenAPI document, for people and generators. Knows no model."""
+"""The table of routes as an OpenAPI document."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from banyan.server.http.dialect import Dialect
 from banyan.server.http.route import WITH_BODY, Route
 
 Document = dict[str, Any]
-"""The OpenAPI document or a part of it: made here, so its readers know what lies inside."""
+"""The OpenAPI document or a part of it."""
 
 _REF = "#/components/schemas/{name}"
 _KEY = "key"
 ANYTHING = ("string", "number", "boolean", "object", "array", "null")
 Bodies = Mapping[type[msgspec.Struct], tuple[Document, Document]]
-"""What a route reads -> a reference to its schema, and the schema."""
+"""Request struct -> (reference to its schema, schema)."""
 _NAMES = re.compile(r"\{(\w+)\}")
 
 
@@ -26,7 +26,7 @@ def openapi(routes: Sequence[Route], version: str, root_path: str = "") -> Docum
     """OpenAPI 3.1 of every path and method of the table.
 
     Args:
-        root_path: prefix that a reverse proxy takes away.
+        root_path: prefix that a reverse proxy strips.
     """
     kinds = list(dict.fromkeys(r.body.kind for r in routes if r.body is not None))
     found, components = msgspec.json.schema_components(
@@ -62,8 +62,8 @@ def openapi(routes: Sequence[Route], version: str, root_path: str = "") -> Docum
 
 
 _ABOUT = (
-    "Routes of a Banyan server. A key is needed where the server was started with one. Fields that "
-    "are not listed are refused, or reported in the header x-banyan-warnings."
+    "API of a Banyan server. If the server was started with an API key, send it as a bearer token. "
+    "Unknown fields are rejected, or reported in the response header x-banyan-warnings."
 )
 
 
@@ -97,7 +97,7 @@ def _operation(route: Route, path: str, method: str, bodies: Bodies) -> Document
 
 
 def _query(schema: Document) -> list[Document]:
-    """The fields of a body that may come in the query."""
+    """Query parameters for the fields of a body."""
     needed = schema.get("required", ())
     return [
         {"name": name, "in": "query", "required": name in needed, "schema": one}
@@ -109,7 +109,7 @@ def _responses(route: Route, method: str, refusal: str) -> Document:
     refused = {"$ref": f"#/components/responses/{refusal}"}
     if not route.is_available:
         return {"501": refused}
-    answer: Document = {"description": "the answer"}
+    answer: Document = {"description": "Success."}
     fields = route.body.kind.__struct_fields__ if route.body and method in WITH_BODY else ()
     if "stream" in fields:
         answer["content"] = {"application/json": {}, route.dialect.media: {}}
@@ -117,7 +117,7 @@ def _responses(route: Route, method: str, refusal: str) -> Document:
 
 
 def _refusal(dialect: Dialect) -> Document:
-    """What a refusal looks like, as its dialect writes one."""
+    """The error response of a dialect, with an example."""
     sample = RequestError("temperature must be a finite number, got 'hot'.", param="temperature")
     content = {"application/json": {"example": dialect.error_body(sample)}}
     return {"description": "The request was refused.", "content": content}

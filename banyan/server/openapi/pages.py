@@ -1,7 +1,7 @@
-"""What a browser sees: the console, a page that says what this server is, /docs, /openapi.json.
+"""Pages for browsers: the home page, /docs and /openapi.json.
 
-The pages are whole in themselves: no script, no font, no request to anywhere. The console has the
-first of them inside, for who runs no scripts. Knows no engine.
+The pages load nothing: no script, no font, no other file. The console contains the home page for
+browsers without scripts.
 """
 
 import base64
@@ -15,10 +15,10 @@ from html import escape
 from banyan.server.admin.loads import living
 from banyan.server.console import files as console
 from banyan.server.http import auth
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openapi.document import Document, openapi
+from banyan.server.state import ServerState, Service
 
 Describe = Callable[[str, str], Document]
 """(version, path prefix) -> the OpenAPI document."""
@@ -59,10 +59,10 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_routes(others: Sequence[Route]) -> list[Route]:
-    """The table of routes with those of the pages, which tell of all of them."""
+    """`others` and the routes of the pages, which describe all of them."""
     table: list[Route] = []
 
-    @cache  # of what never changes while a server runs
+    @cache  # the table does not change while the server runs
     def described(version: str, root_path: str) -> Document:
         return openapi(table, version, root_path)
 
@@ -70,40 +70,40 @@ def page_routes(others: Sequence[Route]) -> list[Route]:
     docs, document = partial(_docs, described), partial(_document, described)
     group = "Pages"
     table += [
-        Route("/", _GET, root, about="what this server is", group=group, locked=_locked),
-        Route("/docs", _GET, docs, about="all routes as a page", group=group, locked=_locked),
-        Route("/openapi.json", _GET, document, about="all routes for generators", group=group),
-        Route("/favicon.ico", _GET, _no_icon, auth.OPEN, about="no picture", group=group),
+        Route("/", _GET, root, about="Home page of this server", group=group, locked=_locked),
+        Route("/docs", _GET, docs, about="API reference as a page", group=group, locked=_locked),
+        Route("/openapi.json", _GET, document, about="OpenAPI document", group=group),
+        Route("/favicon.ico", _GET, _no_icon, auth.OPEN, about="No icon", group=group),
         *others,
     ]
     return list(table)
 
 
-async def _root(table: Sequence[Route], context: RequestContext, state: ServerState) -> None:
+async def _root(table: Sequence[Route], exchange: HttpExchange, state: ServerState) -> None:
     """A page for browsers, a line for everybody else."""
-    if not _is_browser(context):
-        await context.text("Banyan is running\n")
+    if not _is_browser(exchange):
+        await exchange.text("Banyan is running\n")
         return
     routes = "".join(
         f"<h3>{escape(group)}</h3><table>{_rows(routes)}</table>"
         for group, routes in _grouped([r for r in table if r.is_available]).items()
     )
     body = (
-        f"<h1>Banyan</h1><p>A server for a large language model. {_link('docs', 'All routes')} "
-        f"with their fields, {_link('openapi.json', 'the same for generators')}.</p>"
+        f"<h1>Banyan</h1><p>An LLM inference server. See the {_link('docs', 'API reference')} "
+        f"and the {_link('openapi.json', 'OpenAPI document')}.</p>"
         f"<table>{_facts(state)}</table><h2>Try it</h2>"
-        f"<pre><code>{escape(_command(context, state))}</code></pre><h2>Routes</h2>{routes}"
+        f"<pre><code>{escape(_command(exchange, state))}</code></pre><h2>Routes</h2>{routes}"
     )
-    await _send_first(context, state, body)
+    await _send_first(exchange, state, body)
 
 
-async def _docs(described: Describe, context: RequestContext, state: ServerState) -> None:
+async def _docs(described: Describe, exchange: HttpExchange, state: ServerState) -> None:
     """The OpenAPI document as a page."""
     document = described(state.version, state.config.server.root_path)
     paths, schemas = document["paths"], document["components"]["schemas"]
     parts = [
         f"<h1>Routes of Banyan</h1><p>{escape(document['info']['description'])} "
-        f"{_link('.', 'What this server is')}; {_link('openapi.json', 'this for generators')}.</p>"
+        f"{_link('.', 'Home page')}; {_link('openapi.json', 'OpenAPI document')}.</p>"
     ]
     for tag in document["tags"]:
         parts.append(f"<h2>{escape(tag['name'])}</h2>")
@@ -113,53 +113,53 @@ async def _docs(described: Describe, context: RequestContext, state: ServerState
                 for method, operation in methods.items()
                 if operation["tags"] == [tag["name"]]
             ]
-    await _send(context, "Routes of Banyan", "".join(parts))
+    await _send(exchange, "Routes of Banyan", "".join(parts))
 
 
-async def _document(described: Describe, context: RequestContext, state: ServerState) -> None:
-    await context.json(described(state.version, state.config.server.root_path))
+async def _document(described: Describe, exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.json(described(state.version, state.config.server.root_path))
 
 
-async def _no_icon(context: RequestContext, state: ServerState) -> None:
-    await context.whole(b"", 204, "image/x-icon", {"cache-control": "max-age=86400"})
+async def _no_icon(exchange: HttpExchange, state: ServerState) -> None:
+    await exchange.whole(b"", 204, "image/x-icon", {"cache-control": "max-age=86400"})
 
 
-async def _locked(context: RequestContext, state: ServerState) -> None:
-    """Says how to send the key that is missing."""
+async def _locked(exchange: HttpExchange, state: ServerState) -> None:
+    """Refuse with an explanation of how to send the key."""
     asks = {"www-authenticate": "Bearer"}
-    line = "This server wants a key: send the header Authorization: Bearer KEY."
-    if not _is_browser(context):
-        await context.json({"error": "Unauthorized", "message": line}, 401, asks)
+    line = "This server needs an API key: send the header Authorization: Bearer KEY."
+    if not _is_browser(exchange):
+        await exchange.json({"error": "Unauthorized", "message": line}, 401, asks)
         return
-    curl = f"curl {_address(context, state)}/v1/models -H 'Authorization: Bearer '$BANYAN_API_KEY"
+    curl = f"curl {_address(exchange, state)}/v1/models -H 'Authorization: Bearer '$BANYAN_API_KEY"
     body = f"<h1>Banyan</h1><p>{line}</p><pre><code>{escape(curl)}</code></pre>"
-    if context.route == "/":
-        await _send_first(context, state, body, 401, asks)
+    if exchange.route == "/":
+        await _send_first(exchange, state, body, 401, asks)
     else:
-        await _send(context, "Banyan", body, 401, asks)
+        await _send(exchange, "Banyan", body, 401, asks)
 
 
-def _is_browser(context: RequestContext) -> bool:
-    return "text/html" in context.header(b"accept")
+def _is_browser(exchange: HttpExchange) -> bool:
+    return "text/html" in exchange.header(b"accept")
 
 
 async def _send_first(
-    context: RequestContext,
+    exchange: HttpExchange,
     state: ServerState,
     body: str,
     status: int = 200,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """The console, with `body` for who runs no scripts; `body` alone where there is no console."""
+    """Send the console with `body` as its content without scripts; only `body` if disabled."""
     if state.config.server.disable_console:
-        await _send(context, "Banyan", body, status, more)
+        await _send(exchange, "Banyan", body, status, more)
         return
     headers = {**HEADERS, **console.HEADERS, **(more or {})}
-    await context.whole(console.shell(body), status, "text/html; charset=utf-8", headers)
+    await exchange.whole(console.shell(body), status, "text/html; charset=utf-8", headers)
 
 
 async def _send(
-    context: RequestContext,
+    exchange: HttpExchange,
     title: str,
     body: str,
     status: int = 200,
@@ -171,13 +171,13 @@ async def _send(
         f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'
         f"<body><main>{body}</main></body></html>\n"
     )
-    await context.whole(
+    await exchange.whole(
         page.encode(), status, "text/html; charset=utf-8", {**HEADERS, **(more or {})}
     )
 
 
 def _link(to: str, text: str) -> str:
-    """To another page; relative, so that a proxy may put a prefix in front."""
+    """A relative link, so that a proxy may add a prefix."""
     return f'<a href="{to}">{escape(text)}</a>'
 
 
@@ -198,7 +198,7 @@ def _rows(routes: Sequence[Route]) -> str:
 
 
 def _facts(state: ServerState) -> str:
-    """What a person asks first, as rows of a table."""
+    """Model, state and load as table rows."""
     trouble, service = state.trouble(), state.service
     is_waiting = state.paused or state.released
     paused = "paused: requests wait" if is_waiting else "ready"
@@ -220,11 +220,11 @@ def _facts(state: ServerState) -> str:
     )
 
 
-def _command(context: RequestContext, state: ServerState) -> str:
-    """A line for a shell that asks this server for something it can do."""
+def _command(exchange: HttpExchange, state: ServerState) -> str:
+    """A shell command with a request that this server can answer."""
     path, asked = _sample(state.service)
     key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if state.config.server.has_keys else ""
-    return f"curl {_address(context, state)}{path}{key} -d '{json.dumps(asked)}'"
+    return f"curl {_address(exchange, state)}{path}{key} -d '{json.dumps(asked)}'"
 
 
 def _sample(service: Service | None) -> tuple[str, Document]:
@@ -238,17 +238,17 @@ def _sample(service: Service | None) -> tuple[str, Document]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 64}
 
 
-def _address(context: RequestContext, state: ServerState) -> str:
-    """Where the client found this server."""
-    server, host = state.config.server, context.header(b"host")
-    scheme = "https" if context.header(b"x-forwarded-proto") == "https" else "http"
+def _address(exchange: HttpExchange, state: ServerState) -> str:
+    """The base URL under which the client reached this server."""
+    server, host = state.config.server, exchange.header(b"host")
+    scheme = "https" if exchange.header(b"x-forwarded-proto") == "https" else "http"
     if not _HOST.fullmatch(host):
         host = f"{server.host}:{server.port}"
     return f"{scheme}://{host}{server.root_path.rstrip('/')}"
 
 
 def _operation(method: str, path: str, operation: Document, schemas: Mapping[str, Document]) -> str:
-    """One operation: a line, and its fields behind it where it has some."""
+    """One operation: a line, with its fields in a table that unfolds."""
     line = f"<code>{method} {escape(path)}</code> {escape(operation['summary'])}"
     rows = [
         _row(p["name"], p["schema"], p["required"], p["in"])

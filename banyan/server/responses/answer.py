@@ -12,13 +12,13 @@ from banyan.parsers.parts import CallStart, Said
 from banyan.requests.cached_tokens import cache_miss
 from banyan.requests.generation import TextChunk, Usage
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs
 from banyan.server.responses.output import Output
 from banyan.server.responses.request import ResponsesRequest
 from banyan.server.responses.tools import Offered, Shown, shown_tools
+from banyan.server.state import Service
 from banyan.server.tool_servers.base import Outcome
 
 

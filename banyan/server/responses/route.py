@@ -15,17 +15,16 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.chat_template.template import ChatTemplate
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json, internal
-from banyan.server.http.request_context import RequestContext
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
     in_words,
-    origin_of,
     typed,
 )
 from banyan.server.openai.files import listed, page
@@ -52,6 +51,7 @@ from banyan.server.responses.tools import (
     first_listings,
     offered_tools,
 )
+from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
 
 R = TypeVar("R", bound=PromptRequest)
@@ -75,10 +75,10 @@ class _Asked:
     offered: Offered
 
 
-async def create(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
+async def create(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.take_in(exchange.context.id)
     server = state.config.server
-    report = _reporter(context, server.strict_requests)
+    report = _reporter(exchange.context)
 
     def plan_turn(
         asked: _Asked, request: ResponsesRequest, written: list[Json], report: Report
@@ -87,32 +87,33 @@ async def create(context: RequestContext, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(context, chat, "responses", (asked.adapter,))
-            return plan_chat(service, body, chat, origin, report)
+            return plan_chat(
+                exchange.context, service, body, chat, "responses", asked.adapter, report
+            )
         except RequestError as error:
             raise in_words(error, WORDS) from None
 
     def read(raw: Json) -> tuple[_Asked, ChatPlan]:
         request = _read(raw, ResponsesRequest, report)
-        model, adapter = model_and_adapter(request.model, state, context.warn)
-        before, given = _before(request, context, state), given_items(request.input)
+        model, adapter = model_and_adapter(request.model, state, exchange.context)
+        before, given = _before(request, exchange.context, state), given_items(request.input)
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
-    asked, plan = await context.read(read, waits=True)
+    asked, plan = await exchange.read(read, waits=True)
     request, model, before, given = asked.request, asked.model, asked.before, asked.given
     offered = asked.offered
 
     async def plan_later(request: ResponsesRequest, written: list[Json]) -> ChatPlan:
         return await asyncio.to_thread(plan_turn, asked, request, written, _told_before)
 
-    id = _fresh_id(request, context, state)
+    id = _fresh_id(request, exchange.context, state)
     listings = first_listings(offered, [*before, *given])
     answer = ResponseAnswer(
         service, plan, request, offered, listings, id, model, server.cache_report
     )
-    stored = StoredResponse(answer.body, id, given, before, context.tenant)
+    stored = StoredResponse(answer.body, id, given, before, exchange.context.tenant)
 
     def over() -> None:
         final = answer.body()
@@ -125,79 +126,84 @@ async def create(context: RequestContext, state: ServerState) -> None:
         calls.limit = min(MAX_CALLS, request.max_tool_calls)
     running = Running(service, request, plan, plan_later, calls, answer, over)
     if request.background:
-        await _in_background(context, state, running, stored, bool(request.stream))
+        await _in_background(exchange, state, running, stored, bool(request.stream))
         return
-    with state.open.holding(plan.asked, context.tenant):
+    with state.open.holding(plan.asked, exchange.context.tenant):
         if request.stream:
-            await _stream(context, running)
+            await _stream(exchange, running)
         else:
             async with aclosing(running.events()) as events:
                 async for _ in events:
                     pass
-            await context.json(stored.show())
+            await exchange.json(stored.show())
 
 
-async def one(context: RequestContext, state: ServerState) -> None:
+async def one(exchange: HttpExchange, state: ServerState) -> None:
     """One stored response: show it, follow it, delete it, cancel it, or list its input."""
-    id, _, verb = context.tail.partition("/")
-    if verb not in ("", "input_items", "cancel") or (context.method == "POST") != (
+    id, _, verb = exchange.tail.partition("/")
+    if verb not in ("", "input_items", "cancel") or (exchange.method == "POST") != (
         verb == "cancel"
     ):
         raise RequestError(
             f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
         )
-    found = state.responses.find(id, context.tenant)
-    if context.method == "POST":
-        await context.json(await _cancel(found))
-    elif context.method == "DELETE":
+    found = state.responses.find(id, exchange.context.tenant)
+    if exchange.method == "POST":
+        await exchange.json(await _cancel(found))
+    elif exchange.method == "DELETE":
         await _end(found)
-        state.responses.remove(id, context.tenant)
-        await context.json({"id": id, "object": "response", "deleted": True})
+        state.responses.remove(id, exchange.context.tenant)
+        await exchange.json({"id": id, "object": "response", "deleted": True})
     elif verb:
-        shown, has_more = page(found.given, context.query, lambda item: str(item["id"]), _PAGE)
-        await context.json(listed(shown, has_more))
-    elif context.query.get("stream") in _ON:
-        await _follow(context, found, context.query.get("starting_after"))
+        shown, has_more = page(found.given, exchange.query, lambda item: str(item["id"]), _PAGE)
+        await exchange.json(listed(shown, has_more))
+    elif exchange.query.get("stream") in _ON:
+        await _follow(exchange, found, exchange.query.get("starting_after"))
     else:
-        await context.json(found.show())
+        await exchange.json(found.show())
 
 
-async def input_tokens(context: RequestContext, state: ServerState) -> None:
+async def input_tokens(exchange: HttpExchange, state: ServerState) -> None:
     """The length of a prompt, counted and not run."""
     service = state.admit()
-    strict = state.config.server.strict_requests
-    report = _reporter(context, strict)
+    report = _reporter(exchange.context)
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, PromptRequest, report)
-        model_and_adapter(request.model, state, context.warn)
-        items = [*_before(request, context, state), *given_items(request.input)]
+        model_and_adapter(request.model, state, exchange.context)
+        items = [*_before(request, exchange.context, state), *given_items(request.input)]
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
         return chat_prompt(service, chat, report)[0]
 
-    ids = await context.read(read, waits=True)
-    await context.json({"object": "response.input_tokens", "input_tokens": len(ids)})
+    ids = await exchange.read(read, waits=True)
+    await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def responses_routes() -> list[Route]:
     return [
         Route(
-            *("/v1/responses", ("POST",), create),
+            "/v1/responses",
+            ("POST",),
+            create,
             dialect=RESPONSES,
-            about="a response, kept unless store is false",
+            about="Create a response; kept unless store is false",
             body=Body(ResponsesRequest),
         ),
         Route(
-            *("/v1/responses/input_tokens", ("POST",), input_tokens),
+            "/v1/responses/input_tokens",
+            ("POST",),
+            input_tokens,
             dialect=RESPONSES,
-            about="length of a response's prompt",
+            about="Count the input tokens of a response",
             body=Body(PromptRequest),
         ),
         Route(
-            *("/v1/responses/", ("GET", "POST", "DELETE"), one),
+            "/v1/responses/",
+            ("GET", "POST", "DELETE"),
+            one,
             dialect=RESPONSES,
-            about="a response that was kept",
+            about="Get, cancel or delete a stored response",
             below={
                 "{response_id}": ("GET", "DELETE"),
                 "{response_id}/cancel": ("POST",),
@@ -207,9 +213,9 @@ def responses_routes() -> list[Route]:
     ]
 
 
-def _reporter(context: RequestContext, strict: bool) -> Report:
+def _reporter(context: RequestContext) -> Report:
     def report(field: str, why: str) -> None:
-        context.warn_or_refuse(WORDS.get(field, field), why, strict)
+        context.warn_or_refuse(WORDS.get(field, field), why)
 
     return report
 
@@ -259,33 +265,33 @@ def _before(request: PromptRequest, context: RequestContext, state: ServerState)
     return found.conversation
 
 
-async def _stream(context: RequestContext, running: Running) -> None:
+async def _stream(exchange: HttpExchange, running: Running) -> None:
     """Send the events of a response, whose last says how it ended."""
     try:
         async with aclosing(running.events()) as events:
             async for event in events:
-                if not context.streaming:
-                    await context.begin_events()
-                await context.event(event)
+                if not exchange.streaming:
+                    await exchange.begin_events()
+                await exchange.event(event)
     except RequestError as error:
-        if not context.streaming:
+        if not exchange.streaming:
             raise
-        await _send_all(context, running.fail(error))
+        await _send_all(exchange, running.fail(error))
     except asyncio.CancelledError:
-        if isinstance(context.ending, RequestError) and context.streaming:
-            await _send_all(context, running.fail(context.ending))
-            await context.end_events()
+        if isinstance(exchange.ending, RequestError) and exchange.streaming:
+            await _send_all(exchange, running.fail(exchange.ending))
+            await exchange.end_events()
         raise
-    await context.end_events()
+    await exchange.end_events()
 
 
-async def _send_all(context: RequestContext, events: list[Json]) -> None:
+async def _send_all(exchange: HttpExchange, events: list[Json]) -> None:
     for event in events:
-        await context.event(event)
+        await exchange.event(event)
 
 
 async def _in_background(
-    context: RequestContext,
+    exchange: HttpExchange,
     state: ServerState,
     running: Running,
     stored: StoredResponse,
@@ -294,11 +300,11 @@ async def _in_background(
     """Start a response that runs on its own, and answer with its beginning."""
     stored.events = [] if is_streamed else None
     state.responses.keep(stored)
-    stored.work = asyncio.create_task(_work(context.id, state, running, stored))
+    stored.work = asyncio.create_task(_work(exchange.context.id, state, running, stored))
     if is_streamed:
-        await _follow(context, stored, None)
+        await _follow(exchange, stored, None)
     else:
-        await context.json(stored.show())
+        await exchange.json(stored.show())
 
 
 async def _work(id: str, state: ServerState, running: Running, stored: StoredResponse) -> None:
@@ -327,7 +333,7 @@ async def _work(id: str, state: ServerState, running: Running, stored: StoredRes
     stored.news.set()
 
 
-async def _follow(context: RequestContext, stored: StoredResponse, after: str | None) -> None:
+async def _follow(exchange: HttpExchange, stored: StoredResponse, after: str | None) -> None:
     """Send the events of a background response, past ones first, until it is over."""
     if stored.events is None:
         raise RequestError(
@@ -337,16 +343,16 @@ async def _follow(context: RequestContext, stored: StoredResponse, after: str | 
     if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
         raise RequestError("starting_after must be a sequence number", param="starting_after")
     next_ = 0 if after is None else int(after) + 1
-    await context.begin_events()
+    await exchange.begin_events()
     while True:
         stored.news.clear()
         while next_ < len(stored.events):
-            await context.event(stored.events[next_])
+            await exchange.event(stored.events[next_])
             next_ += 1
         if stored.is_over and next_ >= len(stored.events):
             break
         await stored.news.wait()
-    await context.end_events()
+    await exchange.end_events()
 
 
 async def _cancel(stored: StoredResponse) -> Json:

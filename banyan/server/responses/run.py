@@ -12,11 +12,11 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.requests.generation import run
 from banyan.server.errors import Json
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.responses.answer import ResponseAnswer
 from banyan.server.responses.request import ResponsesRequest
 from banyan.server.responses.tools import MAX_TURNS, ServerCalls
+from banyan.server.state import Service
 
 
 @dataclass(frozen=True)

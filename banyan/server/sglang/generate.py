@@ -8,13 +8,12 @@ import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.requests.bootstrap import HEADER, with_replica
 from banyan.requests.generate_response import NativeService
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState, Service
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,34 +42,35 @@ def native_service(service: Service, state: ServerState) -> NativeService:
     )
 
 
-async def generate(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
+async def generate(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.take_in(exchange.context.id)
     native = native_service(service, state)
-    size = len(context.body)
-    body = await context.json_object()
-    turn = await state.sessions.begin(body, service.tokenizer, service.limits, context.tenant)
+    size = len(exchange.body)
+    body = await exchange.json_object()
+    turn = await state.sessions.begin(
+        body, service.tokenizer, service.limits, exchange.context.tenant
+    )
     asked = body if turn is None else turn.body
-    asked = with_replica(asked, context.header(HEADER))
-    request = await native.read(asked, context.tenant, size)
+    request = await native.read(asked, exchange.context, size)
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")
     for name, why in merged(s.not_honoured for s in request.sequences).items():
-        context.warn_or_refuse(name, why, state.config.server.strict_requests)
+        exchange.context.warn_or_refuse(name, why)
     output: list[int] = []
-    with state.open.holding([s.request for s in request.sequences], context.tenant):
+    with state.open.holding([s.request for s in request.sequences], exchange.context.tenant):
         if not request.stream:
             answer = await native.answer(request)
             output = output_of(answer)
-            await context.json(answer)
+            await exchange.json(answer)
         else:
             async with aclosing(native.stream(request)) as answers:
                 async for answer in answers:
-                    if not context.streaming:
-                        await context.begin_events()
+                    if not exchange.streaming:
+                        await exchange.begin_events()
                     new = output_of(answer)
                     output = output + new if native.is_incremental else new
-                    await context.event(answer)
-            await context.end_events()
+                    await exchange.event(answer)
+            await exchange.end_events()
     if turn is not None:
         turn.keep(output)
 
@@ -81,10 +81,10 @@ def output_of(answer: object) -> list[int]:
     return ids if isinstance(ids, list) else []
 
 
-async def open_session(context: RequestContext, state: ServerState) -> None:
+async def open_session(exchange: HttpExchange, state: ServerState) -> None:
     """Answers with the session's id as a JSON string."""
     state.admit()
-    asked = typed(await context.optional_object(), OpenSession)
+    asked = typed(await exchange.optional_object(), OpenSession)
     if asked.streaming:
         raise RequestError(
             "streaming sessions are not available in this build",
@@ -93,28 +93,28 @@ async def open_session(context: RequestContext, state: ServerState) -> None:
             hint="Name the turn to go on from in session_params.rid.",
         )
     found = state.sessions.open(
-        asked.capacity_of_str_len, asked.session_id, asked.timeout, context.tenant
+        asked.capacity_of_str_len, asked.session_id, asked.timeout, exchange.context.tenant
     )
-    await context.json(found)
+    await exchange.json(found)
 
 
-async def close_session(context: RequestContext, state: ServerState) -> None:
+async def close_session(exchange: HttpExchange, state: ServerState) -> None:
     """Closing what is not open is no error: it may have timed out."""
-    asked = typed(await context.optional_object(), CloseSession)
-    state.sessions.close(asked.session_id, context.tenant)
-    await context.whole(b"", 200, "text/plain")
+    asked = typed(await exchange.optional_object(), CloseSession)
+    state.sessions.close(asked.session_id, exchange.context.tenant)
+    await exchange.whole(b"", 200, "text/plain")
 
 
-async def vertex(context: RequestContext, state: ServerState) -> None:
+async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
-    native = native_service(state.take_in(context.id), state)
+    native = native_service(state.take_in(exchange.context.id), state)
     limits = native.limits
-    request = await context.read(
-        lambda body: native.parse(_from_vertex(body, limits), context.tenant)
+    request = await exchange.read(
+        lambda body: native.parse(_from_vertex(body, limits), exchange.context)
     )
-    with state.open.holding([s.request for s in request.sequences], context.tenant):
+    with state.open.holding([s.request for s in request.sequences], exchange.context.tenant):
         answer = await native.answer(request)
-    await context.json({"predictions": answer})
+    await exchange.json({"predictions": answer})
 
 
 def _from_vertex(body: Json, limits: Limits) -> Json:

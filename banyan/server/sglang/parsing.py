@@ -16,9 +16,9 @@ from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
 
 T = TypeVar("T")
 
@@ -38,8 +38,8 @@ class SeparateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_blocks: bool = False
 
 
-async def parse_function_call(context: RequestContext, state: ServerState) -> None:
-    request = typed(await context.json_object(), ParseCallsRequest)
+async def parse_function_call(exchange: HttpExchange, state: ServerState) -> None:
+    request = typed(await exchange.json_object(), ParseCallsRequest)
     _check_length(request.text)
     name = request.tool_call_parser
     if name is None and state.service is not None:
@@ -61,11 +61,11 @@ async def parse_function_call(context: RequestContext, state: ServerState) -> No
         for start, texts in zip(starts, written, strict=True)
     ]
     said = "".join(part.text for part in parts if isinstance(part, Said))
-    await context.json({"normal_text": said, "calls": calls})
+    await exchange.json({"normal_text": said, "calls": calls})
 
 
-async def separate_reasoning(context: RequestContext, state: ServerState) -> None:
-    request = typed(await context.json_object(), SeparateRequest)
+async def separate_reasoning(exchange: HttpExchange, state: ServerState) -> None:
+    request = typed(await exchange.json_object(), SeparateRequest)
     _check_length(request.text)
     format = _load(REASONING_PARSERS, request.reasoning_parser, "reasoning_parser")
     parser = ReasoningParser(format, format.always)
@@ -87,7 +87,7 @@ async def separate_reasoning(context: RequestContext, state: ServerState) -> Non
     body: Json = {"reasoning_text": "".join(thoughts), "text": "".join(texts)}
     if request.return_blocks:
         body |= {"reasoning_blocks": thoughts, "text_blocks": texts, "blocks": blocks}
-    await context.json(body)
+    await exchange.json(body)
 
 
 def _load(table: Table[T], name: str | None, param: str) -> T:

@@ -12,10 +12,10 @@ from banyan.base.errors import RequestError
 from banyan.messages.events import PinFact
 from banyan.server.errors import Json
 from banyan.server.http.api_keys import digest
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.sglang.generate import native_service
+from banyan.server.state import ServerState
 
 _ASK_S = 10.0
 _MOST_S = 7 * 24 * 3600.0
@@ -46,10 +46,10 @@ class UnpinRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What /pin_prefix called it; without it all are let go."""
 
 
-async def pin_prefix(context: RequestContext, state: ServerState) -> None:
+async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
     """Compute a prompt, and keep its whole pages until `ttl_s` is over."""
     native = native_service(state.admit(), state)
-    raw, size = await context.json_object(), len(context.body)
+    raw, size = await exchange.json_object(), len(exchange.body)
     unknown = sorted(set(raw) - set(PinRequest.__struct_fields__))
     if unknown:
         known = ", ".join(PinRequest.__struct_fields__)
@@ -59,18 +59,16 @@ async def pin_prefix(context: RequestContext, state: ServerState) -> None:
         raise RequestError(f"ttl_s must be in (0, {_MOST_S:.0f}].", param="ttl_s")
     if not -_MOST_PRIORITY <= asked.priority <= _MOST_PRIORITY:
         raise RequestError(f"priority must be in ±{_MOST_PRIORITY}.", param="priority")
-    tenant = _tenant_of(asked, state)
+    context = replace(exchange.context, tenant=_tenant_of(asked, state))
     body: Json = {k: v for k, v in raw.items() if k not in ("ttl_s", "priority", "api_key")}
     body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    request = await native.read(body, tenant, size)
+    request = await native.read(body, context, size)
+    pin = {"pin_s": asked.ttl_s, "pin_priority": asked.priority}
     sequences = [
-        replace(
-            s,
-            request=replace(s.request, pin_s=asked.ttl_s, pin_priority=asked.priority, route="pin"),
-        )
+        replace(s, request=replace(s.request.with_message(**pin), route="pin"))
         for s in request.sequences
     ]
-    with state.open.holding([s.request for s in sequences], context.tenant):
+    with state.open.holding([s.request for s in sequences], exchange.context.tenant):
         answer = await native.answer(replace(request, sequences=sequences))
     told = answer["meta_info"] if isinstance(answer, dict) else {}
     found: Json = {
@@ -80,23 +78,23 @@ async def pin_prefix(context: RequestContext, state: ServerState) -> None:
         "ttl_s": asked.ttl_s,
         "priority": asked.priority,
     }
-    await context.json(found)
+    await exchange.json(found)
 
 
-async def unpin_prefix(context: RequestContext, state: ServerState) -> None:
+async def unpin_prefix(exchange: HttpExchange, state: ServerState) -> None:
     """Let the pages of one pin go, or those of all; they stay as others do until then."""
     client = state.admit().client
-    asked = typed(await context.optional_object(), UnpinRequest)
+    asked = typed(await exchange.optional_object(), UnpinRequest)
     if asked.pin == "":
         raise RequestError("pin must name one; without the field all are let go", param="pin")
     replies = await client.ask("unpin", _ASK_S, pin=asked.pin or "")
     count = sum(msgspec.json.decode(reply.body, type=int) for _, reply in replies if reply.ok)
     if asked.pin and not count:
         raise RequestError(f"there is no pin {asked.pin[:128]!r}", param="pin", status=404)
-    await context.json({"unpinned": count})
+    await exchange.json({"unpinned": count})
 
 
-async def pinned_prefixes(context: RequestContext, state: ServerState) -> None:
+async def pinned_prefixes(exchange: HttpExchange, state: ServerState) -> None:
     """Every pin: its name, tokens, pages, and the seconds that are left."""
     replies = await state.admit().client.ask("pins", _ASK_S)
     pins: list[Json] = [
@@ -105,7 +103,7 @@ async def pinned_prefixes(context: RequestContext, state: ServerState) -> None:
         if reply.ok
         for pin in msgspec.json.decode(reply.body, type=list[PinFact])
     ]
-    await context.json({"pins": pins})
+    await exchange.json({"pins": pins})
 
 
 def _tenant_of(asked: PinRequest, state: ServerState) -> bytes:

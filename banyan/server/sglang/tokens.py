@@ -9,11 +9,11 @@ from banyan.base.errors import RequestError
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.requests.long_texts import encode_texts
 from banyan.server.errors import Json
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
 from banyan.server.openai.schema import Message
+from banyan.server.state import ServerState, Service
 
 MAX_TOKENIZED = 1 << 17
 """Tokens of one text that /tokenize counts, where the context is shorter than that."""
@@ -36,10 +36,10 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
 
-async def tokenize(context: RequestContext, state: ServerState) -> None:
+async def tokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    found, is_list = await context.read(lambda raw: _tokenized(service, raw), waits=True)
-    await context.json(
+    found, is_list = await exchange.read(lambda raw: _tokenized(service, raw), waits=True)
+    await exchange.json(
         {
             "tokens": found if is_list else found[0],
             "count": [len(f) for f in found] if is_list else len(found[0]),
@@ -73,10 +73,10 @@ def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
     return found, isinstance(request.prompt, list)
 
 
-async def detokenize(context: RequestContext, state: ServerState) -> None:
+async def detokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    texts, is_list = await context.read(lambda raw: _detokenized(service, raw))
-    await context.json({"text": texts if is_list else texts[0]})
+    texts, is_list = await exchange.read(lambda raw: _detokenized(service, raw))
+    await exchange.json({"text": texts if is_list else texts[0]})
 
 
 def _detokenized(service: Service, raw: Json) -> tuple[list[str], bool]:

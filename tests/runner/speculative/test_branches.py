@@ -16,7 +16,7 @@ from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from banyan.runner.speculative.base import Tree
 from tests.runner.conftest import VOCAB
 from tests.runner.driver import PAGE, Driver, Request, greedy
@@ -95,13 +95,13 @@ def world(request, model_config):
     model = load_model(model_config, build)
 
     def make(gardener: Gardener | None) -> ModelRunner:
-        sizes = RunnerSizes(
+        sizes = RunnerConfig(
             *(6, 192, (GroupLayout(FULL, 0, PAGE, 64),)),
             max_tokens=96 if request.param else 0,
             draft_room=48,
             branching=8 if gardener else 0,
         )
-        opener = None if gardener is None else (lambda beside: gardener)
+        opener = None if gardener is None else (lambda draft_runner: gardener)
         runner = ModelRunner(model, build, sizes, open_drafter=opener)
         assert runner.is_recorded == request.param
         for layer in range(runner.store.num_layers):

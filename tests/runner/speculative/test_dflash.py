@@ -19,9 +19,9 @@ from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.runner import ModelRunner, RunnerConfig
 from banyan.runner.speculative.dflash import BlockDrafter
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.speculative.draft_runner import DraftModel
 from tests.models.drafting import PlainBlocks, tiny_blocks
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_eagle import CPU, MAX_LENGTH, NUM_PAGES, plain_loop, prompt_of
@@ -45,7 +45,7 @@ def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
             )
         )
 
-    sizes = RunnerSizes(
+    sizes = RunnerConfig(
         *(slots, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
         max_tokens=12 * slots if is_recorded else 0,
         draft_room=8 * slots,
@@ -58,7 +58,7 @@ def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
     blocks = load_dflash(draft, model, mine)
     runner = ModelRunner(
         *(model, build, sizes),
-        open_drafter=lambda open_beside: BlockDrafter(open_beside()),
+        open_drafter=lambda open_draft_runner: BlockDrafter(open_draft_runner()),
         draft=DraftModel(blocks, mine, blocks=blocks),
     )
     assert runner.is_recorded == is_recorded

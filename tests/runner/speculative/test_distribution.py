@@ -14,8 +14,7 @@ from banyan.runner.batch import Batch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.drafting import Drafting
-from banyan.runner.speculative.target import TargetStep
+from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates
 
 VOCAB, SLOTS = 6, 64
 CPU = torch.device("cpu")
@@ -38,7 +37,7 @@ def drawn(drafts: int, rounds: int) -> list[tuple[int, ...]]:
     """Three tokens behind token 1, for each of many seeds."""
     table = SlotTable(SLOTS, 16, VOCAB, (GroupLayout(FULL, 0, 16, SLOTS + 1),), CPU, True)
     sampler = Sampler(table, VOCAB, bind("cpu", CPU, torch.float32, frozenset(), 16))
-    drafting, found = Drafting(Obstinate(), table, TargetStep()), list[tuple[int, ...]]()
+    drafting, found = Drafting(Obstinate(), table, TargetHiddenStates()), list[tuple[int, ...]]()
     for turn in range(rounds):
         slots = range(1, SLOTS + 1)
         prompt = np.array([1], np.int32).tobytes()

@@ -19,8 +19,8 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.sampling import support
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
@@ -70,12 +70,14 @@ def opened_beside(kind: str, folder: Path) -> tuple[SimpleNamespace, ModelRunner
     runner = ModelRunner(
         load_model(model_config, Build(ops)),
         Build(ops),
-        RunnerSizes(
+        RunnerConfig(
             *(SLOTS, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
             max_tokens=12 * SLOTS,
             draft_room=4 * SLOTS,
         ),
-        open_drafter=lambda beside: Ngram() if kind == "NGRAM" else ModelDrafter(beside()),
+        open_drafter=lambda draft_runner: (
+            Ngram() if kind == "NGRAM" else ModelDrafter(draft_runner())
+        ),
         draft=None if kind == "NGRAM" else DraftModel(load_model(draft, Build(ops)), Build(ops)),
     )
     return SimpleNamespace(model=plain.model, head=plain.lm_head), runner

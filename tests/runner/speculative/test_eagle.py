@@ -23,8 +23,8 @@ from banyan.models.weights.loader import load_model
 from banyan.models.weights.mtp import load_ahead
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.eagle import HiddenDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.models import test_gguf_experts
@@ -81,7 +81,7 @@ def runner_of(
     groups = [GroupLayout(FULL, 0, PAGE, NUM_PAGES)]
     if model_config.has_states:
         groups.append(GroupLayout(STATE, 0, PAGE, NUM_PAGES))
-    sizes = RunnerSizes(
+    sizes = RunnerConfig(
         *(slots, MAX_LENGTH, tuple(groups)),
         max_tokens=12 * slots if is_recorded else 0,
         draft_room=4 * slots,
@@ -101,9 +101,9 @@ def runner_of(
     else:
         ahead = load_ahead(model_config, model, build, PAGE)
 
-    def open_drafter(open_beside) -> HiddenDrafter:
-        beside = open_beside()
-        return HiddenDrafter(beside, Grower(beside, *tree) if tree else None)
+    def open_drafter(open_draft_runner) -> HiddenDrafter:
+        draft_runner = open_draft_runner()
+        return HiddenDrafter(draft_runner, Grower(draft_runner, *tree) if tree else None)
 
     runner = ModelRunner(
         *(model, build, sizes),

@@ -4,7 +4,7 @@ from random import Random
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import Beside
+from banyan.runner.speculative.base import DraftRunner
 from banyan.runner.speculative.ngram import Ngram
 from tests.support.flags import config_of
 
@@ -142,7 +142,7 @@ def test_memory_is_bounded_and_counts_true():
     assert set(drafter._heads) == {b"other"}
 
 
-def no_model() -> Beside:
+def no_model() -> DraftRunner:
     raise AssertionError("it needs none")
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from banyan.base.draft_tree import paths_of
 from banyan.runner.speculative.base import Tree
-from banyan.runner.speculative.ngram import Ngram
-from banyan.runner.speculative.ngram_tree import Breadth, grow
+from banyan.runner.speculative.ngram import Breadth, Ngram, grow
 from tests.runner.speculative.test_ngram import asked
 
 

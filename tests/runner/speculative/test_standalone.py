@@ -15,8 +15,8 @@ from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.draft_model import DraftModel
+from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
@@ -61,16 +61,16 @@ def runners(model_config, similar, tmp_path_factory):
             page_size=PAGE,
         )
         build = Build(ops)
-        sizes = RunnerSizes(
+        sizes = RunnerConfig(
             *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
             max_tokens=48 if is_recorded else 0,
             draft_room=16,
             branching=tree[1] + 1 if tree else 0,
         )
 
-        def open_drafter(open_beside) -> ModelDrafter:
-            beside = open_beside()
-            return ModelDrafter(beside, Grower(beside, *tree) if tree else None)
+        def open_drafter(open_draft_runner) -> ModelDrafter:
+            draft_runner = open_draft_runner()
+            return ModelDrafter(draft_runner, Grower(draft_runner, *tree) if tree else None)
 
         runner = ModelRunner(
             load_model(model_config, build),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from banyan.runner.speculative.verify import standing
+from banyan.runner.speculative.drafting import standing
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from banyan.parsers.reasoning.count import ThinkingTokens
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
-from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
     Extension,
@@ -19,6 +18,7 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
+from banyan.server.state import Service
 
 
 class Choice:

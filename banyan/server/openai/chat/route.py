@@ -6,55 +6,59 @@ from banyan.base.errors import RequestError
 from banyan.requests.generation import at_once, run
 from banyan.server.errors import Json
 from banyan.server.http.event_writer import follow
-from banyan.server.http.request_context import RequestContext
-from banyan.server.http.state import ServerState, Service
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
-    Origin,
     in_openai_words,
-    origin_of,
     read_fields,
 )
 from banyan.server.openai.lora import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import Extension
+from banyan.server.state import ServerState, Service
 
 
-async def chat_completions(context: RequestContext, state: ServerState) -> None:
-    service = state.take_in(context.id)
+async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
+    service = state.take_in(exchange.context.id)
     server = state.config.server
+    context = exchange.context
+    report = context.warn_or_refuse
 
-    def report(field: str, why: str) -> None:
-        context.warn_or_refuse(field, why, server.strict_requests)
-
-    def read(raw: Json) -> tuple[ChatRequest, str, Origin, ChatPlan]:
-        request = read_fields(raw, ChatRequest, context, server.strict_requests)
-        asked = (request.model, state, context.warn, request.lora_path)
-        model, adapters = model_and_adapters(*asked, 1)
-        origin = origin_of(context, request, "chat", adapters)
+    def read(raw: Json) -> tuple[ChatRequest, str, ChatPlan]:
+        request = read_fields(raw, ChatRequest, context)
+        model, adapters = model_and_adapters(request.model, state, context, request.lora_path, 1)
+        adapter = adapters[0] if adapters else ""
         try:
-            return request, model, origin, plan_chat(service, raw, request, origin, report)
+            plan = plan_chat(context, service, raw, request, "chat", adapter, report)
+            return request, model, plan
         except RequestError as error:
             raise in_openai_words(error) from None
 
-    request, model, origin, plan = await context.read(read, waits=True)
+    request, model, plan = await exchange.read(read, waits=True)
     extension = Extension(request, state.config.cache.store)
     options = request.stream_options
-    told = (server.cache_report, extension, bool(options and options.continuous_usage_stats))
-    answer = ChatAnswer(service, origin.rid, plan, model, *told)
-    with state.open.holding(plan.asked, context.tenant):
+    answer = ChatAnswer(
+        service,
+        request.rid or context.id,
+        plan,
+        model,
+        server.cache_report,
+        extension,
+        bool(options and options.continuous_usage_stats),
+    )
+    with state.open.holding(plan.asked, exchange.context.tenant):
         if request.stream:
-            await _stream(context, service, request, answer, plan)
+            await _stream(exchange, service, request, answer, plan)
         else:
             async with aclosing(run(service.generator, at_once(plan.asked))) as chunks:
                 async for index, chunk in chunks:
                     answer.keep(index, chunk)
-            await context.json(answer.whole())
+            await exchange.json(answer.whole())
 
 
 async def _stream(
-    context: RequestContext,
+    exchange: HttpExchange,
     service: Service,
     request: ChatRequest,
     answer: ChatAnswer,
@@ -62,9 +66,9 @@ async def _stream(
 ) -> None:
     options = request.stream_options
     async with aclosing(run(service.generator, plan.asked)) as chunks:
-        await follow(context, chunks, answer.frames)
+        await follow(exchange, chunks, answer.frames)
     for body in answer.last():
-        await context.event(body)
+        await exchange.event(body)
     if options and options.include_usage:
-        await context.event(answer.total())
-    await context.end_events()
+        await exchange.event(answer.total())
+    await exchange.end_events()

@@ -1,0 +1,161 @@
+"""Attention over pages of K and V by the NPU's operators, and writing of these pages.
+
+A page is [page_size, kv_heads, head_dim]; the operators read it with the heads side by side.
+Lengths come from the plan on the host: an operator that read them from the device would have to
+wait for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.ascend.ops.contracts import TOGETHER_DIMS
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.toolkit import NpuToolkit, declines_pages
+from banyan.ops.bind import Kernel
+from banyan.ops.reference import dense_attention, visible
+
+
+def attend_plainly(
+    q: Tensor,
+    k_pages: tuple[Tensor, ...],
+    v_pages: Tensor,
+    page_tables: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention` of ops/api.py. k_pages: parts of the keys, [pages, page size,
+    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row."""
+    out = q.new_empty(*q.shape[:2], v_pages.shape[-1])
+    size = v_pages.shape[1]
+    for row, length in enumerate(lengths):
+        tokens = slice(starts[row], starts[row + 1])
+        context = length - (tokens.stop - tokens.start)
+        first = max(0, context - window + 1) if window > 0 else -window
+        before = first // size * size
+        pages = page_tables[row, first // size : -(-length // size)].long()
+        v, *keys = (
+            part[pages].flatten(0, 1)[first - before : length - before]
+            for part in (v_pages, *k_pages)
+        )
+        k = torch.cat(keys, -1)
+        positions = torch.arange(context, length, device=q.device)
+        seen = visible(positions, first, length - first, window)
+        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
+    return out
+
+
+def _write_kv(toolkit: NpuToolkit) -> Callable[..., None]:
+    def run(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor) -> None:
+        places = flat_locations.unsqueeze(1)  # [tokens, 1]
+        for part, pages in ((k, k_pages), (v, v_pages)):
+            toolkit.operators.scatter(pages.flatten(0, 1), places, part.contiguous())
+
+    return run
+
+
+def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
+    def run(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
+        if not len(q):
+            return torch.empty_like(q)
+        starts = row_starts.tolist()
+        lengths = lengths_of(starts, context_lengths.tolist())
+        if soft_cap or window < 0:  # the operators have no such things
+            how = (scale, window, soft_cap, sinks)
+            return attend_plainly(q, (k_pages,), v_pages, page_tables, starts, lengths, *how)
+        rows = _Rows(
+            toolkit.operators,
+            (k_pages.flatten(2), v_pages.flatten(2)),  # [pages, page_size, kv_heads · head_dim]
+            k_pages.shape[2],
+            scale,
+            window,
+            None if sinks is None else sinks.to(torch.bfloat16),
+        )
+        tables, query = page_tables.contiguous(), q.contiguous()
+        if len(q) == len(lengths):
+            return rows.single(query, tables, lengths)
+        if q.shape[2] in TOGETHER_DIMS:
+            return rows.together(query, tables, starts, lengths)
+        if len(q) == starts[1] * len(lengths) and starts == list(range(0, len(q) + 1, starts[1])):
+            return rows.alike(query.unflatten(0, (len(lengths), -1)), tables, lengths)
+        return rows.one_by_one(query, tables, starts, lengths)
+
+    return run
+
+
+def lengths_of(starts: list[int], contexts: list[int]) -> list[int]:
+    """Keys of each row, this step's included."""
+    return [
+        context + end - start
+        for context, start, end in zip(contexts, starts, starts[1:], strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How the rows of a step attend: what the calls of the operator have in common."""
+
+    operators: Operators
+    pages: tuple[Tensor, Tensor]
+    kv_heads: int
+    scale: float
+    window: int
+    sinks: Tensor | None
+
+    def single(self, query: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+        """Rows of one token each. query: [rows, heads, head_dim]"""
+        each = query.unsqueeze(1)
+        given = (tables, lengths, self.kv_heads, self.scale)
+        if not self.window:
+            return self.operators.attend_single(each, *self.pages, *given, self.sinks).squeeze(1)
+        # Windows hold for several tokens only, so each comes twice.
+        pairs = torch.cat([each, each], dim=1)
+        found = self.operators.attend_rows(pairs, *self.pages, *given, self.window, self.sinks)
+        return found[:, 1]
+
+    def together(
+        self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
+    ) -> Tensor:
+        given = (tables, starts[1:], lengths, self.kv_heads, self.scale, self.window, self.sinks)
+        return self.operators.attend_together(query, *self.pages, *given)
+
+    def alike(self, query: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+        """Rows of as many tokens each. query: [rows, tokens, heads, head_dim]"""
+        given = (tables, lengths, self.kv_heads, self.scale, self.window, self.sinks)
+        return self.operators.attend_rows(query, *self.pages, *given).flatten(0, 1)
+
+    def one_by_one(
+        self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
+    ) -> Tensor:
+        """Head sizes that the operator takes from one row at a time only."""
+        found = []
+        for row, length in enumerate(lengths):
+            mine, where = query[starts[row] : starts[row + 1]], tables[row : row + 1]
+            if len(mine) == 1:
+                found.append(self.single(mine, where, [length]))
+                continue
+            given = (where, [length], self.kv_heads, self.scale, self.window, self.sinks)
+            found.append(self.operators.attend_rows(mine[None], *self.pages, *given)[0])
+        return torch.cat(found)
+
+
+write_kv = Kernel(supports=declines_pages, make=_write_kv)
+paged_attention = Kernel(supports=declines_pages, make=_paged_attention)

@@ -1,0 +1,326 @@
+"""Child processes: start them, notice their death, stop them. Children never outlive the parent.
+
+A child gets its duty as one length-prefixed message on standard input, which stays open: its end
+tells the child that the parent is gone. The kernel's parent-death signal covers a child that
+cannot read (stopped, or busy in native code).
+
+A child is a program that starts anew (`spawn`), or a copy of this one (`fork_spares`), which has
+its libraries already.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from banyan.base.clock import WallClock
+from banyan.base.errors import DeviceError
+from banyan.base.log import logger
+from banyan.base.os import die_with_parent
+
+log = logger(__name__)
+
+_LENGTH = struct.Struct("<Q")
+_MOMENT = struct.Struct("<d")
+_PULSE_S = 0.5
+STACKS = signal.SIGUSR1
+"""Tells a child to write where its threads stand."""
+_REPORT_S = 2.5
+"""What a process that does not answer gets for its report."""
+
+
+class Process(Protocol):
+    """What is known of a process that this one has started: a part of `subprocess.Popen`."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+class Child:
+    """One child process of this one."""
+
+    def __init__(self, role: str, process: Process) -> None:
+        self.role = role
+        self._process = process
+        self._watcher: threading.Thread | None = None
+        self._is_expected = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def assign(self, process_spec: bytes) -> None:
+        """Hand over the duty, once.
+
+        Raises:
+            DeviceError: the child ended before it took them.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(process_spec)) + process_spec)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise DeviceError(self._end_of(self._process.wait())) from None
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death(what happened)` from a thread if the child ends without `stop`."""
+
+        def wait() -> None:
+            code = self._process.wait()
+            if not self._is_expected:
+                on_death(self._end_of(code))
+
+        self._watcher = threading.Thread(target=wait, name=f"watch-{self.role}", daemon=True)
+        self._watcher.start()
+
+    def _end_of(self, code: int) -> str:
+        return f"{self.role} (pid {self.pid}) {_describe(code)}"
+
+    def stop(self, grace_s: float = 3.0) -> None:
+        """Ask the child to end; kill it after `grace_s`."""
+        self._is_expected = True
+        if self.is_alive():
+            self.signal(signal.SIGTERM)
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                log.warning("%s pid=%d did not end in %.1f s: killed", self.role, self.pid, grace_s)
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait()
+        self._let_go()
+
+    def put_down(self, report_s: float = _REPORT_S) -> None:
+        """End a child that does not answer. It tells the log where it stands, if it still can."""
+        self._is_expected = True
+        if self.is_alive():
+            state = doing(self.pid)
+            log.error("%s pid=%d does not answer (it %s): killed", self.role, self.pid, state)
+            self.signal(STACKS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0 if state == STOPPED else report_s)
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._let_go()
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def _let_go(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
+def spawn(
+    module: str,
+    role: str,
+    process_spec: bytes = b"",
+    shared: Sequence[int] = (),
+    spare: Process | None = None,
+) -> Child:
+    """Run `python -m module` as a child.
+
+    Call it from a thread that lives as long as the child should: the parent-death signal follows
+    the thread that made the child.
+
+    Args:
+        duty: handed over at once; without them the child waits for `Child.assign`.
+        shared: descriptors that the child has too, under the same numbers.
+        spare: a process that runs the module already and waits for its duty.
+    """
+    if spare is None:
+        command = [sys.executable, "-m", module]
+        spare = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
+    child = Child(role, spare)
+    if process_spec:
+        child.assign(process_spec)
+    return child
+
+
+class _Copy:
+    """A copy of this process, as a `Process`."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self._code: int | None = None
+        self._is_over = os.pidfd_open(pid)
+        self._turn = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._turn:
+            if self._code is None:
+                found, status = os.waitpid(self.pid, os.WNOHANG)
+                if found:
+                    self._code = os.waitstatus_to_exitcode(status)
+                    os.close(self._is_over)
+            return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        news = select.poll()
+        with self._turn:
+            if self._code is not None:
+                return self._code
+            end = os.dup(self._is_over)  # whoever else waits may close it
+        try:
+            news.register(end, select.POLLIN)
+            if not news.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+        finally:
+            os.close(end)
+        code = self.poll()
+        assert code is not None, "it is over"
+        return code
+
+    def forget(self) -> None:
+        """In another copy of the same process, whose child it is not: hold nothing of it."""
+        self.stdin.close()
+        os.close(self._is_over)
+
+    def send_signal(self, sig: int) -> None:
+        with self._turn:
+            if self._code is None:  # else the number may be another's by now
+                os.kill(self.pid, sig)
+
+
+def fork_spares(count: int) -> list[Process] | None:
+    """Fork `count` copies of this process, for `spawn(spare=…)`.
+
+    A fork has only the thread that called it, and locks that other threads held stay locked. A
+    process with other threads (a debugger, a monitoring agent) is therefore not forked: `spawn`
+    starts fresh processes instead, which takes longer.
+
+    Returns:
+        The copies, none if this process has other threads. In each copy None: it then reads a
+        process spec like any other child.
+    """
+    if count and threading.active_count() > 1:
+        names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
+        log.warning("ranks start as fresh processes, not as forks: other threads run (%s)", names)
+        return []
+    spares: list[_Copy] = []
+    for _ in range(count):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(reader, 0)
+            os.close(reader)
+            os.close(writer)
+            for spare in spares:
+                spare.forget()
+            return None
+        os.close(reader)
+        spares.append(_Copy(pid, os.fdopen(writer, "wb")))
+    return list(spares)
+
+
+def follow_parent() -> None:
+    """In a child: die with the parent, and leave to it what reaches the whole group: Ctrl-C, and
+    the end of the terminal."""
+    die_with_parent()
+    if _is_abandoned():
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _is_abandoned() -> bool:
+    """Whether the parent ended, untold of its duty, before it could be followed."""
+    news = select.poll()
+    news.register(0, select.POLLIN)
+    return any(events == select.POLLHUP for _, events in news.poll(0))
+
+
+def read_process_spec() -> bytes:
+    """In a child: wait for the duty, and arrange to die with the parent."""
+    follow_parent()
+    (length,) = _LENGTH.unpack(_read(0, _LENGTH.size))
+    return _read(0, length)
+
+
+def watch_parent() -> None:
+    """In a child that has taken its duty: end when the parent is gone, from a thread."""
+    source = os.dup(0)
+
+    def watch() -> None:
+        while os.read(source, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+STOPPED = "was stopped by a signal"
+
+
+def doing(pid: int) -> str:
+    """What a process is doing, in words (Linux: proc(5), field 3 of stat)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is gone"
+    found = {"T": STOPPED, "D": "waits for a device", "R": "runs", "S": "waits"}
+    return found.get(state, f"is in state {state}")
+
+
+class Pulse:
+    """A file that says when the process that keeps it last ran; another process reads it.
+
+    The clock of both is the machine's: seconds since it was started.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def beat(self) -> None:
+        """Say that this process runs."""
+        self._path.write_bytes(_MOMENT.pack(WallClock().now()))
+
+    def keep_beating(self) -> None:
+        """Say so for as long as this process lives, from a thread."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+        def run() -> None:
+            while True:
+                os.pwrite(descriptor, _MOMENT.pack(WallClock().now()), 0)
+                threading.Event().wait(_PULSE_S)
+
+        threading.Thread(target=run, name="pulse", daemon=True).start()
+
+    def silence_s(self) -> float:
+        """Seconds since the last beat. There has been one."""
+        (moment,) = _MOMENT.unpack(self._path.read_bytes())
+        return WallClock().now() - moment
+
+
+def _read(fd: int, length: int) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        part = os.read(fd, min(length, 1 << 20))
+        if not part:
+            raise SystemExit("the parent ended before it told the duty")
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

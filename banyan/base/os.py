@@ -1,0 +1,67 @@
+"""The operating system. Banyan needs Linux: eventfd, memfd, /proc and the parent-death signal."""
+
+import ctypes
+import os
+import platform
+import signal
+
+from banyan.base.errors import ConfigError
+
+SYSTEM = platform.system()
+_PR_SET_PDEATHSIG = 1
+
+
+def unsupported_reason() -> str:
+    """Why nothing can be served on this system; "" on Linux."""
+    return "" if SYSTEM == "Linux" else f"Banyan needs Linux, and this is {SYSTEM or 'unknown'}"
+
+
+def check_system() -> None:
+    """Refuse to start on another system than Linux.
+
+    Raises:
+        ConfigError: this is not Linux.
+    """
+    if reason := unsupported_reason():
+        raise ConfigError(
+            reason, hint="run it in Docker (docker/cpu.Dockerfile), or in WSL 2 on Windows"
+        )
+
+
+def available_cores() -> list[int]:
+    """Numbers of the cores that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use. Quotas of a container are not considered."""
+    return len(os.sched_getaffinity(0))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def anonymous_memory(name: str, size_bytes: int = 0, can_seal: bool = False) -> int:
+    """Create a file that exists in memory only; it is closed in a new program.
+
+    Args:
+        name: shown in /proc.
+        can_seal: its size may be fixed later (F_ADD_SEALS).
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+    flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_seal else 0)
+    descriptor = os.memfd_create(name, flags)
+    if size_bytes:
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+    return descriptor

@@ -1,0 +1,177 @@
+"""ExpertMap: which expert lies at each place of each layer, on every rank alike.
+
+Places are more than experts where some have copies; those of a rank follow each other. Knows
+nothing of why an expert lies where it does.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.json_types import is_object, unique_json
+from banyan.base.read_file import read_whole
+from banyan.config.schema import Config
+from banyan.formats.arrays import read_arrays
+from banyan.model_config.model_config import ModelConfig
+from banyan.moe.eplb import balanced, trivial
+from banyan.moe.rules import TRIVIAL, are_placed
+from banyan.ops.experts_api import ExpertPlaces
+from banyan.parallel.groups import Groups
+from banyan.platform.base import Traits
+
+
+class ExpertMap:
+    """
+    Args:
+        logical: [layers, places], the expert at each place; each expert at one at least.
+        experts: how many a layer has.
+        rank, ranks: this one among those that share the places.
+        dispatch: which of an expert's places a token goes to: "static", "dynamic" or "fake", which
+            takes other experts, each as often as the others.
+    """
+
+    def __init__(
+        self, logical: np.ndarray, experts: int, rank: int, ranks: int, dispatch: str
+    ) -> None:
+        layers, places = logical.shape
+        assert places % ranks == 0 and experts % ranks == 0
+        self.logical = logical.copy()
+        self.experts, self.rank, self.ranks = experts, rank, ranks
+        self.is_fake = dispatch == "fake"
+        self.dispatch = "dynamic" if self.is_fake else dispatch
+        self.of_rank = places // ranks
+        self.home = experts // ranks
+        """Experts of a rank where nothing was moved: sums are in the order that they have there."""
+        room = places - experts + 1
+        self.tables = [
+            ExpertPlaces(
+                torch.zeros(experts, room, dtype=torch.int32),
+                torch.zeros(experts, dtype=torch.int32),
+            )
+            for _ in range(layers)
+        ]
+        for layer in range(layers):
+            self.enter(layer, logical[layer])
+
+    @property
+    def first(self) -> int:
+        """The first place of this rank."""
+        return self.rank * self.of_rank
+
+    def mine(self, layer: int) -> list[int]:
+        """The experts at this rank's places."""
+        return self.logical[layer, self.first : self.first + self.of_rank].tolist()
+
+    def enter(self, layer: int, logical: Sequence[int] | np.ndarray) -> None:
+        """Experts of a layer lie so from now on; steps read it."""
+        self.logical[layer] = logical
+        slots, copies = (t.numpy() for t in self._table(layer))
+        copies[:] = 0
+        for place, expert in enumerate(self.logical[layer].tolist()):
+            slots[expert, copies[expert]] = place
+            copies[expert] += 1
+
+    def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tables[layer].slots, self.tables[layer].copies
+
+
+_FLAG = "--init-expert-location"
+_MAP, _COUNTS = "physical_to_logical_map", "logical_count"
+_MAX_BYTES = 64 << 20
+
+
+def open_expert_map(
+    config: Config, model_config: ModelConfig, groups: Groups, traits: Traits
+) -> ExpertMap | None:
+    """None where experts lie in their order, once.
+
+    Raises:
+        ConfigError: the location is not one of this model's, or the device does not move experts.
+    """
+    if model_config.experts is None or not are_placed(config):
+        return None
+    if not traits.is_host:
+        raise ConfigError(
+            f"experts lie in their order on {traits.name}; copies of them are served on CPUs",
+            hint="leave --ep-num-redundant-experts, --init-expert-location, "
+            "--ep-dispatch-algorithm and --enable-eplb out, or use --device cpu",
+        )
+    count, experts = model_config.experts.count, config.experts
+    places, ranks = count + experts.redundant, groups.experts.size
+    logical = trivial(model_config.num_layers, count, places)
+    if experts.location != TRIVIAL:
+        found = read_location(experts.location)
+        logical = location_map(found, model_config.num_layers, count, places, ranks)
+    return ExpertMap(logical, count, groups.experts.rank, ranks, experts.dispatch or "static")
+
+
+def read_location(location: str) -> dict[str, np.ndarray]:
+    """What JSON, or a file, says of experts.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        if location.endswith(".safetensors"):
+            return read_arrays(location)
+        text = location
+        if not location.lstrip().startswith("{"):
+            text = read_whole(location, _MAX_BYTES).decode()
+        found = unique_json(text)
+        assert is_object(found)
+        named = {name: found[name] for name in (_MAP, _COUNTS) if name in found}
+        return {name: _numbers(name, value) for name, value in named.items()}
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, AssertionError) as error:
+        raise ConfigError(f"{_FLAG} cannot be read: {error or 'it is no object'}") from None
+    except ModelError as error:
+        raise ConfigError(f"{_FLAG}: {error}") from None
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    """Nested lists of numbers; NumPy takes true and false among them as 1 and 0."""
+    found = np.array(value)
+    if any(type(cell) is bool for cell in np.array(value, object).flat):
+        raise ValueError(f"{name} has true or false among its numbers")
+    return found
+
+
+def location_map(
+    found: dict[str, np.ndarray], layers: int, experts: int, places: int, ranks: int
+) -> np.ndarray:
+    """The expert at each place, [layers, places].
+
+    Raises:
+        ConfigError: what was found is not of such a model.
+    """
+    if _MAP in found:
+        logical = found[_MAP]
+        if logical.dtype.kind != "i":
+            raise ConfigError(f"{_FLAG}: {_MAP} holds something else than whole numbers")
+        if logical.shape != (layers, places):
+            raise ConfigError(
+                f"{_FLAG}: {_MAP} is {list(logical.shape)}, the model has {layers} layers, and "
+                f"{places} places with --ep-num-redundant-experts {places - experts}"
+            )
+        for layer, row in enumerate(logical.tolist()):
+            if set(row) != set(range(experts)):
+                raise ConfigError(
+                    f"{_FLAG}: layer {layer} of {_MAP} does not hold each of {experts} experts, "
+                    "and nothing else"
+                )
+        return logical
+    if _COUNTS not in found:
+        raise ConfigError(f"{_FLAG} has neither {_MAP} nor {_COUNTS}")
+    counts = found[_COUNTS]
+    if counts.dtype.kind not in "if" or not np.isfinite(counts).all() or not counts.size:
+        raise ConfigError(f"{_FLAG}: {_COUNTS} holds something else than finite numbers")
+    counts = counts.astype(np.float64)
+    if counts.ndim > 2:
+        counts = counts.reshape(-1, *counts.shape[-2:]).sum(0)
+    if counts.shape != (layers, experts) or counts.min() < 0:
+        raise ConfigError(
+            f"{_FLAG}: {_COUNTS} is {list(counts.shape)}, the model has {layers} layers of "
+            f"{experts} experts, and counts are not negative"
+        )
+    return balanced(counts, places, ranks)

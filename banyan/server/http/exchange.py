@@ -1,0 +1,317 @@
+"""HttpExchange: one HTTP request and its one answer, written straight to the ASGI `send`.
+
+An answer is a whole body or a stream of events. `fail` ends either of them in order.
+"""
+
+import asyncio
+import time
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import printable
+from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.engine_client.throughput_estimate import UNKNOWN_S
+from banyan.requests.context import RequestContext
+from banyan.server.errors import Json
+from banyan.server.http.dialect import OPENAI
+from banyan.server.http.limits import ClientGone, json_object
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+T = TypeVar("T")
+
+SEND_TIMEOUT_S = 30.0
+"""A client that takes nothing for this long is cut off, and its request is aborted."""
+
+RETRY_AFTER_S = UNKNOWN_S
+"""Where nothing better is known."""
+OF_LOAD = ("queue_full", "too_many_requests", "overloaded", "timed_out")
+"""Codes of refusals that end with the load."""
+MAX_QUERY_FIELDS = 32
+WARNINGS_CHARS = 1000
+ABORT = "banyan.abort"
+"""Key of the scope: a function without arguments that cuts the connection."""
+WRITE = "banyan.write"
+"""Key of the scope: a function that writes a piece of a body that has begun and will go on, and
+says whether it did; it does not where that would have to wait."""
+
+
+class HttpExchange:
+    """What a handler gets: the request, and the means to answer it. `context` holds the part that
+    does not depend on HTTP.
+
+    Args:
+        scope, send: of ASGI.
+        send_timeout_s: longest wait for a client that does not read.
+        words_wait: reading a text waits for other requests or processes, whatever its size.
+        is_strict: fields without effect are refused (--strict-requests).
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        words_wait: bool = False,
+        is_strict: bool = False,
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str = (scope.get("client") or ("", 0))[0]
+        names = {k.decode("latin-1"): v.decode("latin-1") for k, v in self.headers.items()}
+        self.context = RequestContext(headers=names, is_strict=is_strict)
+        self.dialect = OPENAI
+        self.body = b""
+        """Until `read` has understood it."""
+        self.let_body_go: Callable[[], None] = _nothing
+        """Told when the body is no longer held."""
+        self.tail = ""
+        """Rest of the path below a route that ends in "/"."""
+        self.retry_after_s: Callable[[], int] = lambda: RETRY_AFTER_S
+        """When it may be better, for refusals because of the load."""
+        self.page = ""
+        """Origin of the web page that asks, where it may read the answer."""
+        self.is_probe = False
+        """A health check; draining does not wait for it."""
+        self.began_s = time.monotonic()
+        self.status = 0
+        """Of the answer; 0 until it starts."""
+        self.refusal = ""
+        """Code of the error that was the answer."""
+        self.at_fault = ""
+        """The field that the error names."""
+        self.route = ""
+        """Path of the route; "" where there is none."""
+        self.trace = ""
+        """Its place in a trace, as the header traceparent has it; "" where none is kept."""
+        self.num_sent = 0
+        """Bytes of the answer so far."""
+        self.started = False
+        self.streaming = False
+        self.ended = False
+        self.ending: RequestError | ClientGone | None = None
+        """Why `work` was cancelled by `stop`."""
+        self.work: asyncio.Task[None] | None = None
+        self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
+        self.write: Callable[[bytes], bool] = scope.get(WRITE, _never)
+        """Writes a frame if that needs no waiting, and says so; its caller counts the bytes."""
+        self.raw_query: bytes = scope.get("query_string", b"")
+        self._send = send
+        self._words_wait = words_wait
+        self._send_timeout_s = send_timeout_s
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def query(self) -> dict[str, str]:
+        try:
+            text = self.raw_query.decode("latin-1")
+            return dict(parse_qsl(text, max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError:
+            raise RequestError(
+                f"the query has more than {MAX_QUERY_FIELDS} fields", code="invalid_query"
+            ) from None
+
+    async def json_object(self) -> Json:
+        """The body as a JSON object; RequestError 400 otherwise."""
+        return await self.read(lambda raw: raw)
+
+    @property
+    def media(self) -> str:
+        """What the client calls its body, in lower case and without parameters."""
+        return self.header(b"content-type").partition(";")[0].strip().lower()
+
+    async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
+        """What `work` makes of the body's JSON object; off the event loop when the body is large.
+
+        Whatever grows with what a client sent is done in `work`; the body is gone afterwards.
+
+        Args:
+            waits: `work` waits for another process, so that it is off the loop whatever its size.
+        """
+        body = self.body
+        size = len(body) + (THREAD_BYTES + 1 if waits or self._words_wait else 0)
+        try:
+            return await off_loop(size, lambda: work(json_object(body, self.media)))
+        finally:
+            self.drop_body()
+
+    def drop_body(self) -> None:
+        self.body = b""
+        self.let_body_go()
+
+    async def optional_object(self) -> Json:
+        """As json_object, with an empty body for {}; fields may come as a query string instead."""
+        return {**self.query, **(await self.json_object() if self.body else {})}
+
+    def stop(self, why: RequestError | ClientGone) -> None:
+        """End the exchange from outside; what the work holds is released by its cancellation."""
+        if self.ending is None and self.work is not None and not self.work.done():
+            self.ending = why
+            self.work.cancel()
+
+    async def json(
+        self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.whole(orjson.dumps(body), status, "application/json", headers)
+
+    async def text(self, body: str, status: int = 200) -> None:
+        await self.whole(body.encode(), status, "text/plain; charset=utf-8")
+
+    async def whole(
+        self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with one body."""
+        lines = self._head(kind) + [(b"content-length", b"%d" % len(body))]
+        lines += [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
+        await self._start(status, lines)
+        self.ended = True
+        await self._put(b"" if self.method == "HEAD" else body, more=False)
+
+    async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
+        """Answer with one body of `size` bytes, which is never in memory as a whole."""
+        await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
+        if self.method != "HEAD":
+            async for piece in pieces:
+                await self._put(piece)
+        self.ended = True
+        await self._put(b"", more=False)
+
+    async def relay(self, status: int, lines: Sequence[tuple[bytes, bytes]]) -> None:
+        """Begin an answer that another server gives: its status and headers, to which those are
+        added that web pages need. `piece` follows until the last."""
+        await self._start(status, [*lines, *_for_pages(self.page)])
+
+    async def piece(self, body: bytes, is_last: bool = False) -> None:
+        """Send bytes of such an answer as they are; waits like `event`."""
+        self.ended = is_last
+        await self._put(body, more=not is_last)
+
+    async def begin_events(self) -> None:
+        """Start a stream; the status is 200 from here on."""
+        await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
+        self.streaming = True
+
+    async def event(self, body: Json | bytes) -> None:
+        """Send one event, or some that are frames already; waits while the client's buffer is full,
+        at most until ClientGone."""
+        frame = body if isinstance(body, bytes) else self.dialect.frame(body)
+        if self.write(frame):
+            self.num_sent += len(frame)
+        else:
+            await self._put(frame)
+
+    async def end_events(self) -> None:
+        self.ended = True
+        await self._put(self.dialect.end, more=False)
+
+    async def fail(self, error: RequestError) -> None:
+        """End with an error: a status and a body, or the last event of a stream that has begun."""
+        if self.ended:
+            return
+        self.refusal, self.at_fault = error.code, error.param
+        if self.streaming:
+            await self.event(self.dialect.error_event(error))
+            await self.end_events()
+        elif not self.started:
+            retry: dict[str, str] = {}
+            if error.status in (429, 503, 529):
+                after_s = self.retry_after_s() if error.code in OF_LOAD else RETRY_AFTER_S
+                retry["retry-after"] = str(after_s)
+            await self.json(self.dialect.error_body(error), error.status, retry)
+
+    def _head(self, kind: str) -> list[tuple[bytes, bytes]]:
+        lines = [
+            (b"content-type", kind.encode()),
+            (b"x-request-id", self.context.id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if given := self.headers.get(b"x-request-id"):
+            lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
+        if self.trace:
+            lines.append((b"traceresponse", self.trace.encode()))
+        lines += _for_pages(self.page)
+        if self.context.warnings:
+            lines.append(
+                (b"x-banyan-warnings", _ascii("; ".join(self.context.warnings), WARNINGS_CHARS))
+            )
+        return lines
+
+    def cut(self) -> None:
+        """Drop the connection: what was begun cannot be ended in order."""
+        self.ended = True
+        self._abort()
+
+    async def _start(self, status: int, lines: list[tuple[bytes, bytes]]) -> None:
+        self.started, self.status = True, status
+        await self._send({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def _put(self, body: bytes, more: bool = True) -> None:
+        self.num_sent += len(body)
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        steps = self._send(message).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:  # the client's buffer has room, as nearly always: no clock is set
+            return
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await _Begun(steps, waits_for)
+        except TimeoutError:
+            self._abort()
+            raise ClientGone from None
+
+
+class _Begun:
+    """The rest of an awaitable whose first step has been taken."""
+
+    def __init__(self, steps: Generator[object, object, None], waits_for: object) -> None:
+        self._steps = steps
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[object, object, None]:
+        try:
+            yield self._waits_for
+        except BaseException as error:  # a cancellation is for the one that waits
+            yield self._steps.throw(error)
+        yield from self._steps
+
+
+def _never(piece: bytes) -> bool:
+    """In place of writing without `send`."""
+    return False
+
+
+def _nothing() -> None:
+    """In place of cutting a connection that cannot be cut."""
+
+
+def _for_pages(page: str) -> list[tuple[bytes, bytes]]:
+    """What a web page of others at `page` needs to read an answer; "" = there is none."""
+    if not page:
+        return []
+    return [
+        (b"access-control-allow-origin", page.encode("latin-1")),
+        (b"access-control-expose-headers", b"x-request-id, x-banyan-warnings"),
+        (b"vary", b"origin"),
+    ]
+
+
+def _ascii(text: str, limit: int) -> bytes:
+    """`text` as a header value: printable ASCII, everything else escaped."""
+    return printable(text, limit).encode("ascii", "backslashreplace")

@@ -1,0 +1,153 @@
+"""The documents' command lines on the emulated NPU: each starts a server that answers."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.ascend.emulation import commands
+from tests.ascend.emulation.commands import LINES
+from tests.ascend.emulation.test_families import LATENT
+from tests.ascend.emulation.test_prologue import ALL, DEEPSEEK
+from tests.models.families import rewrite_config, tiny
+from tests.models.quantised import FORMS
+from tests.models.test_quant import rewrite_weights
+from tests.system.checkpoint import write_tiny_model
+from tests.system.handing import Servers
+from tests.system.serving import Server, free_port, launch, status_of, wait_until
+from tests.system.test_hidden_drafts import with_words
+from tests.system.test_transfer_engines import needs
+
+IS_WHOLE = os.environ.get("NPU_CASES") == "all"
+ONE = "install page, one server"
+DOCS = Path(__file__).parents[3] / "docs" / "ascend.md"
+START_S = 300.0
+STORE = "ASCEND_MF_STORE_URL"
+PORT = re.compile(r"--disaggregation-bootstrap-port (\d+)")
+SIZES = LATENT | {
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16},
+    **{"index_head_dim": 128, "moe_intermediate_size": 32},
+    **{"hidden_size": 1024, "weights": 0.05},
+}
+WIDE = DEEPSEEK | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "weights": 0.02}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """What each line serves: a model of 8-bit weights with experts, latents, a layer that drafts,
+    and in V3.2 an indexer; one server takes any."""
+    plain = write_tiny_model(tmp_path_factory.mktemp("plain") / "model")
+    made = {ONE: plain}
+    for recipe, variant in (("deepseek-r1", "deepseek v3"), ("deepseek-v3.2", "deepseek v3.2")):
+        folder = tmp_path_factory.mktemp(recipe)
+        if recipe == "deepseek-r1":  # what comes before latent attention is one operator there
+            tiny(variant, folder, **SIZES | WIDE, vocab_size=512, max_position_embeddings=2048)
+            for file in plain.glob("tokenizer*"):
+                shutil.copy(file, folder)
+            rewrite_weights(folder, FORMS["modelslim, dynamic"], ALL)
+            made |= {name: folder for name in LINES if recipe in name}
+            continue
+        with_words(variant, folder, plain, **SIZES)
+        served = json.loads((folder / "config.json").read_text())
+        if types := served.get("mlp_layer_types"):  # the one that drafts is not among these
+            rewrite_config(folder, mlp_layer_types=types[: served["num_hidden_layers"]])
+        rewrite_weights(folder, FORMS["modelslim, dynamic"])
+        made |= {name: folder for name in LINES if recipe in name}
+    return {name: made["recipe deepseek-r1, decode"] for name in LINES} | made
+
+
+@contextmanager
+def serving(
+    name: str, model: Path, log: Path, patch: pytest.MonkeyPatch, nodes: int = 1
+) -> Iterator[Server]:
+    """A server of this line, once it is ready; the first of so many programs."""
+    line = LINES[name].scaled(nodes)
+    variables = {"BANYAN_NPU": "tests.ascend.emulation", "BANYAN_NPU_CHECKS": "1", **line.variables}
+    if nodes > 1:
+        variables |= dict.fromkeys(("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
+    if STORE in line.variables:  # of the server before it, or one that is made now
+        variables[STORE] = os.environ.get(STORE) or f"tcp://127.0.0.1:{free_port()}"
+        needs("ascend")
+    for key, value in variables.items():
+        patch.setenv(key, value)
+    words = ("--model-path", str(model), "--max-total-tokens", "4096", *line.words)
+    meeting = f"127.0.0.1:{free_port()}"
+    programs = [
+        launch(
+            log.with_name(f"{log.name}-{node}"),
+            *(*words, "--node-rank", str(node), "--dist-init-addr", meeting),
+        )
+        for node in reversed(range(nodes))
+    ]
+    server = programs[-1]
+    try:
+
+        def is_ready() -> bool:
+            assert all(each.process.poll() is None for each in programs), server.tail()
+            return status_of(server, "/readyz") == 200
+
+        wait_until(is_ready, START_S, "the server to be ready")
+        for each in programs:
+            assert "several operators" not in each.log.read_text(errors="replace"), "one was asked"
+        ranks = int(dict(f for f in line.flags() if len(f) == 2).get("--tp-size", "1"))
+        assert all(len(p.children_of("banyan.server.processes")) >= ranks / nodes for p in programs)
+        yield server
+    finally:
+        for each in programs:
+            each.kill()
+
+
+BODIES = [
+    {
+        "input_ids": [(7 * i * i + 3 * i) % 97 for i in range(length)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+    }
+    for length in (3, 140)
+]
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+@pytest.mark.parametrize(
+    ("name", "nodes"), [*((name, 1) for name in LINES), ("recipe deepseek-v3.2, decode", 2)]
+)
+def test_a_documented_line_starts_a_server_that_answers(
+    npu, models: dict[str, Path], tmp_path, monkeypatch, name: str, nodes: int
+) -> None:
+    """One that goes on with prompts answers with one that computes them, by the line beside its.
+    With two nodes, as documented, each of the two is two programs."""
+    role = LINES[name].scaled().role
+    with ExitStack() as stack:
+
+        def start(name: str) -> Server:
+            log = tmp_path / name.replace(" ", "-")
+            return stack.enter_context(serving(name, models[name], log, monkeypatch, nodes))
+
+        if role == "decode":
+            first = start(name.replace("decode", "prefill"))
+            port = int(PORT.findall(" ".join(LINES[name.replace("decode", "prefill")].words))[0])
+            pair = Servers(first, start(name), port)
+            for body in BODIES:
+                answers = [each.result(START_S) for each in pair.start("/generate", body)]
+                assert [each.status_code for each in answers] == [200, 200], answers[1].text
+                assert len(answers[1].json()["output_ids"]) == 6
+            stats = pair.decode.stats()
+            assert stats["computed_tokens"] < 3 + 140 - 128 + 2 * 8, "a page came"
+            return
+        server = start(name)
+        if role != "prefill":
+            assert all(len(server.generate(**body)["output_ids"]) == 6 for body in BODIES)
+            return
+        for room, body in enumerate(BODIES):
+            asked = {"bootstrap_host": "127.0.0.1", "bootstrap_room": room, "stream": True, **body}
+            with server.http.stream("POST", "/generate", json=asked, timeout=START_S) as answer:
+                told = next(line for line in answer.iter_lines() if line.startswith("data: "))
+            assert len(json.loads(told.removeprefix("data: "))["output_ids"]) == 1
+
+
+def test_the_page_lists_the_lines() -> None:
+    assert "\n".join(commands.table()) in DOCS.read_text()

@@ -1,0 +1,137 @@
+"""Families on the emulated NPU: windows, sinks, experts and latent attention, against the CPU.
+
+The device computes in float16, which its operators take, and the CPU in float32: log-probabilities
+are near each other, and tokens equal wherever the CPU's best is clear of the second. Requests end
+one after another, so that steps of many rows run eagerly and those of few in graphs.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import banyan
+from banyan.ascend.ops.contracts import ContractError
+from tests.ascend.emulation.device import EmulatedNpu
+from tests.ascend.emulation.graph import Graph
+from tests.models.families import tiny
+
+NEAR = 0.02
+"""How far apart two log-probabilities may be; the best must be twice as far from the second."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+CAPTURED = {
+    "qwen3": {"head_dim": 128},
+    "gemma3": {"head_dim": 128},
+    "gpt-oss": {"head_dim": 64},
+    "qwen3 moe": {"head_dim": 16},
+    "deepseek v2": LATENT,
+    "deepseek v3.2": LATENT | {"index_head_dim": 128},
+}
+"""Variants whose decode steps are captured, with what makes them fit the operators."""
+EAGER = {"gemma2": {"head_dim": 16}, "deepseek v3": {}}
+"""Those whose steps are not captured: torch's operators attend."""
+IS_WHOLE = os.environ.get("NPU_CASES") == "all"
+IN_ALL = pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+LAYERS = 3
+ROOM = {"max_position_embeddings": 256}
+LENGTHS = (150, 40, 21, 9, 5)
+TOKENS = (4, 8, 12, 16, 20)
+
+
+@contextlib.contextmanager
+def start(model: Path, device: str, **flags: object) -> Iterator[banyan.Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BANYAN_NPU", "tests.ascend.emulation")
+        patch.setenv("BANYAN_NPU_CHECKS", "1")
+        with banyan.Engine(
+            str(model),
+            **{"device": device, "max_total_tokens": 2048, "skip_tokenizer_init": True}
+            | {"engine_mode": "inprocess", "page_size": 128, "threads": 1}
+            | flags,
+        ) as engine:
+            yield engine
+
+
+def answers(engine: banyan.Engine) -> list[dict]:
+    ids = [[(7 * i * i + 3 * i + n) % 97 for i in range(n)] for n in LENGTHS]
+    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in TOKENS]
+    asked = {"return_logprob": True, "top_logprobs_num": 2}
+    return engine.generate(input_ids=ids, sampling_params=params, **asked)
+
+
+def compare(mine: list[dict], theirs: list[dict], near: float = NEAR) -> int:
+    """Hold answers against those of the CPU; returns how many tokens were compared."""
+    compared = 0
+    for got, wanted in zip(mine, theirs, strict=True):
+        pairs = wanted["meta_info"]["output_top_logprobs"]
+        unclear = (at for at, (best, next) in enumerate(pairs) if best[0] - next[0] < 2 * near)
+        count = next(unclear, len(pairs))
+        assert got["output_ids"][:count] == wanted["output_ids"][:count]
+        logprobs = (found["meta_info"]["output_token_logprobs"] for found in (got, wanted))
+        for (a, *_), (b, *_) in list(zip(*logprobs, strict=True))[:count]:
+            assert abs(a - b) < near
+        compared += count
+    return compared
+
+
+def read_back(engine: banyan.Engine, npu: EmulatedNpu) -> dict[str, float]:
+    """By decode step of two rows: copies to the host, those that are late, and waits."""
+    params, counted = {"temperature": 0, "ignore_eos": True}, []
+    for tokens in (5, 25):
+        before = npu.counters()
+        given = {"input_ids": [[3, 5, 7], [11, 13]]}
+        engine.generate(**given, sampling_params=params | {"max_new_tokens": tokens})
+        after = npu.counters()
+        counted.append({name: after[name] - before[name] for name in after})
+    short, long = counted
+    return {name: (long[name] - short[name]) / 20 for name in ("to_host", "to_host_late", "waits")}
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> list[str]:
+    """Of each replay of a graph: why it was refused, "" if it was not."""
+    found, replay = list[str](), Graph.replay
+
+    def watched(graph: Graph) -> None:
+        try:
+            replay(graph)
+        except ContractError as error:
+            found.append(str(error))
+            raise
+        found.append("")
+
+    monkeypatch.setattr(Graph, "replay", watched)
+    return found
+
+
+@pytest.mark.parametrize("variant", CAPTURED)
+def test_a_family_says_what_it_says_on_the_cpu(npu, tmp_path, replayed, variant: str) -> None:
+    """Of a decode step tokens and their logits go out, late, and the host waits for these alone."""
+    tiny(variant, tmp_path, num_hidden_layers=LAYERS, **ROOM, **CAPTURED[variant])
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[1, 2]) as engine:
+        assert compare(answers(engine), wanted) > sum(TOKENS) / 3
+        assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
+    assert len(replayed) > 25 and not any(replayed)
+
+
+@IN_ALL
+@pytest.mark.parametrize("variant", CAPTURED | EAGER)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"disable_cuda_graph": True},
+        {"chunked_prefill_size": 32},
+        {"disable_hybrid_swa_memory": True},
+    ],
+    ids=["eager", "chunks", "one layout"],
+)
+def test_it_says_so_in_any_way(npu, tmp_path, variant: str, flags: dict) -> None:
+    tiny(variant, tmp_path, num_hidden_layers=LAYERS, **ROOM, **(CAPTURED | EAGER)[variant])
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16", **flags) as engine:
+        assert compare(answers(engine), wanted) > sum(TOKENS) / 3
