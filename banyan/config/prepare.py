@@ -34,7 +34,7 @@ from banyan.requests.defaults import check_preferred
 from banyan.runner.speculative import DRAFTERS
 from banyan.server.admin.metric_labels import check_labels
 from banyan.server.admin.traces import check_traces
-from banyan.server.lifecycle.warmups import WARMUPS, named_warmups
+from banyan.server.lifecycle.warmup import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 
 log = logger(__name__)
@@ -111,6 +111,11 @@ def check_names(config: Config) -> None:
                     f"--tool-server {name} needs the package mcp",
                     hint="run: pip install 'banyan[tools]'",
                 )
+    if server.grpc_mode and find_spec("smg_grpc_proto") is None:
+        raise ConfigError(
+            "--grpc-mode needs the package smg-grpc-proto",
+            hint="run: pip install 'banyan[grpc]'",
+        )
     if config.observe.metrics and find_spec("prometheus_client") is None:
         raise ConfigError(
             "--enable-metrics needs the package prometheus-client",

@@ -1,8 +1,7 @@
 """FakeTransfer: the other server does not exist. For load tests of one side alone.
 
-A server that gives throws away what it is given. One that takes gets pages of whatever lies in its
-memory and a first token that no model chose: its answers mean nothing, and its cache is of no use
-to anybody else.
+A prefill server discards its pages. A decode server keeps whatever its pages contain and gets a
+first token that no model chose: its answers mean nothing, and its cache must not be shared.
 """
 
 from collections.abc import Callable
@@ -33,31 +32,31 @@ class FakeTransfer:
     is_attached = True
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._out = EndedTransfers(wake)
+        self._ended = EndedTransfers(wake)
 
     def start(self, copies: list[PageCopy]) -> None:
         away = [copy.id for copy in copies if not copy.is_on_device]
         if away:
-            self._out.tell(CopyResult(away))
+            self._ended.put(CopyResult(away))
 
     def look(self, lookups: list[Lookup]) -> None:
-        """Rooms hold nothing that is looked up."""
+        """A transfer backend has no lookups."""
         assert not lookups
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        for order in orders:
-            match order:
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        for op in ops:
+            match op:
                 case FindTransfer():
-                    self._out.tell(TransferFound(order.transfer_id, order.prompt_len))
+                    self._ended.put(TransferFound(op.transfer_id, op.prompt_len))
                 case ReceiveTransfer():
-                    self._out.tell(PrefillResult(order.transfer_id, _FIRST))
+                    self._ended.put(PrefillResult(op.transfer_id, _FIRST))
                 case PrefillResult() | CloseTransfer():
-                    self._out.tell(TransferClosed(order.transfer_id))
+                    self._ended.put(TransferClosed(op.transfer_id))
                 case OpenTransfer():
                     pass
 
     def ended(self) -> list[End]:
-        return self._out.take()
+        return self._ended.take()
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,8 +1,9 @@
-"""Outbox: events for the API process, sent once per loop iteration in few frames.
+"""Outbox: what goes to the front with each round of the loop, in few frames where nobody waits.
 
-The tokens of a request that does not stream (`Generate.stream_interval` 0) are sent a few times a
-second instead of at every step: each event costs the API process more than a small model's step.
-Tokens that were reported while their plan still ran are not sent again.
+A request whose reader takes nothing before its end (`Generate.stream_interval` 0) has its tokens
+sent a few times a second instead of at every step: each event costs the front more than a small
+model's step.
+One whose tokens are told while their plan still runs does not get them again. Knows no link.
 """
 
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,7 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"
@@ -83,7 +82,7 @@ class Metered:
         if request.route in OWN:
             return self._inner.generate(request)
         tally = _Tally(request, self._meters)
-        return watched(tally, lambda: self._inner.generate(request))
+        return observed(tally, lambda: self._inner.generate(request))
 
 
 class _Tally:

@@ -19,8 +19,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
 from banyan.config.serving import ObserveConfig
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Finish, Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Finish, Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec
 
 log = logger(__name__)
@@ -62,7 +61,7 @@ class RequestLog:
     def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         usage = Usage(len(request.prompt), 0)
         course = _Course(self._clock, self._most_text, partial(self._log, request), usage)
-        return watched(course, lambda: self.inner.generate(request))
+        return observed(course, lambda: self.inner.generate(request))
 
     def check(self, requests: Sequence[RequestSpec]) -> None:
         self.inner.check(requests)

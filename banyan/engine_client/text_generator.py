@@ -7,7 +7,6 @@ decided token by token, scores by position.
 from array import array
 from collections.abc import Callable, Sequence
 
-from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.serving import ObserveConfig
 from banyan.engine_client.client import Engines
@@ -18,8 +17,8 @@ from banyan.engine_client.request_records import meters_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
-from banyan.requests.bootstrap import check_room, with_room
-from banyan.requests.budget import check_budget
+from banyan.requests.admission import check_budget, check_spec
+from banyan.requests.bootstrap import with_room
 from banyan.requests.chunks import Chunks
 from banyan.requests.generation import (
     Finish,
@@ -71,11 +70,11 @@ class TextGenerator:
         Raises:
             RequestError: the request is refused.
         """
-        self._check(request)
+        check_spec(request, self._limits, self._tokenizer is not None)
         words = None
         if self._tokenizer is not None and not request.message.pool:
-            words = Words(request, self._tokenizer)
-        reader = OutputReader(request, words, told_width(request, self._limits))
+            words = TextDecoder(request, self._tokenizer)
+        reader = OutputReader(request, words, position_width(request, self._limits))
         request = with_room(request, self._limits)
         weight = self._weight_of(request.message.caller)
         if weight != request.message.weight:
@@ -84,61 +83,6 @@ class TextGenerator:
 
     def check(self, requests: Sequence[RequestSpec]) -> None:
         check_budget(requests, self._limits)
-
-    def _check(self, request: RequestSpec) -> None:
-        """Every request of every route comes by here, and by no other door to the engine."""
-        prompt, vocab_size = request.prompt, self._limits.vocab_size
-        check_priority(request.message.priority)
-        if not prompt:
-            raise RequestError("The prompt is empty.", param="text")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocab_size:
-            wrong = low if low < 0 else high
-            raise RequestError(
-                f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
-            )
-        if self._tokenizer is None and (request.text.stop or request.text.stop_regex):
-            raise RequestError(
-                "stop needs a tokenizer and this server runs without one",
-                param="stop",
-                hint="Use stop_token_ids.",
-            )
-        if request.message.pool and not self._limits.is_embedding:
-            raise RequestError(
-                "This model is served for text, not for embeddings or scores of classes",
-                code="not_an_embedding_model",
-                hint="Start the server with --is-embedding.",
-            )
-        if self._limits.is_embedding and not request.message.pool:
-            raise RequestError(
-                "This model is served for embeddings, not for text",
-                code="not_a_generation_model",
-                hint="Use /v1/embeddings or /encode.",
-            )
-        self._check_scores(request)
-        check_room(request, self._limits)
-        if request.hidden and not self._limits.hidden_states:
-            raise RequestError(
-                "The server is not configured to return the hidden states",
-                param="return_hidden_states",
-                code="not_available",
-                hint="Start the server with --enable-return-hidden-states.",
-            )
-        if request.message.wants_experts:
-            _check_experts(request, self._limits)
-        if request.message.embeds:
-            _check_embedded(request)
-
-    def _check_scores(self, request: RequestSpec) -> None:
-        message, vocab_size = request.message, self._limits.vocab_size
-        if message.score_from == NO_SCORES:
-            return
-        for id in message.score_ids:
-            if not 0 <= id < vocab_size:
-                raise RequestError(
-                    f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
-                    param="token_ids_logprob",
-                )
 
 
 class _Output(Chunks[TextChunk]):
@@ -171,8 +115,8 @@ class _Output(Chunks[TextChunk]):
             self._client.stop_at(stream.request, reader.num_tokens)
         return reader.chunk()
 
-    def tell(self, more: Callable[[], None] | None) -> None:
-        self._stream.tell(more)
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        self._stream.on_more(more)
 
     def close(self) -> None:
         self._stream.close()
@@ -205,7 +149,7 @@ def with_log(
     return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
 
 
-class Words:
+class TextDecoder:
     """Token ids to text that is cut at stops, one token at a time."""
 
     def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
@@ -233,7 +177,7 @@ class Words:
 class OutputReader:
     """Collects the events of one request; `chunk` gives what is new."""
 
-    def __init__(self, request: RequestSpec, words: Words | None, width: int = 0) -> None:
+    def __init__(self, request: RequestSpec, words: TextDecoder | None, width: int = 0) -> None:
         self.stopped_by: str | None = None
         """Stop text that ended the request; later tokens are not taken in."""
         self.num_tokens = 0
@@ -253,7 +197,7 @@ class OutputReader:
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
-        self._hidden = ToldPositions(request, width)
+        self._hidden = PositionValues(request, width)
         self._latest: Tokens | Finished | None = None
         """What tells how much of the prompt was cached."""
         self._finish: Finish | None = None
@@ -387,7 +331,7 @@ class OutputReader:
         return Usage(num_prompt, self.num_tokens, *told)
 
 
-class ToldPositions:
+class PositionValues:
     """Hidden states of one request, or the experts that it chose, as they arrive, position by
     position.
 
@@ -428,48 +372,6 @@ class ToldPositions:
         return {"experts": found[: positions * self._state_bytes]}
 
 
-def check_priority(priority: int) -> None:
-    if not -(2**31) <= priority < 2**31:
-        raise RequestError(
-            f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
-        )
-
-
-def _check_experts(request: RequestSpec, limits: Limits) -> None:
-    if not limits.expert_choices:
-        raise RequestError(
-            "The server is not configured to return the experts that tokens chose",
-            param="return_routed_experts",
-            code="not_available",
-            hint="Start the server with --enable-return-routed-experts.",
-        )
-    if request.hidden:
-        raise RequestError(
-            "return_routed_experts and return_hidden_states do not go together",
-            param="return_routed_experts",
-            hint="Ask for one of them.",
-        )
-    if request.message.hidden_from > len(request.prompt):
-        raise RequestError(
-            f"routed_experts_start_len must be in [0, {len(request.prompt)}], the length of the "
-            f"prompt, got {request.message.hidden_from}.",
-            param="routed_experts_start_len",
-        )
-
-
-def _check_embedded(request: RequestSpec) -> None:
-    """Refuse what would read the tokens of a prompt that has none."""
-    asked = {
-        "logprob_start_len": NO_SCORES != request.message.score_from < len(request.prompt),
-        "repetition_penalty": request.sampling.repetition_penalty != 1.0,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise RequestError(
-                f"{name} reads the tokens of the prompt, and input_embeds have none", param=name
-            )
-
-
-def told_width(request: RequestSpec, limits: Limits) -> int:
+def position_width(request: RequestSpec, limits: Limits) -> int:
     """Numbers that are told of a position."""
     return limits.hidden_size if request.hidden else limits.expert_choices

@@ -13,7 +13,7 @@ from banyan.base.errors import RequestError
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import Generator, Usage, collect
-from banyan.requests.long_texts import check_total, fitted_text
+from banyan.requests.prompts import check_total, fitted_text
 from banyan.requests.request_spec import Fields, PromptSpec, RequestSpec, build_specs
 from banyan.requests.sampling_params import Limits, ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions

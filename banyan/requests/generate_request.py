@@ -10,9 +10,8 @@ from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.requests.context import RequestContext
-from banyan.requests.input_embeds import PLACEHOLDER, parse_embeds
-from banyan.requests.long_texts import encode_texts
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
 from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,

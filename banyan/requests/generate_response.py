@@ -12,7 +12,6 @@ from typing import cast
 from banyan.base.clock import Clock, WallClock
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.messages.events import DraftReport
-from banyan.requests.cached_tokens import cache_miss, cached_details
 from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeRequest, NativeSequence, parse_native
 from banyan.requests.generation import (
@@ -20,6 +19,8 @@ from banyan.requests.generation import (
     Generator,
     TextChunk,
     TokenScore,
+    cache_miss,
+    cached_details,
     collect,
     join,
     run,

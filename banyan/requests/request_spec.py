@@ -21,7 +21,7 @@ from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
-from banyan.requests.input_embeds import namespace_with
+from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 
@@ -171,7 +171,7 @@ def build_specs(
     """
     ids = _ids(fields, [prompt.num_sequences for prompt in prompts])
     has_list = isinstance(fields.get("bootstrap_room"), list)
-    meetings = bootstrap.meetings_of(
+    rooms = bootstrap.bootstrap_rooms(
         fields.with_replica(context.headers.get(bootstrap.HEADER, "")).get,
         len(prompts) if has_list else fields.num,
     )
@@ -181,7 +181,7 @@ def build_specs(
     priority = checked_integer(fields.get("priority"), "priority") or 0
     specs: list[RequestSpec] = []
     for i, prompt in enumerate(prompts):
-        parsed, meeting = prompt.sampling, meetings[i]
+        parsed, room = prompt.sampling, rooms[i]
         namespace = namespace_of(context.tenant, salts[i], keys[i])
         specs += [
             spec_of(
@@ -200,10 +200,10 @@ def build_specs(
                 pool=prompt.pool,
                 caller=context.tenant,
                 embeds=prompt.embeds,
-                transfer_id=meeting.name(j),
-                prefill_address=meeting.peer,
-                replica=meeting.replica,
-                prefill_replica=meeting.giver,
+                room=room.name(j),
+                peer=room.peer,
+                replica=room.replica,
+                prefill_replica=room.prefill_replica,
                 stream_interval=parsed.stream_interval,
             )
             for j in range(prompt.num_sequences)

@@ -32,14 +32,15 @@ from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups, open_groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
-from tests.runner.driver import PAGE, Request, greedy
 from tests.support.flags import config_of
+from tests.support.runner_driver import PAGE, Request, greedy
 
 VOCAB = 97
 IS_ALL = os.environ.get("PARALLEL") == "all"

@@ -15,7 +15,7 @@ from banyan.engine_client.text_generator import TextGenerator
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import (
-    InStrides,
+    CoalescedChunks,
     TokenScore,
     collect,
     join,
@@ -281,7 +281,7 @@ def test_strides_give_the_first_token_at_once_and_lose_nothing():
     async def scenario(seed):
         async with serving(say("hello world, this is long"), seed=seed) as (client, _):
             chunks = TextGenerator(client, TOKENIZER, LIMITS).generate(request())
-            return [chunk async for chunk in InStrides(chunks, 8)]
+            return [chunk async for chunk in CoalescedChunks(chunks, 8)]
 
     rng = random.Random(3)
     for _ in range(5):

@@ -22,7 +22,7 @@ from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
 from banyan.model_config.model_config import ModelConfig
-from banyan.requests.budget import check_budget
+from banyan.requests.admission import check_budget
 from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
 from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import Limits

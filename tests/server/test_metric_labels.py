@@ -52,7 +52,6 @@ def site_of(*words: str, storage: str = "") -> Site:
         site.service, generator=Metered(site.generator, [metrics])
     )
     site.state.labels = labels.context if labels else None
-    site.app.around = site.state.around
     return site
 
 

@@ -20,7 +20,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.requests.request_spec import RequestSpec
-from banyan.server.responses import run as responses_run
+from banyan.server.responses import route as responses_route
 from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
 from banyan.server.tool_servers.demo import DemoServer, calculate
@@ -277,7 +277,7 @@ def no_report(field: str, why: str) -> None:
 def test_a_model_that_calls_for_ever_is_asked_for_an_answer(
     talking: Site, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    monkeypatch.setattr(responses_run, "MAX_TURNS", 3)
+    monkeypatch.setattr(responses_route, "MAX_TURNS", 3)
     writes(talking, call("clock"))
     body = events(http, tools=[DEMO])[-1]["response"] if is_stream else ask(http, tools=[DEMO])
     calls = [item for item in body["output"] if item["type"] == "mcp_call"]

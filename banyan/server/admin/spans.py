@@ -22,8 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec
 from banyan.server.http.exchange import HttpExchange
 
@@ -83,7 +82,7 @@ class Spans:
             span.end()
 
     def watch(self, generator: Generator) -> Generator:
-        return _Watched(generator, self._tracer, self._model)
+        return _TracedGenerator(generator, self._tracer, self._model)
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -117,7 +116,7 @@ class _Course:
         self.tell(self)
 
 
-class _Watched:
+class _TracedGenerator:
     """A generator whose sequences have spans."""
 
     def __init__(self, inner: Generator, tracer: Tracer, model: str) -> None:
@@ -136,7 +135,7 @@ class _Watched:
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
         course = _Course(began_ns, partial(self._tell, span, request))
-        return watched(course, lambda: self._inner.generate(request))
+        return observed(course, lambda: self._inner.generate(request))
 
     def _tell(self, span: Span, request: RequestSpec, course: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""

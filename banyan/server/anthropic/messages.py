@@ -28,7 +28,7 @@ from banyan.server.openai.fields import (
     in_words,
     typed,
 )
-from banyan.server.openai.lora import model_and_adapter
+from banyan.server.openai.models import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=CountRequest)
 
 
 async def messages(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = _reporter(context)

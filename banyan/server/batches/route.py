@@ -183,7 +183,7 @@ async def _work(state: ServerState, store: BatchStore) -> None:
 async def _is_back(state: ServerState) -> bool:
     """Wait while an engine is started in the place of a lost one; False when none will come."""
     while not (state.dead or state.draining):
-        if not state.trouble():
+        if not state.not_ready_reason():
             return True
         await asyncio.sleep(RETRY_S)
     return False

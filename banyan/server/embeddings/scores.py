@@ -20,7 +20,7 @@ from banyan.requests.embeddings import (
 )
 from banyan.requests.generate_request import MAX_SCORE_IDS
 from banyan.requests.generation import TextChunk, collect
-from banyan.requests.long_texts import check_total
+from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import (
     Fields,
     PromptSpec,
@@ -70,7 +70,7 @@ _RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
 
 
 async def score(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[ScoreRequest, str, list[RequestSpec]]:
         if raw.get("score_extraction_token"):
@@ -101,7 +101,7 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
 
 async def rerank(exchange: HttpExchange, state: ServerState) -> None:
     """Documents by the score that a cross-encoder gives them with the query, best first."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[RerankRequest, list[RequestSpec]]:
         refuse_fields(raw, _RERANK_FIELDS, exchange.context)

@@ -19,7 +19,7 @@ from banyan.requests.request_spec import RequestSpec
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
@@ -49,7 +49,7 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
 
 async def encode(exchange: HttpExchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     vectors = vector_service(service, state)
 
     def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
@@ -73,7 +73,7 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
 
 async def classify(exchange: HttpExchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     labels = labels_of(service)
 
     def read(raw: Json) -> tuple[str, list[RequestSpec]]:

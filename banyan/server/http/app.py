@@ -56,6 +56,11 @@ class Shared(Protocol):
     keys: Keys
     """Who may call."""
 
+    @property
+    def request_scopes(self) -> Sequence[RequestScope]:
+        """Entered around each request with a body: its trace span and its metric labels."""
+        ...
+
     def retry_after_s(self) -> int:
         """Seconds after which a request that is refused because of the load may fit."""
         ...
@@ -78,8 +83,6 @@ class App(Generic[S]):
         self.state = state
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
-        self.around: Sequence[RequestScope] = ()
-        """What requests that may make something run within: their span, their labels."""
         self.open_requests: dict[HttpExchange, None] = {}
         self._ended = asyncio.Event()
         self._guard = auth.Guard(
@@ -129,7 +132,7 @@ class App(Generic[S]):
             most = self._most_body(route, exchange)
             exchange.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in self.around if exchange.method in WITH_BODY else ():
+                for enter in self.state.request_scopes if exchange.method in WITH_BODY else ():
                     within.enter_context(enter(exchange))
                 await self._run(route, exchange, receive)
         except RequestError as error:

@@ -13,9 +13,9 @@ from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    check_model,
     typed,
 )
+from banyan.server.openai.models import check_model
 from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)

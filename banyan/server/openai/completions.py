@@ -29,7 +29,7 @@ from banyan.server.openai.fields import (
     read_fields,
     specs_of,
 )
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
@@ -47,7 +47,7 @@ MAX_LOGPROBS = 20
 
 
 async def completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server, context = state.config.server, exchange.context
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
@@ -327,7 +327,9 @@ class CompletionAnswer:
     def _choice(self, index: int, text: str, chunk: TextChunk) -> Json:
         logprobs = None
         if self._top is not None:
-            logprobs = completion_logprobs(self._service.words(), chunk, self._top, self._echo)
+            logprobs = completion_logprobs(
+                self._service.required_tokenizer(), chunk, self._top, self._echo
+            )
         return {
             "index": index,
             "text": text,

@@ -31,7 +31,6 @@ Report = Callable[[str, str], None]
 Refused = Mapping[str, tuple[Sequence[object], str]]
 """Field -> (values that ask for nothing, why every other value is a 400)."""
 
-_MODEL_NAME = re.compile(r"[\w./+@ -]{1,256}")
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
@@ -134,21 +133,3 @@ def specs_of(
             hint="Ask for one at a time, or use /generate.",
         )
     return specs
-
-
-def check_model(name: str, served: str, context: RequestContext) -> str:
-    """The model name to answer with; RequestError 404 for impossible names."""
-    if not name or name in (served, "default"):
-        return name or served
-    legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name
-    if context.is_strict or not legal:
-        raise no_such_model(name)
-    context.warn(f"model: {name!r} is not served; {served!r} answers")
-    return name
-
-
-def no_such_model(name: str) -> RequestError:
-    shown = name if len(name) <= 80 else name[:80] + "…"
-    return RequestError(
-        f"The model '{shown}' does not exist", param="model", status=404, code="model_not_found"
-    )

@@ -13,7 +13,7 @@ from banyan.chat_template.template import RESERVED
 from banyan.parsers.tool_calls.as_text import calls_as_text, tools_as_text
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
-from banyan.requests.long_texts import encode_texts, fitted_text
+from banyan.requests.prompts import encode_texts, fitted_text
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -79,13 +79,13 @@ def text_ids(
     service: Service, texts: Iterable[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Token ids of plain prompts, in which the texts of special tokens count as such."""
-    return encode_texts(service.words(), texts, service.limits, add_special_tokens)
+    return encode_texts(service.required_tokenizer(), texts, service.limits, add_special_tokens)
 
 
 def ids_text(
     service: Service, ids: list[int], skip_special_tokens: bool, param: str = "tokens"
 ) -> str:
-    tokenizer = service.words()
+    tokenizer = service.required_tokenizer()
     return tokenizer.decode(checked_ids(ids, service, param), skip_special_tokens)
 
 

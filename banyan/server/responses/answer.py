@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.parsers.parts import CallStart, Said
-from banyan.requests.cached_tokens import cache_miss
-from banyan.requests.generation import TextChunk, Usage
+from banyan.requests.generation import TextChunk, Usage, cache_miss
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
@@ -185,7 +184,7 @@ class ResponseAnswer:
     def _logprobs(self, chunk: TextChunk) -> list[Json]:
         if self._plan.top is None or not chunk.output_scores:
             return []
-        words = self._service.words()
+        words = self._service.required_tokenizer()
         found = chat_logprobs(words, chunk.output_scores, self._plan.top)["content"]
         assert isinstance(found, list)
         return found

@@ -43,7 +43,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
 
 
 async def generate(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     native = native_service(service, state)
     size = len(exchange.body)
     body = await exchange.json_object()
@@ -107,7 +107,7 @@ async def close_session(exchange: HttpExchange, state: ServerState) -> None:
 
 async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
-    native = native_service(state.take_in(exchange.context.id), state)
+    native = native_service(state.admit_to_queue(exchange.context.id), state)
     limits = native.limits
     request = await exchange.read(
         lambda body: native.parse(_from_vertex(body, limits), exchange.context)

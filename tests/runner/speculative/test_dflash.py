@@ -19,13 +19,14 @@ from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.dflash import BlockDrafter
 from banyan.runner.speculative.draft_runner import DraftModel
 from tests.models.drafting import PlainBlocks, tiny_blocks
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_eagle import CPU, MAX_LENGTH, NUM_PAGES, plain_loop, prompt_of
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 BLOCKS, NEW = "blocks", 24
 

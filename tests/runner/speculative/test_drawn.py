@@ -19,12 +19,12 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.sampling import support
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
-from tests.runner.driver import PAGE, Driver, Request
 from tests.runner.speculative import test_dflash as test_block
 from tests.runner.speculative.test_eagle import (
     CPU,
@@ -34,6 +34,7 @@ from tests.runner.speculative.test_eagle import (
     prompt_of,
     runner_of,
 )
+from tests.support.runner_driver import PAGE, Driver, Request
 
 DRAWS = 100_000
 """Of tokens that follow the first one."""

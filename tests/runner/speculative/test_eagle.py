@@ -23,7 +23,8 @@ from banyan.models.weights.loader import load_model
 from banyan.models.weights.mtp import load_ahead
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.eagle import HiddenDrafter
 from banyan.runner.speculative.tree_growth import Grower
@@ -37,8 +38,8 @@ from tests.models.drafting import (
     tiny_next,
 )
 from tests.models.families import rewrite_config
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 128

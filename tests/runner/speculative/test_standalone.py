@@ -15,11 +15,12 @@ from banyan.model_config.model_config import FULL
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 192

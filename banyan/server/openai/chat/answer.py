@@ -204,7 +204,7 @@ class ChatAnswer:
     def _logprobs(self, scores: list[TokenScore]) -> Json | None:
         if self._top is None:
             return None
-        return chat_logprobs(self._service.words(), scores, self._top)
+        return chat_logprobs(self._service.required_tokenizer(), scores, self._top)
 
 
 def _is_cut(finish: Finish) -> bool:

@@ -86,7 +86,7 @@ def plan_chat(
 
     scores = ScoreOptions(NO_SCORES if top is None else len(ids), top or 0)
     asked = specs_of(context, request, [PromptSpec(ids, parsed, scores, adapter)], route)
-    end = service.words().token_to_id(form.reasoning.end) if form.reasoning else None
+    end = service.required_tokenizer().token_to_id(form.reasoning.end) if form.reasoning else None
     return ChatPlan(asked, form, top, end)
 
 
@@ -168,7 +168,8 @@ def _form(service: Service, request: ChatRequest, use: ToolUse, ids: list[int]) 
     reasoning = service.parsers.reasoning if service.tokenizer else None
     return AnswerForm(
         reasoning=reasoning,
-        is_inside=bool(reasoning) and _begins_inside(service.words(), reasoning, request, ids),
+        is_inside=bool(reasoning)
+        and _begins_inside(service.required_tokenizer(), reasoning, request, ids),
         separates=request.separate_reasoning is not False,
         streams_thought=not request.stream or request.stream_reasoning is not False,
         tools=use.format,
@@ -202,7 +203,7 @@ def _guided(
         )
     if not (form.reasoning or form.tools):
         return parsed
-    words = service.words()
+    words = service.required_tokenizer()
     shown = frozenset(words.added[m] for m in form.markers if m in words.added)
     text = replace(parsed.text, shown=shown)
     end, answer = _thinking_marks(service, form, words, ids)

@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 from banyan.base.errors import RequestError
-from banyan.requests.generation import at_once, run
+from banyan.requests.generation import run, unstreamed
 from banyan.server.errors import Json
 from banyan.server.http.event_writer import follow
 from banyan.server.http.exchange import HttpExchange
@@ -13,14 +13,14 @@ from banyan.server.openai.fields import (
     in_openai_words,
     read_fields,
 )
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import Extension
 from banyan.server.state import ServerState, Service
 
 
 async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = context.warn_or_refuse
@@ -51,7 +51,7 @@ async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:
-            async with aclosing(run(service.generator, at_once(plan.asked))) as chunks:
+            async with aclosing(run(service.generator, unstreamed(plan.asked))) as chunks:
                 async for index, chunk in chunks:
                     answer.keep(index, chunk)
             await exchange.json(answer.whole())

@@ -12,7 +12,7 @@ from banyan.messages.plan import HIDDEN, SAMPLE, SCORE, Row
 from banyan.ops.api import OpTime
 from banyan.runner.runner import ModelRunner
 from tests.runner.conftest import VOCAB, Elsewhere, build_runner
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 DIM, INNER, HEADS_OF_QKV, LAYERS = 32, 64, 64, 2
 BEFORE = 2 * DIM * (HEADS_OF_QKV + DIM)
@@ -95,7 +95,7 @@ def test_what_reads_the_hidden_states_of_all_tokens_has_them(model_config):
     """Such as hooks between layers, and layers that draft."""
     runner = build_runner(model_config)
     reading = ModelRunner(
-        runner.model, runner._build, replace(runner._sizes, reads_all=True), runner.platform
+        runner.model, runner._build, replace(runner._config, reads_all=True), runner.platform
     )
 
     assert fed_by(reading, Request(PROMPT, greedy(1)), chunk=16) == [16, 16, 8]
