@@ -135,7 +135,7 @@ class Play:
         self.seen["evicted pages"] += cache.tree.evicted
         require(self.core.flush(self.now), "an idle engine does not flush")
         for group, pool in enumerate(cache.pools):
-            require(pool.free == pool.total, f"group {group} leaks: {cache.ledger(group)}")
+            require(pool.free == pool.total, f"group {group} leaks: {cache.ledgers[group]}")
         self.seen["retractions"] += self.core.scheduler.counters.retractions
 
     # -- actions ------------------------------------------------------------------------------

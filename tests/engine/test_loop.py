@@ -438,7 +438,7 @@ def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
 def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decision():
     told = {}
     hurried = SimpleQueue()
-    options = {"interrupt": hurried.put, "partial_tokens": told.get}
+    options = {"interrupt": hurried.put, "so_far": told.get}
     with serving(check_ledger=True, multi_step=4, **options) as (link, runner, _):
         runner.holds_multi_step.set()
         link.tell(generate("a", new=20))
