@@ -11,9 +11,9 @@ from banyan.base.log import logger
 from banyan.config.serving import ObserveConfig
 from banyan.engine_client.client import Engines
 from banyan.engine_client.event_stream import EventStream, StreamEvent
-from banyan.engine_client.metrics_observer import Meter, Metered
+from banyan.engine_client.metrics_observer import MetricsObserver, ObservedGenerator
 from banyan.engine_client.request_log import RequestLog
-from banyan.engine_client.request_records import meters_of
+from banyan.engine_client.request_records import metrics_observers_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
@@ -127,14 +127,14 @@ def open_generator(
     tokenizer: Tokenizer | None,
     limits: Limits,
     observe: ObserveConfig,
-    meters: Sequence[Meter] = (),
+    metrics_observers: Sequence[MetricsObserver] = (),
     weight_of: WeightOf = _equal,
     watch: Callable[[Generator], Generator] | None = None,
 ) -> Generator:
     """The generator that serves every route, metering, watching and logging if asked to."""
     generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
-    if all_meters := (*meters, *meters_of(observe)):
-        generator = Metered(generator, all_meters)
+    if all_metrics_observers := (*metrics_observers, *metrics_observers_of(observe)):
+        generator = ObservedGenerator(generator, all_metrics_observers)
     if watch is not None:
         generator = watch(generator)
     return with_log(generator, tokenizer, observe)

@@ -21,7 +21,7 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.metrics_observer import Meter, Metrics, tell_refused
+from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_records import Recent
 from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
@@ -71,7 +71,7 @@ class Service:
     """Defaults of sampling fields for chat, with those that the model recommends. `max_new_tokens`
     None = as many as fit."""
     draw_seed: DrawSeed = fresh_seed
-    meters: Sequence[Meter] = ()
+    metrics_observers: Sequence[MetricsObserver] = ()
     """Observers of requests that are refused before they reach `generator`, which has its own."""
 
     @property
@@ -218,7 +218,7 @@ class ServerState:
     adapters: AdapterNames = field(init=False)
     """The LoRA adapters that requests may name."""
     responses: ResponseStore = field(default_factory=ResponseStore)
-    metrics: Metrics | None = None
+    metrics: MetricsExporter | None = None
     """None without --enable-metrics."""
     labels: "RequestScope | None" = None
     """Sets the metric labels that a request brings; None = there are none."""
@@ -282,7 +282,7 @@ class ServerState:
         try:
             service.client.refuse_if_full()
         except RequestError as error:
-            tell_refused(service.meters, RequestId(request), error.code)
+            report_refused(service.metrics_observers, RequestId(request), error.code)
             raise
         return service
 

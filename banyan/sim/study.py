@@ -144,7 +144,7 @@ def _replicas(
     found: list[Replica] = []
     for number in range(layout.dp):
         mine = OneOfJoined(joined, number)
-        found.append(Replica(world, spec.build(lockstep=mine), mine, question.host_s))
+        found.append(Replica(world, spec.build(step_agreement=mine), mine, question.host_s))
         joined.wake.append(found[-1].turn)
     return found
 

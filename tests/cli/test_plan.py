@@ -52,7 +52,7 @@ def test_pages_take_as_many_bytes_as_planned(folder: Path, flags: tuple[str, ...
     planned = cache_groups(
         model.config, model_config, Layout(), cache_bytes_of(model.config, model_config, True)
     )
-    assert planned == agree_on_memory(model_config, model)[1]
+    assert planned == agree_on_memory(model)[1]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -62,7 +62,7 @@ def test_pages_of_every_kind_of_layer_are_planned(variant: str, tmp_path: Path) 
         model, model_config = opened(str(tmp_path), "--skip-tokenizer-init", *flags)
         per_number = cache_bytes_of(model.config, model_config, True)
         planned = cache_groups(model.config, model_config, Layout(), per_number)
-        assert planned == agree_on_memory(model_config, model)[1]
+        assert planned == agree_on_memory(model)[1]
 
 
 def test_the_cache_is_divided_as_the_engine_divides_it(folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_cache_is_divided_as_the_engine_divides_it(folder: Path) -> None:
         str(folder), "--max-total-tokens", "4096", "--max-running-requests", "9"
     )
     found = fit(model.config, model_config, Room(8 * GIB, 4 * GIB, True), 4.0)
-    engine = plan_the_memory(model_config, model)
+    engine = plan_the_memory(model)
     for name in ("groups", "cache_bytes", "max_total_tokens", "max_request_tokens", "max_running"):
         assert getattr(found.memory, name) == getattr(engine, name), name
     assert [found.at_once(n) for n in (1, 16, 17, 1024, 2048, 2049)] == [9, 9, 9, 4, 2, 0]

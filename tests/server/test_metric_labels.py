@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ServerConfig
-from banyan.engine_client.metrics_observer import Metered
+from banyan.engine_client.metrics_observer import ObservedGenerator
 from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
 from banyan.server.admin.metrics import open_metrics
 from tests.server.fakes import Site
@@ -49,7 +49,7 @@ def site_of(*words: str, storage: str = "") -> Site:
     assert metrics is not None
     site.state.metrics = metrics
     site.state.service = site.service = replace(
-        site.service, generator=Metered(site.generator, [metrics])
+        site.service, generator=ObservedGenerator(site.generator, [metrics])
     )
     site.state.labels = labels.context if labels else None
     return site

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from banyan.base.errors import RequestError
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
-from banyan.engine_client.metrics_observer import Metrics
+from banyan.engine_client.metrics_observer import MetricsExporter
 from banyan.server.admin.metric_labels import CustomLabels
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.state import ServerState
@@ -21,7 +21,7 @@ async def show_metrics(exchange: HttpExchange, state: ServerState) -> None:
             code="not_enabled",
             hint="Start it with --enable-metrics.",
         )
-    await exchange.whole(state.metrics.show(), 200, state.metrics.kind)
+    await exchange.whole(state.metrics.export(), 200, state.metrics.kind)
 
 
 def open_metrics(
@@ -29,7 +29,7 @@ def open_metrics(
     name: str,
     replicas: Callable[[], list[Replica]],
     labels: CustomLabels | None = None,
-) -> Metrics | None:
+) -> MetricsExporter | None:
     """None where none are wanted. The library is loaded only where they are."""
     if not config.observe.metrics:
         return None

@@ -23,7 +23,7 @@ from banyan.config.buckets import bounds_of
 from banyan.config.schema import Config
 from banyan.config.serving import VLLM, ObserveConfig
 from banyan.engine_client.client import Replica
-from banyan.engine_client.metrics_observer import CLOSED, Course
+from banyan.engine_client.metrics_observer import CLOSED, RequestOutcome
 from banyan.messages.events import accept_length
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metric_labels import CustomLabels
@@ -45,7 +45,7 @@ _ENDS = ("stop", "length", "abort", "error")
 
 
 class PrometheusMetrics:
-    """Implements Metrics.
+    """Implements MetricsExporter.
 
     Args:
         name: of the model, as clients call it.
@@ -74,10 +74,10 @@ class PrometheusMetrics:
         series = self._plain if self._labels is None else self._series
         series.next_tokens(seconds, count)
 
-    def ended(self, course: Course) -> None:
-        self._series.ended(course)
+    def ended(self, outcome: RequestOutcome) -> None:
+        self._series.ended(outcome)
 
-    def show(self) -> bytes:
+    def export(self) -> bytes:
         return generate_latest(self._shown)
 
     @property
@@ -147,7 +147,7 @@ class _Families:
 
 
 class _Series:
-    """The figures of requests with the same labels. Implements Meter."""
+    """The figures of requests with the same labels. Implements MetricsObserver."""
 
     def __init__(self, families: _Families, values: Sequence[str]) -> None:
         self._itl = families.itl.labels(*values)
@@ -177,18 +177,18 @@ class _Series:
     def next_tokens(self, seconds: float, count: int) -> None:
         self._itl.observe(seconds / count, count)
 
-    def ended(self, course: Course) -> None:
+    def ended(self, outcome: RequestOutcome) -> None:
         self._requests.inc()
-        if course.reason not in ("stop", "length"):
+        if outcome.reason not in ("stop", "length"):
             self._aborted.inc()
         if self._ends:
-            reason = "abort" if course.reason == CLOSED else course.reason
+            reason = "abort" if outcome.reason == CLOSED else outcome.reason
             self._ends[reason if reason in _ENDS else "error"].inc()
-        if course.request.message.grammar:
+        if outcome.request.message.grammar:
             self._structured.inc()
-        if course.reason != CLOSED:
-            self._e2e.observe(course.seconds)
-        usage = course.usage
+        if outcome.reason != CLOSED:
+            self._e2e.observe(outcome.seconds)
+        usage = outcome.usage
         if usage is None:
             return
         self._queue.observe(usage.queue_s)

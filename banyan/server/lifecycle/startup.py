@@ -19,9 +19,9 @@ from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.metrics_observer import Meter
+from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS
-from banyan.engine_client.request_records import Recent, meters_of
+from banyan.engine_client.request_records import Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
@@ -70,7 +70,9 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
         state.recent = Recent(Path(config.observe.dumps))
     state.traces = open_traces(config.observe, state.served_name, state.version)
     watch = None if state.traces is None else state.traces.watch
-    meters: list[Meter] = [meter for meter in (state.metrics, state.recent) if meter is not None]
+    metrics_observers: list[MetricsObserver] = [
+        observer for observer in (state.metrics, state.recent) if observer is not None
+    ]
     service = Service(
         model_config=model_config,
         ready=ready,
@@ -80,7 +82,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
             text.tokenizer,
             limits,
             config.observe,
-            meters,
+            metrics_observers,
             state.keys.weight_of,
             watch,
         ),
@@ -97,7 +99,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
             **config.server.preferred_sampling,
         },
         draw_seed=seed_source(config.server),
-        meters=(*meters, *meters_of(config.observe)),
+        metrics_observers=(*metrics_observers, *metrics_observers_of(config.observe)),
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")

@@ -20,7 +20,7 @@ from banyan.requests.generation import (
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.event_writer import Later, follow
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import (
@@ -245,7 +245,7 @@ class CompletionAnswer:
         self._model = model
         self._created = int(time.time())
         self._opened: set[int] = set()
-        self._molds: dict[int, Mold] = {}
+        self._templates: dict[int, FrameTemplate] = {}
         """By choice, of the frames that have nothing but text."""
 
     def frames(self, arrival: Arrival) -> bytes | Later:
@@ -274,11 +274,11 @@ class CompletionAnswer:
 
     def _plain(self, index: int, text: str) -> bytes:
         """The event of a chunk that has nothing but text."""
-        mold = self._molds.get(index)
-        if mold is None:
-            body = self._chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
-            mold = self._molds[index] = Mold(OPENAI.frame(body))
-        return mold.fill(text)
+        template = self._templates.get(index)
+        if template is None:
+            body = self._chunk(index, TextChunk(FrameTemplate.GAP, [], Usage(0, 0)), False)
+            template = self._templates[index] = FrameTemplate(OPENAI.frame(body))
+        return template.fill(text)
 
     def whole(self, chunks: list[TextChunk]) -> Json:
         for index, chunk in enumerate(chunks):

@@ -108,7 +108,7 @@ async def pinned_prefixes(exchange: HttpExchange, state: ServerState) -> None:
 
 def _tenant_of(asked: PinRequest, state: ServerState) -> bytes:
     """Whose pages they are: no key finds those of another."""
-    if not state.keys.are_asked_for:
+    if not state.keys.are_required:
         if asked.api_key is not None:
             raise RequestError("this server asks for no keys", param="api_key")
         return b""

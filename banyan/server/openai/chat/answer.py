@@ -8,7 +8,7 @@ from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.parsers.reasoning.count import ThinkingTokens
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
     Extension,
@@ -34,7 +34,7 @@ class Choice:
         self.finish: Finish | None = None
         self.hidden: Json = {}
         self.is_open = False
-        self.molds: dict[type[Part], Mold] = {}
+        self.templates: dict[type[Part], FrameTemplate] = {}
         """Of the frames that have nothing but text."""
 
     def read(self, chunk: TextChunk) -> list[Part]:
@@ -142,11 +142,13 @@ class ChatAnswer:
     def _part(self, index: int, choice: Choice, part: Part, logprobs: Json | None) -> bytes:
         if logprobs is not None or self._counts_along or not isinstance(part, Said | Thought):
             return self._frame(index, self._chunk(index, _delta(part, choice), logprobs))
-        mold = choice.molds.get(type(part))
-        if mold is None:
-            delta = _delta(type(part)(Mold.GAP), choice)
-            mold = choice.molds[type(part)] = Mold(OPENAI.frame(self._chunk(index, delta)))
-        return mold.fill(part.text)
+        template = choice.templates.get(type(part))
+        if template is None:
+            delta = _delta(type(part)(FrameTemplate.GAP), choice)
+            template = choice.templates[type(part)] = FrameTemplate(
+                OPENAI.frame(self._chunk(index, delta))
+            )
+        return template.fill(part.text)
 
     def _frame(self, index: int, body: Json) -> bytes:
         if self._counts_along:
