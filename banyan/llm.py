@@ -233,7 +233,7 @@ class Engine:
         return reply.ok, reply.text
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
-        """StepLoad an adapter that `generate` may name from then on (`lora_path`).
+        """Load an adapter that `generate` may name from then on (`lora_path`).
 
         Raises:
             ConfigError, RequestError: it cannot be served, or the name is taken.

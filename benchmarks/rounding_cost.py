@@ -23,7 +23,7 @@ from banyan.base.log import start_logging
 
 
 @dataclass(frozen=True)
-class StepLoad:
+class Load:
     """Requests that begin together."""
 
     rows: int
@@ -32,10 +32,10 @@ class StepLoad:
 
 
 LOADS = {
-    "decode, 1 row": StepLoad(1, 16, 96),
-    "decode, 8 rows": StepLoad(8, 16, 48),
-    "decode, 32 rows": StepLoad(32, 16, 24),
-    "prefill, 1,024 tokens": StepLoad(1, 1024, 1),
+    "decode, 1 row": Load(1, 16, 96),
+    "decode, 8 rows": Load(8, 16, 48),
+    "decode, 32 rows": Load(32, 16, 24),
+    "prefill, 1,024 tokens": Load(1, 1024, 1),
 }
 
 

@@ -368,7 +368,7 @@ def holds_module_state(path: Path, tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
         changed = None
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.StepLoad):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             changed = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             changed = node.func.value if node.func.attr in MUTATORS else None

@@ -1,4 +1,4 @@
-"""StepLoad: sends prepared requests at their times and watches itself while it does.
+"""Load: sends prepared requests at their times and watches itself while it does.
 
 Open loop: a request goes out at its time, whatever the server does. With a limit on concurrency a
 request that is due waits for a place; its clock starts when it is sent.

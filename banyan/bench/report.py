@@ -54,7 +54,7 @@ def serving_table(keys: Mapping[str, object]) -> str:
         rows.append(f"{title:-^{_WIDTH}}")
         for part in ("Mean", "Median", "P90", "P99"):
             rows.append(_row(f"{part} {label} (ms):", keys[f"{part.lower()}_{name}_ms"]))
-    rows.append(f"{'StepLoad generator':-^{_WIDTH}}")
+    rows.append(f"{'Load generator':-^{_WIDTH}}")
     rows.append(_row("CPU share of one core:", keys["client_cpu_share"]))
     rows.append(_row("P99 loop lag (ms):", keys["client_loop_lag_p99_ms"]))
     rows.append(_row("P99 send lag (ms):", keys["client_send_lag_p99_ms"]))

@@ -62,7 +62,7 @@ def serving(argv: Sequence[str]) -> int:
         ServingOptions,
         argv,
         "banyan bench serving",
-        "StepLoad on a running server. Poisson arrivals at --request-rate, or --max-concurrency "
+        "Load on a running server. Poisson arrivals at --request-rate, or --max-concurrency "
         "requests at once; figures as a table and as JSON lines.",
     )
     given = options.api_key or read_environment().flags.get("api-key", "")

@@ -109,7 +109,7 @@ def measure(
     options: BatchOptions,
     progress: Callable[[int, int], None],
 ) -> Rooflines:
-    """StepLoad the model, time the ops of every phase that `options` asks for, and probe the machine
+    """Load the model, time the ops of every phase that `options` asks for, and probe the machine
     with the same kernels.
 
     Args:

@@ -218,7 +218,7 @@ def record_experts(core: EngineCore, control: Control, now: float, what: str) ->
 
 
 def load_adapter(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """StepLoad an adapter under a name; answered when every rank has it, or none."""
+    """Load an adapter under a name; answered when every rank has it, or none."""
     if refusal := _while_joined(core, control):
         return refusal
     name, path = str(control.args.get("name")), str(control.args.get("path"))

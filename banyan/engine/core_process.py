@@ -118,7 +118,7 @@ def run_engine(
     recording: int = NO_RECORDING,
     spares: Sequence[Process] = (),
 ) -> None:
-    """StepLoad the model and serve `link` until the loop is stopped.
+    """Load the model and serve `link` until the loop is stopped.
 
     Args:
         started: called with the loop before it runs, so that another thread can stop it.

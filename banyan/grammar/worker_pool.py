@@ -190,7 +190,7 @@ class _Worker:
         self._process = WorkerProcess("banyan.grammar.worker", max_answer_bytes=MAX_FRAME_BYTES)
 
     def set_up(self, setup: Setup) -> None:
-        """StepLoad the library. This is not part of the time limit of a constraint."""
+        """Load the library. This is not part of the time limit of a constraint."""
         task = encode_frame(setup) + encode_frame(Job(""))
         self._run(task, _START_S, "the compiler did not start")
 

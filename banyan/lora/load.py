@@ -141,7 +141,7 @@ def base_of(model: Model, lora_targets: LoRATargets) -> Base:
 
 
 def load_adapter(path: str, base: Base) -> LoadedAdapter:
-    """StepLoad this rank's part of an adapter.
+    """Load this rank's part of an adapter.
 
     Raises:
         ConfigError: it cannot be served, or does not fit the model.

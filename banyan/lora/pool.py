@@ -133,7 +133,7 @@ class LoRAPool:
         once."""
 
     def load_first(self, places: Sequence[AdapterPlace]) -> None:
-        """StepLoad the adapters of --lora-paths as numbers 1, 2 …
+        """Load the adapters of --lora-paths as numbers 1, 2 …
 
         Raises:
             ConfigError: one cannot be served or does not fit the model.

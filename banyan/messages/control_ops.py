@@ -69,7 +69,7 @@ class ForgetDrafts(msgspec.Struct, frozen=True, array_like=True, tag="forget_dra
 
 
 class TakeAdapter(msgspec.Struct, frozen=True, array_like=True, tag="take_adapter"):
-    """StepLoad an adapter beside the weights. The reply's body is a digest of its files."""
+    """Load an adapter beside the weights. The reply's body is a digest of its files."""
 
     number: int
     """From 1 on; what joins call it."""

@@ -205,7 +205,7 @@ class LoadedWeights:
         self._released: list[str] = []
 
     def prepare_take(self, op: ControlOp) -> Finish:
-        """StepLoad the weights of another folder or file. Old and new weights are in memory together
+        """Load the weights of another folder or file. Old and new weights are in memory together
         for a moment, so a checkpoint that cannot be read changes nothing.
 
         Raises:

@@ -255,9 +255,9 @@ def _information_routes() -> list[Route]:
             "/v1/loads",
             _GET,
             loads.show_loads,
-            about="StepLoad per replica; ?format=prometheus for gauges",
+            about="Load per replica; ?format=prometheus for gauges",
         ),
-        Route("/get_load", _GET, loads.get_load, about="StepLoad per replica, short form"),
+        Route("/get_load", _GET, loads.get_load, about="Load per replica, short form"),
         Route(
             "/weight_version",
             _GET,
@@ -380,7 +380,7 @@ def _weight_routes() -> list[Route]:
             _POST,
             control.update_weights_from_disk,
             auth.ADMIN,
-            about="StepLoad other weights from disk",
+            about="Load other weights from disk",
             body=Body(control.WeightsRequest),
         ),
         Route(
@@ -404,7 +404,7 @@ def _weight_routes() -> list[Route]:
             _POST,
             lora.load_adapter,
             auth.ADMIN,
-            about="StepLoad a LoRA adapter",
+            about="Load a LoRA adapter",
             body=Body(lora.LoadRequest),
         ),
         Route(

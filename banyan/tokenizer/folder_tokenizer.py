@@ -23,7 +23,7 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def load_folder_tokenizer(path: str) -> Tokenizer:
-    """StepLoad the tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         ModelError: missing, too large or unreadable.

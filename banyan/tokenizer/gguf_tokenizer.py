@@ -96,7 +96,7 @@ _TURN_ENDS = (
 
 
 def load_gguf_tokenizer(path: str) -> Tokenizer:
-    """StepLoad the tokenizer of a GGUF file.
+    """Load the tokenizer of a GGUF file.
 
     Raises:
         ModelError: the file is unreadable, or its tokenizer is of an unknown kind or inconsistent.

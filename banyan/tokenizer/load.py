@@ -1,4 +1,4 @@
-"""StepLoad a model's tokenizer from a folder or a GGUF file, try it, and choose where it encodes."""
+"""Load a model's tokenizer from a folder or a GGUF file, try it, and choose where it encodes."""
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import printable
@@ -29,7 +29,7 @@ def open_tokenizer(path: str, server: ServerConfig) -> Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """StepLoad the tokenizer of a model folder or of a .gguf file.
+    """Load the tokenizer of a model folder or of a .gguf file.
 
     Raises:
         ModelError: missing, too large, unreadable, or its pattern backtracks without end.

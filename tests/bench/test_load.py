@@ -1,4 +1,4 @@
-"""StepLoad: arrivals, the limit on concurrency, and what it says about itself."""
+"""Load: arrivals, the limit on concurrency, and what it says about itself."""
 
 import asyncio
 import math

@@ -38,7 +38,7 @@ class Outcome:
     command: str = ""
     """As it was run; "" = the line's own."""
     loads: str = ""
-    """StepLoad of the machine, one minute's, before and at its end."""
+    """Load of the machine, one minute's, before and at its end."""
     day: str = ""
     """Of its end, UTC, as 2026-11-23; "" = that is not known."""
 

@@ -31,7 +31,7 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
-    """StepLoad an adapter that requests may name from then on; 400 when it cannot be."""
+    """Load an adapter that requests may name from then on; 400 when it cannot be."""
     service = state.admit()
     raw = await exchange.json_object()
     refuse_fields(raw, LoadRequest.__struct_fields__, exchange.context, is_strict=True)

@@ -45,7 +45,7 @@ _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 async def open_service(state: ServerState, model_config: ModelConfig, client: Replicas) -> Service:
-    """StepLoad the tokenizer while the engine loads the model, then warm up.
+    """Load the tokenizer while the engine loads the model, then warm up.
 
     Raises:
         BanyanError: the engine died, or the tokenizer or template is refused.
