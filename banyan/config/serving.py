@@ -100,7 +100,7 @@ class ServerConfig:
         return "https" if self.ssl_cert else "http"
 
     @property
-    def words_wait(self) -> bool:
+    def tokenizer_waits(self) -> bool:
         """Whether tokenising a text waits for other requests or processes."""
         return self.waiting_texts > 0
 

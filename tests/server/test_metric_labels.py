@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ServerConfig
 from banyan.engine_client.metrics_observer import ObservedGenerator
-from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
-from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.metrics import MOST_SETS, check_labels, open_labels, open_metrics
 from tests.server.fakes import Site
 from tests.support.flags import config_of
 from tests.system.serving import wait_until

@@ -19,8 +19,8 @@ from banyan.messages.events import Stats
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.requests.request_spec import spec_of
-from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.prometheus import QuickHistogram
 from tests.server.fakes import READY, Site
 from tests.support.scripted import scripted
 

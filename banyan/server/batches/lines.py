@@ -329,7 +329,7 @@ async def _send(state: ServerState, line: Line) -> _Reply:
     scope = {"method": "POST", "path": line.url, "headers": labels}
     server = state.config.server
     exchange = HttpExchange(
-        scope, reply.send, words_wait=server.words_wait, is_strict=server.strict_requests
+        scope, reply.send, tokenizer_waits=server.tokenizer_waits, is_strict=server.strict_requests
     )
     reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
     exchange.context.tenant = line.tenant

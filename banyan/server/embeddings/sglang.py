@@ -1,4 +1,4 @@
-"""Routes about vectors: /encode and /classify in the native form, /v1/classify in OpenAI's."""
+"""/encode and /classify of SGLang, and the shared parts of all routes for vectors."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from banyan.server.openai.models import model_and_adapters
 from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
-"""Fields that every route about vectors honours, and `user`, which changes nothing."""
+"""Fields that every route for vectors honours, and `user`, which changes nothing."""
 
 _MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides")
 

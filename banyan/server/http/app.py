@@ -101,7 +101,7 @@ class App(Generic[S]):
         if scope["type"] == "http":
             server = self.state.config.server
             exchange = HttpExchange(
-                scope, send, self._send_timeout_s, server.words_wait, server.strict_requests
+                scope, send, self._send_timeout_s, server.tokenizer_waits, server.strict_requests
             )
             await self._answer(exchange, receive)
         elif scope["type"] == "lifespan":

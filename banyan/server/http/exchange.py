@@ -57,7 +57,7 @@ class HttpExchange:
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
-        words_wait: tokenizing waits for other requests or processes, whatever the size of the text.
+        tokenizer_waits: tokenizing waits for other requests or processes at any size of text.
         is_strict: fields without effect are refused (--strict-requests).
     """
 
@@ -66,7 +66,7 @@ class HttpExchange:
         scope: Scope,
         send: Send,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        words_wait: bool = False,
+        tokenizer_waits: bool = False,
         is_strict: bool = False,
     ) -> None:
         self.method: str = scope["method"]
@@ -113,7 +113,7 @@ class HttpExchange:
         the bytes."""
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
-        self._words_wait = words_wait
+        self._tokenizer_waits = tokenizer_waits
         self._send_timeout_s = send_timeout_s
 
     def header(self, name: bytes) -> str:
@@ -147,7 +147,7 @@ class HttpExchange:
             waits: `work` waits for another process; it runs in a thread whatever the size.
         """
         body = self.body
-        size = len(body) + (THREAD_BYTES + 1 if waits or self._words_wait else 0)
+        size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
         try:
             return await off_loop(size, lambda: work(json_object(body, self.media)))
         finally:

@@ -27,8 +27,7 @@ from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
-from banyan.server.admin.metric_labels import open_labels
-from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.metrics import open_labels, open_metrics
 from banyan.server.admin.traces import open_traces
 from banyan.server.lifecycle.warmup import warm_up
 from banyan.server.state import ServerState, Service

@@ -1,6 +1,4 @@
-"""/generate: the native form over HTTP, and Vertex AI's form of it. What it means is in
-requests.native.
-"""
+"""/generate and /vertex_generate over HTTP. requests.generate_request parses the body."""
 
 from contextlib import aclosing
 
@@ -99,7 +97,7 @@ async def open_session(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def close_session(exchange: HttpExchange, state: ServerState) -> None:
-    """Closing what is not open is no error: it may have timed out."""
+    """Close a session. One that is not open is no error: it may have timed out."""
     asked = typed(await exchange.optional_object(), CloseSession)
     state.sessions.close(asked.session_id, exchange.context.tenant)
     await exchange.whole(b"", 200, "text/plain")
