@@ -212,13 +212,13 @@ def _open_side_stream(
     config: Config, model_config: ModelConfig, platform: Platform
 ) -> SideStream | None:
     """Open the stream for shared experts; None if they run before the routed ones."""
-    if not config.experts.has_lane:
+    if not config.experts.has_side_stream:
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no shared experts"
     if not why:
-        return platform.lane()
+        return platform.side_stream()
     log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
     return None
 

@@ -18,8 +18,7 @@ from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
 from banyan.model_config.model_config import WINDOW, ModelConfig
-from banyan.ops.api import Ops
-from banyan.ops.packed import PackedLinear
+from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import StoredWeight
 
 _INTERFACE = "banyan"

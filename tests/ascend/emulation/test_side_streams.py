@@ -4,7 +4,7 @@ and one that is planted is found."""
 import pytest
 
 from banyan.moe.layer import ExpertBlock
-from banyan.platform.accelerator import StreamLane
+from banyan.platform.accelerator import DeviceSideStream
 from tests.ascend.emulation.test_ranks import IN_ALL, JOINED, answers, start
 from tests.models.families import tiny
 
@@ -18,13 +18,13 @@ AT_ONCE = {"hidden_size": 1024, "weights": 0.05}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """With a gate on what its shared expert makes."""
-    folder = tmp_path_factory.mktemp("lanes")
+    folder = tmp_path_factory.mktemp("streams")
     tiny("qwen2 moe", folder, head_dim=16, **SIZES)
     return folder
 
 
 @pytest.fixture
-def lanes(monkeypatch) -> list[int]:
+def streams(monkeypatch) -> list[int]:
     """Of each pass of a block: how many streams it has used."""
     found, forward = list[int](), ExpertBlock._with_shared_experts
 
@@ -43,24 +43,24 @@ def said(model, **flags: object) -> list[tuple]:
 
 
 @pytest.mark.parametrize("steps", [pytest.param("eager", marks=IN_ALL), "captured"])
-def test_a_variable_gives_shared_experts_a_stream(npu, model, monkeypatch, lanes, steps) -> None:
+def test_a_variable_gives_shared_experts_a_stream(npu, model, monkeypatch, streams, steps) -> None:
     wanted = said(model, **ALONE, **STEPS[steps])
-    assert set(lanes) == {1}
-    lanes.clear()
+    assert set(streams) == {1}
+    streams.clear()
     monkeypatch.setenv(NAME, "1")
     npu.watch_races(True)
     assert said(model, **ALONE, **STEPS[steps]) == wanted
-    assert set(lanes) == {2} and npu.races() == []
+    assert set(streams) == {2} and npu.races() == []
 
 
-def _no_wait(lane: StreamLane, mark: object) -> None:
+def _no_wait(side: DeviceSideStream, mark: object) -> None:
     """In place of what waits behind the experts."""
 
 
-def _at_once(lane: StreamLane, work, after: object) -> object:
-    with lane._library.stream(lane._stream):
+def _at_once(side: DeviceSideStream, work, after: object) -> object:
+    with side._library.stream(side._stream):
         work()
-        return lane.mark()
+        return side.record_event()
 
 
 @pytest.mark.parametrize("steps", [pytest.param("captured", marks=IN_ALL), "eager"])
@@ -70,7 +70,7 @@ def test_a_wait_that_is_missing_is_found(
 ) -> None:
     monkeypatch.setenv(NAME, "1")
     with monkeypatch.context() as patch:
-        patch.setattr(StreamLane, name, planted)
+        patch.setattr(DeviceSideStream, name, planted)
         said(model, **ALONE, **STEPS[steps])
     assert any("does not wait for" in race for race in races())
 

@@ -1,4 +1,4 @@
-"""The eventfd that a run rings: once, when it has begun."""
+"""A run writes to the wake eventfd once, when it begins."""
 
 import os
 
@@ -16,17 +16,17 @@ def library(path):
     library.close()
 
 
-def test_the_next_run_rings_once(library):
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
+def test_the_next_run_writes_once(library):
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     rows, x = Rows(library), torch.ones(3, 8)
     try:
-        library.ring_next(bell)
+        library.wake_next(wake_fd)
         with pytest.raises(BlockingIOError):
-            os.eventfd_read(bell)
+            os.eventfd_read(wake_fd)
         rows.add(x, x)
         rows.add(x, x)
-        assert os.eventfd_read(bell) == 1
+        assert os.eventfd_read(wake_fd) == 1
         with pytest.raises(BlockingIOError):
-            os.eventfd_read(bell)
+            os.eventfd_read(wake_fd)
     finally:
-        os.close(bell)
+        os.close(wake_fd)

@@ -148,7 +148,7 @@ const Kernel ROWS_OF_ADAPTERS = {"adapter_rows", units, grain, run, cost};
 }  // namespace
 
 // Does to the rows of `out` what the parts of their adapters say.
-BN_EXPORT void bn_adapter_rows(Program* program, int32_t size, const void* table,
+BN_EXPORT void bn_lora_rows(Program* program, int32_t size, const void* table,
                                const int32_t* pieces, const int32_t* order, const void* x,
                                int64_t x_stride, float* out, int64_t out_stride, int64_t inputs,
                                int64_t outputs) {

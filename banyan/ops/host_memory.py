@@ -1,4 +1,4 @@
-"""Arena: memory of the host for what is written once and read at every step."""
+"""Memory of the host: arenas for weights, and copies to a device."""
 
 import ctypes
 import mmap
@@ -40,3 +40,14 @@ def _huge(size: int) -> np.ndarray:
         memory.madvise(mmap.MADV_HUGEPAGE)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
     return np.frombuffer(memory, np.uint8)[first : first + size]
+
+
+_COPIES_ASIDE = "cuda"
+
+
+def copy_to(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """The same on the device, without waiting for what runs there where the driver copies such
+    memory aside before it returns (CUDA driver API, "API synchronization behavior"): others may
+    read it when it holds something else. On the host it is the same memory."""
+    here = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return here.to(device, non_blocking=device.type == _COPIES_ASIDE)

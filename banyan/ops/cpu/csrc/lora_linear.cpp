@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "adapters.h"
+#include "lora.h"
 #include "linear.h"
 #include "program.h"
 
@@ -86,7 +86,7 @@ template <bool EXACT>
 void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
   const AdapterArgs& a = of(args).adapters;
   if (!a.state->units) return linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
-  const AdapterKernels& kernels = adapters_table(isa());
+  const AdapterKernels& kernels = lora_table(isa());
   // Its rows serve adapters in 8 bits too, if they are in 8 bits.
   const bool is_shared = !EXACT && of(args).product.format < NUM_QUANTISED;
   const LinearArgs* product = is_shared ? &of(args).product : nullptr;

@@ -1,6 +1,6 @@
 // Low-rank adapters: the builder that lets them join a product, or makes ops of their own, and what
 // checks their kernels.
-#include "adapters.h"
+#include "lora.h"
 
 #include <cmath>
 #include <cstdio>
@@ -10,15 +10,15 @@
 
 namespace banyan {
 
-const AdapterKernels& adapters_table(int32_t level) {
-#ifdef BN_ADAPTERS_AVX512
-  if (level >= AVX512) return adapters_avx512;
+const AdapterKernels& lora_table(int32_t level) {
+#ifdef BN_LORA_AVX512
+  if (level >= AVX512) return lora_avx512;
 #endif
-#ifdef BN_ADAPTERS_AVX2
-  if (level >= AVX2) return adapters_avx2;
+#ifdef BN_LORA_AVX2
+  if (level >= AVX2) return lora_avx2;
 #endif
   (void)level;
-  return adapters_base;
+  return lora_base;
 }
 
 namespace {
@@ -75,7 +75,7 @@ void shrink_unit(const AdapterArgs& a, int64_t unit, const LinearArgs* product, 
     }
     if (pair.type == ADAPTER_TILED) return shrink_tiles(a, pair, *piece, unit, product, worker);
     const int32_t* tokens = a.order + piece->first;
-    return adapters_table(isa()).shrink_rows(a, pair, unit, tokens, tokens, piece->count);
+    return lora_table(isa()).shrink_rows(a, pair, unit, tokens, tokens, piece->count);
   }
 }
 
@@ -130,7 +130,7 @@ void up_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Wo
   while (begin < end) {
     int64_t first = begin / tiles * ROWS_OF_UNIT, last = first + ROWS_OF_UNIT;
     int64_t tile = begin % tiles, count = end - begin < tiles - tile ? end - begin : tiles - tile;
-    adapters_table(isa()).expand(a, tile, tile + count, first, last < tokens ? last : tokens);
+    lora_table(isa()).expand(a, tile, tile + count, first, last < tokens ? last : tokens);
     begin += count;
   }
 }
@@ -169,8 +169,8 @@ using namespace banyan;
 
 
 // Whether an instruction set computes what the plain code does; 1 and the reason when not.
-BN_EXPORT int bn_check_adapters(int32_t isa, char* why, int32_t room) {
-  std::vector<float> expected = outcome(adapters_base), found = outcome(adapters_table(isa));
+BN_EXPORT int bn_check_lora(int32_t isa, char* why, int32_t room) {
+  std::vector<float> expected = outcome(lora_base), found = outcome(lora_table(isa));
   for (size_t i = 0; i < found.size(); i++)
     if (!(std::fabs(found[i] - expected[i]) <= 1e-4f * (1.0f + std::fabs(expected[i])))) {
       std::snprintf(why, room, "adapters give %g for %g", found[i], expected[i]);
@@ -180,7 +180,7 @@ BN_EXPORT int bn_check_adapters(int32_t isa, char* why, int32_t room) {
 }
 
 // Adds to the rows of `out` what the adapters of their tokens make of the rows of `x`.
-BN_EXPORT void bn_adapters(Program* program, int32_t size, const void* table, const int32_t* pieces,
+BN_EXPORT void bn_lora(Program* program, int32_t size, const void* table, const int32_t* pieces,
                            const int32_t* order, const int32_t* numbers, const float* x,
                            int64_t x_stride, float* out, int64_t out_stride, float* inner,
                            void* state, int64_t inputs, int64_t outputs, int64_t width) {

@@ -1,12 +1,11 @@
-// Low-rank adapters for one instruction set. Included by adapters_<set>.cpp, which names
-// ADAPTERS_TABLE.
+// LoRA adapters for one instruction set. Compiled once per set, as BN_TABLE (FAMILIES of build.py).
 //
 // A piece is some tokens of one adapter, so each matrix is read once for all of them. Every number
 // has one order of additions, from the first input or rank to the last, whatever is beside it: a
 // token's result depends on that token alone.
 #include <algorithm>
 
-#include "adapters.h"
+#include "lora.h"
 #include "vec.h"
 
 namespace banyan {
@@ -203,6 +202,6 @@ void expand_tile(const AdapterPair& pair, int part, int64_t tile, const float* i
 
 }  // namespace
 
-extern const AdapterKernels ADAPTERS_TABLE = {expand, shrink_rows, expand_tile};
+extern const AdapterKernels BN_TABLE = {expand, shrink_rows, expand_tile};
 
 }  // namespace banyan

@@ -29,7 +29,7 @@ void shrink_run_of(const ExpertShrinkArgs& a, const AdapterPair& pair, int64_t f
   AdapterArgs of{};
   of.x = a.x, of.x_stride = a.x_stride, of.inputs = a.inputs;
   of.inner = a.beside.inner, of.width = a.beside.width;
-  const AdapterKernels& kernels = adapters_table(isa());
+  const AdapterKernels& kernels = lora_table(isa());
   for (int64_t block = share; block * RANKS < pair.rank; block += shares)
     kernels.shrink_rows(of, pair, block, from, to, count);
 }

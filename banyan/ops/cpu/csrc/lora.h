@@ -65,8 +65,8 @@ struct AdapterKernels {
   void (*expand_tile)(const AdapterPair& pair, int part, int64_t tile, const float* inner, float* out);
 };
 
-extern const AdapterKernels adapters_base, adapters_avx2, adapters_avx512;
-const AdapterKernels& adapters_table(int32_t level);
+extern const AdapterKernels lora_base, lora_avx2, lora_avx512;
+const AdapterKernels& lora_table(int32_t level);
 
 // Units of the first products in a run of so many tokens. A run without tokens makes logits of the one
 // before: what its tokens were counts no more.
