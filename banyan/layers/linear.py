@@ -8,7 +8,7 @@ from torch import Tensor
 from banyan.layers.build import Build
 from banyan.layers.pack import pack
 from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot, single
-from banyan.ops.packed import PackedLinear
+from banyan.ops.api import PackedLinear
 from banyan.ops.stored import StoredWeight, stack
 from banyan.parallel.groups import Group
 

@@ -8,8 +8,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from banyan.ops.api import Ops
-from banyan.ops.packed import PackedLinear
+from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 
 
