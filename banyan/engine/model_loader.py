@@ -14,6 +14,7 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
@@ -48,7 +49,7 @@ from banyan.runner.weights import (
     load_mtp,
     load_weights,
 )
-from banyan.scheduler.budget import DRAFT_ROOM
+from banyan.scheduler.budget import DRAFT_BUDGET
 
 _DTYPES = {
     "float32": torch.float32,
@@ -117,6 +118,8 @@ def open_model(
     place_rank(config.device, parallel, place)
     platform = open_platform(config.device.name)
     traits = platform.traits
+    if not traits.is_host:
+        complete_torch()
     _check_the_device(config, model_config, traits)
     config, origins = settle(config, platform.defaults(model_config))
     sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
@@ -332,7 +335,7 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
     sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
     # A state after each draft token, for rollback when drafts are rejected.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
-    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_BUDGET
     rollback_checkpoints = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
@@ -347,7 +350,7 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
 
 def draft_room_of(config: Config, running: int) -> int:
     """Most drafts that one step of `running` rows verifies."""
-    return min(DRAFT_ROOM, running * config.speculative.drafts)
+    return min(DRAFT_BUDGET, running * config.speculative.drafts)
 
 
 def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:

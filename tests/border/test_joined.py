@@ -14,7 +14,7 @@ import pytest
 from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows, DPAttentionStep
 from banyan.dp_attention.step_clock import LocalPeer, StepClock
 from banyan.kv_cache.groups import FULL, WINDOW
-from banyan.messages.plan import Load, Row
+from banyan.messages.plan import Row, StepLoad
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups
 from banyan.runner.batch import Batch
@@ -67,7 +67,7 @@ class Clock:
         self._clock = clock
         self._company = company
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         self._clock.receive()
         loads = self._clock.agree(load)
         self.is_pending = loads is None

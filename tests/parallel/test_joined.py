@@ -19,7 +19,7 @@ from banyan.dp_attention.rules import of_replica
 from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import group_caches
-from banyan.messages.plan import Load, StepPlan
+from banyan.messages.plan import StepLoad, StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
@@ -93,11 +93,11 @@ class Joined(Grouped):
         plan = super().plan(**parts)
         builder = StepPlanBuilder(plan.step, [], 0)
         builder.rows = plan.rows
-        return msgspec.structs.replace(plan, peers=self.agree(builder.load))
+        return msgspec.structs.replace(plan, replica_loads=self.agree(builder.load))
 
     def rest(self) -> None:
         """Go along with the others until none has work."""
-        while (plan := self.plan()).peers:
+        while (plan := self.plan()).replica_loads:
             self.empty_steps += 1
             result = self.runner.launch(plan).result()
             assert not result.error, result.error
@@ -161,10 +161,10 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     size = layout.replicas * layout.ranks
     talk = meet("gloo", rank, size, f"{address}-talk")
 
-    def agree(load: Load) -> list[Load]:
+    def agree(load: StepLoad) -> list[StepLoad]:
         told = torch.tensor([msgspec.structs.astuple(load)], dtype=torch.float32)
         heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
-        return [Load(*one) for one in heard] if any(one[0] for one in heard) else []
+        return [StepLoad(*one) for one in heard] if any(one[0] for one in heard) else []
 
     model_config = read_model_config(str(folder))
     runner, num_groups = open_runner(

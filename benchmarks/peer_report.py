@@ -1,16 +1,27 @@
-"""From runs to medians, ratios with their spread, JSON and Markdown."""
+"""Results of a comparison: medians, ratios with their spread, JSON, Markdown and a history file.
 
+The history file has one line of JSON per run: commit, time, machine, measured machine speed and the
+figures. Banyan's figures are compared with the last run on the same machine.
+"""
+
+import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.peers import PEERS
 from benchmarks.workloads import HIGH, WORKLOADS, Figure, shortened
 
 OURS = "banyan"
+_CHANGE = 0.05
+"""Relative changes below this are noise."""
+_MOST_BYTES = 64 << 20
+"""Largest history file that is read."""
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 _NAMES = {
     "banyan": "Banyan",
@@ -200,3 +211,92 @@ def _cpu() -> str:
     except OSError:
         pass  # not Linux: the platform's own word has to do
     return platform.processor() or platform.machine()
+
+
+def entry(report: Mapping[str, dict], commit: str) -> dict:
+    """One line of the history: medians by model, workload, figure and engine, with the probes."""
+    return {
+        "commit": commit,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": report["machine"],
+        "rounds": report["rounds"],
+        "share": report["share"],
+        "cpu_isa": report["cpu_isa"],
+        "figures": [
+            {
+                "model": model["model"],
+                "workload": line["workload"],
+                "figure": line["figure"],
+                "unit": line["unit"],
+                "better": line["better"],
+                "read_gb_s": line["machine_read_gb_s"],
+                "fp32_gflop_s": line["machine_fp32_gflop_s"],
+                "engines": {peer: spread["median"] for peer, spread in line["engines"].items()},
+            }
+            for model in report["models"]
+            for line in model["lines"]
+        ],
+    }
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a git checkout, with + for a modified tree; "" if there is none."""
+    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=30)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def last_like(path: Path, now: Mapping[str, object]) -> dict:
+    """The last run with the same machine, share and instruction set; {} if there is none.
+
+    Lines that are not runs are skipped.
+    """
+    if not path.exists() or path.stat().st_size > _MOST_BYTES:
+        return {}
+    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and _setup(found) == _setup(now):
+            return found
+    return {}
+
+
+def changes(before: Mapping[str, list], now: Mapping[str, list]) -> Iterator[str]:
+    """A line for each figure of Banyan that changed, with the machine speed of both runs."""
+    known = {_key(each): each for each in before.get("figures", [])}
+    for each in now["figures"]:
+        was, is_ = known.get(_key(each), {}).get("engines", {}).get(OURS), each["engines"].get(OURS)
+        if not was or not is_ or abs(is_ / was - 1) < _CHANGE:
+            continue
+        is_worse = (is_ < was) == (each["better"] == HIGH)
+        old = known[_key(each)]
+        yield (
+            f"{'SLOWER' if is_worse else 'faster'}: {each['model']} {each['workload']} "
+            f"{each['figure']} {is_:,.1f} {each['unit']}, {was:,.1f} at "
+            f"{before['commit'] or 'an unknown commit'}; the machine read {each['read_gb_s']:.1f} "
+            f"GB/s, {old['read_gb_s']:.1f} then, fp32 {each['fp32_gflop_s']:.0f} GFLOP/s, "
+            f"{old['fp32_gflop_s']:.0f} then"
+        )
+
+
+def keep(path: Path, line: Mapping[str, object]) -> None:
+    """Append a line, in one write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _setup(run: Mapping[str, object]) -> tuple[dict[str, object], object, object]:
+    """What must be the same for figures to be comparable."""
+    machine = run.get("machine")
+    facts = machine if isinstance(machine, dict) else {}
+    return {k: v for k, v in facts.items() if k != "date"}, run.get("share"), run.get("cpu_isa", "")
+
+
+def _key(figure: Mapping[str, object]) -> tuple[object, ...]:
+    return figure["model"], figure["workload"], figure["figure"]
