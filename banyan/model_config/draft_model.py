@@ -26,7 +26,7 @@ def draft_of(config: Config) -> LoadConfig:
     """How the draft model is read. What the flags say about the served model's files does not hold
     for it, and what they say about numbers does."""
     speculative = config.speculative
-    if speculative.is_ahead:
+    if speculative.is_mtp:
         return config.model
     return replace(
         config.model,
@@ -62,11 +62,11 @@ def draft_model_config(
     return read_model_config(model.path, model.load_format)
 
 
-def find_the_draft(
+def find_draft_model(
     config: Config,
     model_config: ModelConfig,
     environment: Environment,
-    check_the_quantization: Rule,
+    check_quantization: Rule,
 ) -> Config:
     """Fetch the draft model and see whether it goes with the one of `model_config`.
 
@@ -79,7 +79,7 @@ def find_the_draft(
     if not speculative.is_model:
         return config
     flag = f"--speculative-algorithm {speculative.algorithm}"
-    if speculative.is_ahead:
+    if speculative.is_mtp:
         _check_the_ahead(config, model_config, flag)
         return config
     if not speculative.draft_source:
@@ -94,7 +94,7 @@ def find_the_draft(
     draft = draft_model_config(speculative, model, model_config)
     _check_the_pair(config, model_config, draft, model.source)
     try:
-        checked = check_the_quantization(replace(config, model=model), draft, environment)
+        checked = check_quantization(replace(config, model=model), draft, environment)
     except ConfigError as error:
         raise ConfigError(
             error.text.replace("--quantization", "--speculative-draft-model-quantization"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
+from banyan.base.torch_parts import complete_torch
 from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
@@ -218,6 +219,7 @@ def load_foreign(model_config: ModelConfig, build: Build, load_format: str = "au
         raise ConfigError("--model-impl transformers cannot share a model", hint="use --tp 1")
     if load_format not in ("auto", "safetensors"):
         raise ConfigError(f"--model-impl transformers cannot load the format {load_format}")
+    complete_torch()
     try:
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     except ImportError:

@@ -17,8 +17,7 @@ import pytest
 from banyan.base.errors import CapacityError, ConfigError, ModelError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.schema import Config
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
 from banyan.server.http.listen import bind, check_exposure
 from banyan.server.lifecycle.serve import Server
