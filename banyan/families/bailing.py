@@ -1,6 +1,6 @@
-"""BailingMoE, of which the Ling and Ring models are: Llama's attention under names of its own, and
-experts with a block beside them. Version 1 scores by softmax; version 2 as DeepSeek-V3, and norms
-each head of q and k.
+"""BailingMoE (Ling, Ring): Llama's attention, and experts with shared experts.
+
+Version 1 has softmax scores. Version 2 routes as DeepSeek-V3 and norms each head of q and k.
 
 Source: the published configurations of inclusionAI/Ling-lite-1.5 and inclusionAI/Ling-mini-2.0.
 """
@@ -87,12 +87,12 @@ def _biases(facts: Facts) -> Biases:
 
 
 def _first_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A head that is normed has been so in the file."""
+    """GGUF files store a normed LM head already normed."""
     return replace(model_config, experts=gguf_softmax(facts, model_config))
 
 
 def _second_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Converters write the width of one shared block, or of all of them together."""
+    """Converters write the width of one shared expert, or of all of them together."""
     model_config = without_drafting_layers(facts, model_config)
     experts = gguf_corrected(facts, model_config)
     whole = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0) * experts.inner

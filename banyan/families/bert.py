@@ -28,7 +28,7 @@ _NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_id
 
 
 def _encoder(facts: Facts, model_config: ModelConfig, has_offset: bool) -> ModelConfig:
-    """RoBERTa counts positions from behind the padding id."""
+    """RoBERTa's positions begin at the padding id plus one."""
     if facts.text("position_embedding_type", default="absolute") != "absolute":
         raise facts.error(
             "position_embedding_type", facts.any("position_embedding_type"), "absolute"
@@ -48,7 +48,7 @@ def _encoder(facts: Facts, model_config: ModelConfig, has_offset: bool) -> Model
 
 
 def _family(prefix: str, head: dict[str, str], has_offset: bool) -> Family:
-    """Names of a family, alone or below `prefix`, as models with a head write them."""
+    """A family whose weights are named with or without `prefix` (models with a head use it)."""
     modules = {start + name: place for start in ("", prefix) for name, place in _BODY.items()}
     ignored = tuple(start + name for start in ("", prefix) for name in _NEEDLESS)
     form = HubForm(

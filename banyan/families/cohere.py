@@ -16,7 +16,7 @@ from banyan.model_config.model_config import ModelConfig, RopeFacts
 def _positions_in_windows(
     facts: Facts, model_config: ModelConfig, default_scale: float
 ) -> ModelConfig:
-    """Only window layers know positions."""
+    """Only window layers have a position embedding."""
     return replace(
         model_config,
         logit_scale=facts.number("logit_scale", 1e-6, 1e6, default=default_scale),

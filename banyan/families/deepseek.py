@@ -1,7 +1,7 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 / R1 (arXiv 2412.19437): latent attention and experts.
-DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses what each token reads.
+DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses the positions each token reads.
 
-The first layers have plain feed-forward blocks; layers past the last one are for drafting.
+The first layers have plain feed-forward blocks; layers past the last one are MTP layers.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts that are routed as DeepSeek-V3's."""
+"""dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts routed as in DeepSeek-V3."""
 
 from dataclasses import replace
 

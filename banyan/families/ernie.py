@@ -1,5 +1,5 @@
-"""ERNIE 4.5, dense and with experts: Llama that rotates in pairs 2i, 2i + 1; experts are chosen by
-softmax scores with a correction.
+"""ERNIE 4.5, dense and with experts: Llama with RoPE in pairs 2i, 2i + 1; experts have softmax
+scores with a correction bias.
 
 Source: the published configurations of baidu/ERNIE-4.5-0.3B-PT and ERNIE-4.5-21B-A3B-PT.
 """
@@ -47,7 +47,7 @@ def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The width of the shared block is not what the file calls so; it is as wide as its experts."""
+    """The file's width of the shared experts is not used: each is as wide as an expert."""
     experts = gguf_softmax(facts, model_config)
     every = facts.integer("interleave_moe_layer_step", 1, 1 << 16, default=1)
     layers = range(model_config.num_layers)

@@ -1,4 +1,4 @@
-"""Families whose feed-forward blocks are experts, and DeepSeek's latent attention.
+"""Readers of mixture-of-experts and latent-attention fields, shared by families.
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -13,11 +13,11 @@ from banyan.model_config.model_config import ExpertFacts, LatentFacts, ModelConf
 MAX_EXPERTS = 1 << 16
 _MAX_WIDTH = 1 << 20
 _SOFTMAX, _SIGMOID = 1, 2
-"""How GGUF numbers what makes scores of logits."""
+"""GGUF's numbers of the scoring functions."""
 
 
 def _count(facts: Facts, *keys: str) -> int:
-    """Configurations name the number of experts in several ways."""
+    """The number of experts, under the first of the keys that is present."""
     key = next((key for key in keys if facts.has(key)), keys[0])
     return facts.integer(key, 1, MAX_EXPERTS)
 
@@ -54,7 +54,7 @@ def olmoe(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 def qwen_moe(
     facts: Facts, model_config: ModelConfig, has_shared: bool = False, is_normalised: bool = False
 ) -> ModelConfig:
-    """Which layers have experts is told by a period and a list of exceptions."""
+    """A period and a list of exceptions name the layers with experts."""
     count = _count(facts, "num_experts", "num_local_experts")
     period = facts.integer("decoder_sparse_step", 1, 1 << 16, default=1)
     plain = facts.listed("mlp_only_layers")
@@ -72,7 +72,7 @@ def qwen_moe(
 
 
 def deepseek_v2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Softmax scores; a group is as good as its best expert."""
+    """Softmax scores; a group's score is its best expert's."""
     method = facts.text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise facts.error("topk_method", method, "greedy or group_limited_greedy")
@@ -92,17 +92,17 @@ def deepseek_v3(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def layers_ahead(facts: Facts) -> int:
-    """Layers behind the last one, which are for drafting."""
+    """Number of MTP layers."""
     return facts.integer("num_nextn_predict_layers", 0, 1 << 10, default=0)
 
 
 def deepseek_v32(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Version 3 with an indexer; which layers are dense may be listed."""
+    """DeepSeek-V3 with an indexer; the dense layers may be listed."""
     model_config = deepseek_v3(facts, model_config)
     latent, experts = model_config.latent, model_config.experts
     assert latent is not None and experts is not None
     if not latent.query_rank:
-        raise facts.error("q_lora_rank", None, "a whole number: the indexer reads squeezed queries")
+        raise facts.error("q_lora_rank", None, "a whole number: the indexer reads low-rank queries")
     shared = [kind for kind in facts.listed("indexer_types") if kind != "full"]
     if shared or facts.integer("index_topk_freq", 1, 1 << 16, default=1) > 1:
         raise facts.error(
@@ -128,7 +128,7 @@ def deepseek_v32(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def glm_dsa(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Its latents are normed with another eps than the stream."""
+    """The norms of the latents have a different eps."""
     model_config = deepseek_v32(facts, model_config)
     assert model_config.latent is not None
     return replace(model_config, latent=replace(model_config.latent, norm_eps=1e-6))
@@ -137,8 +137,8 @@ def glm_dsa(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 def corrected(
     facts: Facts, model_config: ModelConfig, is_normalised: bool, scale: float
 ) -> ExpertFacts:
-    """Sigmoid scores with a correction; a group is as good as its two best experts (DeepSeek-V3,
-    arXiv 2412.19437).
+    """Sigmoid scores with a correction bias; a group's score is the sum of its two best experts
+    (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
         is_normalised, scale: the family's defaults.
@@ -201,7 +201,7 @@ def latent_of(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 def _with_latent(model_config: ModelConfig, latent: LatentFacts) -> ModelConfig:
     rope, head_dim = model_config.rope, latent.plain_dim + latent.rope_dim
-    sharpness = 1.0  # YaRN's, which is for q and k alike (DeepSeek-V2, section 3.1.4)
+    sharpness = 1.0  # YaRN's factor, applied to both q and k (DeepSeek-V2, section 3.1.4)
     if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
         sharpness = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
     return replace(
@@ -214,7 +214,7 @@ def _with_latent(model_config: ModelConfig, latent: LatentFacts) -> ModelConfig:
 
 
 def gguf_mixtral(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Mixtral's files call themselves "llama", with a number of experts."""
+    """Mixtral's GGUF files use architecture "llama" with a number of experts."""
     if not _has_experts(facts):
         return model_config
     experts = gguf_experts(facts, model_config, is_normalised=True)
@@ -241,7 +241,7 @@ def gguf_qwen3_moe(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def gguf_deepseek(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """V2 scores by softmax, V3 by sigmoid with a correction; files of both are "deepseek2"."""
+    """Files of V2 (softmax scores) and V3 (corrected sigmoid scores) are both "deepseek2"."""
     model_config = without_drafting_layers(facts, model_config)
     scoring = facts.integer("expert_gating_func", 0, 2, default=_SOFTMAX)
     is_third = scoring == _SIGMOID
@@ -269,7 +269,7 @@ def gguf_latent_of(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_latent(facts: Facts) -> LatentFacts:
-    """Newer files give the widths of heads under keys of their own, beside those of the latent."""
+    """Newer files have separate keys for the head widths (…_mla)."""
     rope_dim = facts.integer("rope.dimension_count", 2, _MAX_WIDTH)
     own = "_mla" if facts.has("attention.key_length_mla") else ""
     head_dim = facts.integer(f"attention.key_length{own}", rope_dim + 1, _MAX_WIDTH)
@@ -286,11 +286,10 @@ def _gguf_latent(facts: Facts) -> LatentFacts:
 def gguf_softmax(
     facts: Facts, model_config: ModelConfig, is_normalised: bool = True
 ) -> ExpertFacts:
-    """Experts beside a block for every token, behind dense layers, in groups: each as far as the
-    file tells of it.
+    """Experts with softmax scores; shared experts, dense first layers and groups are optional.
 
     Args:
-        is_normalised: where the file does not say.
+        is_normalised: default if the file has no such key.
     """
     experts = gguf_experts(facts, model_config, is_normalised)
     first = facts.integer("leading_dense_block_count", 0, model_config.num_layers, default=0)
@@ -312,7 +311,7 @@ def gguf_softmax(
 def gguf_corrected(
     facts: Facts, model_config: ModelConfig, is_normalised: bool = True
 ) -> ExpertFacts:
-    """Those of families that follow DeepSeek-V3's: sigmoid scores with a correction."""
+    """Experts as in DeepSeek-V3: sigmoid scores with a correction bias."""
     scoring = facts.integer("expert_gating_func", 0, 2, default=_SIGMOID)
     if scoring != _SIGMOID:
         raise facts.error("expert_gating_func", scoring, f"{_SIGMOID}, sigmoid")
@@ -328,7 +327,7 @@ def gguf_corrected(
 
 
 def without_drafting_layers(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A file counts the layers that are for drafting among its blocks."""
+    """GGUF files count MTP layers in block_count: subtract them."""
     most = model_config.num_layers - 1
     more = facts.integer("nextn_predict_layers", 0, most, default=0)
     return replace(model_config, num_layers=model_config.num_layers - more, num_ahead=more)

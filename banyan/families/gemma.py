@@ -42,7 +42,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _gemma2_of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The caps have defaults, which null turns off."""
+    """The caps have defaults; null turns them off."""
     return replace(
         _of_hub(facts, model_config),
         attention_cap=_cap(facts, "attn_logit_softcapping", 50.0),
@@ -57,7 +57,7 @@ def _cap(facts: Facts, key: str, default: float = 0.0) -> float:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig, largest: int) -> ModelConfig:
-    """The largest model of a generation scales by its hidden size per head, and no key says so."""
+    """The largest model of a generation scales by hidden size / heads; GGUF has no key for it."""
     is_largest = model_config.num_layers == largest
     size = (
         model_config.hidden_size / model_config.num_heads if is_largest else model_config.head_dim

@@ -1,5 +1,5 @@
-"""GLM-4 (0414): norms before and after each block, half of each head rotates, in pairs 2i, 2i + 1.
-GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts that are routed as DeepSeek-V3's.
+"""GLM-4 (0414): norms before and after each block, RoPE on half of each head, in pairs 2i, 2i + 1.
+GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts routed as in DeepSeek-V3.
 
 Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5; GGUF architecture
 "glm4".
@@ -31,7 +31,7 @@ from banyan.model_config.model_config import ModelConfig
 
 
 def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The largest models norm q and k."""
+    """Only the largest models norm q and k."""
     is_normed = facts.flag("use_qk_norm", default=False)
     experts = corrected(facts, model_config, is_normalised=True, scale=1.0)
     ahead = layers_ahead(facts)

@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): windows in every other layer, a learned logit per head beside those
-of the keys, and experts with biases whose gated unit is clamped.
+"""gpt-oss (arXiv 2508.10925): windows in every other layer, attention sinks (a learned logit per
+head), and experts with biases and a clamped gated unit.
 
 Source: the published configuration of openai/gpt-oss-20b; GGUF architecture "gpt-oss".
 """
@@ -32,7 +32,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """YaRN's ramp has edges between dimensions, which no key says."""
+    """YaRN's ramp is not truncated to whole dimensions; GGUF has no key for it."""
     model_config = replace(model_config, rope=replace(model_config.rope, truncate=False))
     return _with_experts(
         model_config, gguf_experts(facts, model_config, is_normalised=True), _LIMIT, _ALPHA

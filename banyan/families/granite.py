@@ -1,5 +1,5 @@
 """Granite 3, dense and with experts: Llama with factors on embedding, residual, attention and
-logits (the card's). A tensor holds all experts of a layer.
+logits. A tensor holds all experts of a layer.
 
 Source: the published configuration of ibm-granite/granite-3.x; GGUF architecture "granite".
 """

@@ -1,5 +1,5 @@
-"""Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after they
-have rotated, and every token goes through one more block beside its experts.
+"""Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after
+RoPE, and there is a shared expert.
 
 Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-A13B-Instruct.
 """
@@ -33,7 +33,7 @@ _FEED_FORWARD = {
 
 
 def _stretched(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A "dynamic" RoPE with alpha has another base, whatever the length."""
+    """A "dynamic" RoPE with alpha changes the base, independent of the length."""
     own = facts.part("rope_parameters") or facts.part("rope_scaling")
     if own is None or model_config.rope.kind != "dynamic" or not own.has("alpha"):
         return model_config
@@ -45,7 +45,7 @@ def _stretched(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _one(facts: Facts, key: str, high: int) -> int:
-    """Some configurations give a number for each layer; here they must be equal."""
+    """One number; a list with one number per layer must hold equal numbers."""
     listed = facts.any(key)
     if not is_list(listed):
         return facts.integer(key, 1, high)

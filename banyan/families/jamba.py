@@ -1,5 +1,5 @@
-"""Mamba (arXiv 2312.00752), alone, and Jamba (arXiv 2403.19887): beside attention without positions
-in a few layers, with experts every few layers.
+"""Mamba (arXiv 2312.00752), and Jamba (arXiv 2403.19887): Mamba with attention (without RoPE) in a
+few layers and experts every few layers.
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -40,14 +40,14 @@ def _mixer(module: str) -> dict[str, str]:
 
 
 def _rank(facts: Facts, model_config: ModelConfig, key: str) -> int:
-    """Width that steps are squeezed through."""
+    """Rank of the time step projection."""
     if facts.any(key) in (None, "auto"):
         return -(-model_config.hidden_size // 16)
     return facts.integer(key, 1, MAX_WIDTH)
 
 
 def _where(facts: Facts, name: str, period: int, offset: int) -> tuple[int, int]:
-    """Period and offset of the layers that have something."""
+    """Period and offset of the layers with `name`."""
     period = facts.integer(f"{name}_layer_period", 1, _MAX_PERIOD, default=period)
     return period, facts.integer(f"{name}_layer_offset", 0, period - 1, default=offset)
 
@@ -120,7 +120,7 @@ def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which layers have experts, and which biases and norms those with states have."""
+    """Find the layers with experts, and the biases and norms of layers with states."""
     at, state = biases_of_tensors(names, model_config)
     has_norms = f"blk.{at}.ssm_dt_norm.weight" in names
     model_config = replace(model_config, state=replace(state, has_part_norms=has_norms))

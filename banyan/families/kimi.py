@@ -1,5 +1,5 @@
 """Kimi-Linear (arXiv 2510.26692): delta attention with a decay per key dimension, latent attention
-without positions in every fourth layer, experts routed as DeepSeek-V3's.
+without RoPE in every fourth layer, experts routed as in DeepSeek-V3.
 
 Source: the published configuration of moonshotai/Kimi-Linear-48B-A3B.
 """
@@ -31,11 +31,11 @@ from banyan.model_config.model_config import (
 
 _MAX_HEADS = 4096
 _LATENT_EPS = 1e-6
-"""Of the norm of latents, which no file names."""
+"""Eps of the norm of latents; no file states it."""
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """Older files count the layers with attention from 1."""
+    """Older files list the attention layers, numbered from 1."""
     own = facts.part("linear_attn_config")
     full = own.listed("full_attn_layers") if own is not None else []
     names = {"full_attention": FULL, "linear_attention": STATE}
@@ -103,7 +103,7 @@ def _experts(facts: Facts, model_config: ModelConfig) -> ExpertFacts:
 
 
 def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Latents are normed with another eps than the stream."""
+    """The norms of the latents have a different eps."""
     if not facts.flag("mla_use_nope", default=True):
         raise facts.error("mla_use_nope", False, "true: nothing rotates")
     model_config = latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
@@ -119,7 +119,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Both kinds of attention have as many heads."""
+    """Both kinds of attention have the same number of heads."""
     model_config = gguf_latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
     head_dim = facts.integer("kda.head_dim", 1, MAX_WIDTH)
     state = StateFacts(

@@ -39,8 +39,7 @@ def _state_of(facts: Facts) -> StateFacts:
 
 
 def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The first few layers are dense; scores are sigmoids, with a bias that counts for the choice
-    alone."""
+    """The first few layers are dense. Scores are sigmoids, with a bias for the choice only."""
     count = facts.integer("num_experts", 1, MAX_EXPERTS, default=32)
     experts = ExpertFacts(
         count,
@@ -99,7 +98,7 @@ def _experts_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which biases there are."""
+    """Find the biases of convolutions and routers."""
     assert model_config.state is not None
     layers = range(model_config.num_layers)
     at = next((at for at in layers if STATE in model_config.kept_by(at)), 0)

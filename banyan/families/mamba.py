@@ -1,8 +1,8 @@
-"""Mamba-2, alone and beside attention: Bamba, Granite 4 (hybrid, with experts or without), and
+"""Mamba-2, and hybrids of Mamba-2 and attention: Bamba, Granite 4 (with or without experts), and
 Falcon-H1, which has both in every layer.
 
-Source: the documented fields and defaults of the families' configuration classes. GGUF files of
-"granitehybrid" are Bamba's too; those whose attention rotates say so with rope.scaling.finetuned.
+Source: the documented fields and defaults of the families' configuration classes. Bamba's GGUF
+files are "granitehybrid" too; rope.scaling.finetuned marks files whose attention uses RoPE.
 """
 
 import math
@@ -41,7 +41,7 @@ _NAMES = {
     "attention": FULL,
     "full_attention": FULL,
 }
-"""What lists of layers call each kind, in older and newer files."""
+"""Names of the kinds in layer lists, in older and newer files."""
 
 MIXER_PARTS = {
     "in_proj": "mix:z+x+b+c+dt",
@@ -55,7 +55,7 @@ MIXER_PARTS = {
 
 
 def _mixer(module: str) -> dict[str, str]:
-    """Names of a Mamba-2 layer that is called `module`."""
+    """Weight names of a Mamba-2 layer named `module`."""
     return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
 
 
@@ -67,10 +67,10 @@ def state_of(facts: Facts, model_config: ModelConfig) -> StateFacts:
     inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
     heads = facts.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
     groups = facts.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
-    told = facts.any("mamba_d_head")
+    given = facts.any("mamba_d_head")
     value_dim = inner // heads
-    if inner % heads or told not in (None, "auto", value_dim):
-        raise facts.error("mamba_d_head", told, f"{inner} inner numbers / {heads} heads")
+    if inner % heads or given not in (None, "auto", value_dim):
+        raise facts.error("mamba_d_head", given, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
     least, most = limits_of(facts)
@@ -89,7 +89,7 @@ def state_of(facts: Facts, model_config: ModelConfig) -> StateFacts:
 
 
 def _mamba2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A model of nothing else, in words of its own."""
+    """A pure Mamba-2 model, which has its own keys."""
     heads, value_dim = model_config.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
     inner = facts.integer("expand", 1, 64, default=2) * model_config.hidden_size
     groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
@@ -102,11 +102,11 @@ def _mamba2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def scan_of(facts: Facts, heads: tuple[int, int], width_key: str, value_dim: int) -> StateFacts:
-    """A Mamba-2 mixer in the words that Mamba-2 and Nemotron-H share.
+    """A Mamba-2 mixer from the keys that Mamba-2 and Nemotron-H share.
 
     Args:
-        heads: and groups of them.
-        width_key: of a state's width.
+        heads: number of heads, number of groups.
+        width_key: key of the state's width.
     """
     least, most = limits_of(facts)
     return StateFacts(
@@ -124,7 +124,7 @@ def scan_of(facts: Facts, heads: tuple[int, int], width_key: str, value_dim: int
 
 
 def limits_of(facts: Facts) -> tuple[float, float]:
-    """Bounds of a step. Python's JSON has infinity; others write it as a text or an object."""
+    """Bounds of the time step. Infinity may be written as a JSON text or object."""
     listed = facts.listed("time_step_limit")
     if not listed:
         return 0.0, math.inf
@@ -139,11 +139,14 @@ def limits_of(facts: Facts) -> tuple[float, float]:
 
 def _bamba_kinds(facts: Facts, num_layers: int) -> Kinds:
     full = facts.listed("attn_layer_indices")
-    default = state_where(
-        *(facts, num_layers, _NAMES, lambda at: FULL if at in full else STATE),
+    kinds = state_where(
+        facts,
+        num_layers,
+        _NAMES,
+        lambda at: FULL if at in full else STATE,
         key="layers_block_type",
     )
-    return default, 0
+    return kinds, 0
 
 
 def _granite_kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -168,8 +171,10 @@ def _granite(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Falcon-H1 scales nearly everything by constants. What goes into a projection is scaled behind
-    it, and the keys' factor is one on q·k."""
+    """Falcon-H1 scales nearly everything by constants.
+
+    A factor on a projection's input is applied to its output, and the keys' factor to q·k.
+    """
 
     def factor(key: str) -> float:
         return facts.number(key, 1e-9, 1e9, default=1.0)
@@ -186,7 +191,7 @@ def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         ("mlp_bias", model_config.mlp_bias, down),
     ):
         if has_bias and scale != 1:
-            raise facts.error(key, True, f"false beside a multiplier of {scale:g}")
+            raise facts.error(key, True, f"false with a multiplier of {scale:g}")
     norm = "plain" if facts.flag("mamba_norm_before_gate", default=True) else "gated"
     state = replace(
         state,
@@ -207,7 +212,7 @@ def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
-    """That many factors; ones where none are given."""
+    """`count` factors; default 1."""
     listed = facts.listed(key) or [1.0] * count
     good = [float(v) for v in listed if isinstance(v, int | float) and 1e-9 <= v <= 1e9]
     if len(good) != count or len(listed) != count:
@@ -233,7 +238,7 @@ def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def state_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Mamba-2, and attention without positions where there is any."""
+    """Mamba-2; attention layers, if any, have no RoPE."""
     return replace(_of_gguf(facts, model_config), rope=RopeFacts(kind="none"), rotary_dim=0)
 
 
@@ -253,14 +258,14 @@ def _granite_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which biases and norms the layers with states have."""
+    """Find the biases and norms of the layers with states."""
     at, state = biases_of_tensors(names, model_config)
     norm = "gated" if f"blk.{at}.ssm_norm.weight" in names else ""
     return replace(model_config, state=replace(state, norm=norm))
 
 
 def biases_of_tensors(names: Container[str], model_config: ModelConfig) -> tuple[int, StateFacts]:
-    """The first layer with a state, and which biases it has."""
+    """The first layer with a state, and the StateFacts with its biases."""
     assert model_config.state is not None
     at = next(at for at in range(model_config.num_layers) if STATE in model_config.kept_by(at))
     has_conv_bias = f"blk.{at}.ssm_conv1d.bias" in names
@@ -292,7 +297,7 @@ FEED_FORWARD = {
     "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
     "model.final_layernorm": "norm",
 }
-"""Blocks behind mixers, as several families call them."""
+"""Names of feed-forward blocks that several families share."""
 
 FALCON_H1 = Family(
     hub=HubForm(

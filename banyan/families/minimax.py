@@ -1,9 +1,9 @@
-"""MiniMax-Text-01 and M1: lightning attention, full attention in a few layers, experts, and blocks
-that join what their norms give. MiniMax-M2: q and k normed over all heads, a part of each head
-rotates, and experts chosen by sigmoid scores with a correction.
+"""MiniMax-Text-01 and M1: lightning attention, full attention in a few layers, experts, and a
+normed residual stream. MiniMax-M2: q and k normed over all heads, partial RoPE, and experts with
+corrected sigmoid scores.
 
-Source: the published configurations of MiniMaxAI/MiniMax-Text-01, in its makers' words and in those
-of transformers, and of MiniMaxAI/MiniMax-M2.
+Source: the published configurations of MiniMaxAI/MiniMax-Text-01, with its makers' keys and with
+transformers' keys, and of MiniMaxAI/MiniMax-M2.
 """
 
 from dataclasses import replace
@@ -23,13 +23,13 @@ from banyan.model_config.facts import Facts
 from banyan.model_config.model_config import FULL, STATE, ModelConfig, NormedStream, StateFacts
 
 _NORM_EPS = 1e-6
-"""Of the norm behind lightning attention, which no configuration names."""
+"""Eps of the norm after lightning attention; no configuration states it."""
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Constants that some checkpoints store."""
 
 
 def _turned_part(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Some configurations give the part that rotates as a number of dimensions."""
+    """Some configurations give the number of rotated dimensions."""
     if not facts.has("rotary_dim"):
         return model_config
     rotary = facts.integer("rotary_dim", 2, model_config.head_dim)
@@ -37,9 +37,11 @@ def _turned_part(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """The makers' files number the kinds."""
+    """The makers' files use 0 and 1 for the kinds."""
     if facts.has("sliding_window"):
-        raise facts.error("sliding_window", facts.any("sliding_window"), "null beside states")
+        raise facts.error(
+            "sliding_window", facts.any("sliding_window"), "null in a model with states"
+        )
     names = {"full_attention": FULL, "linear_attention": STATE, "1": FULL, "0": STATE}
     key = "attn_type_list" if facts.has("attn_type_list") else "layer_types"
     default = (FULL, STATE)
@@ -47,7 +49,7 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
 
 
 def _factor(facts: Facts, kind: str, name: str) -> float:
-    """Of a kind of block, in the makers' words or in those of transformers."""
+    """A factor of one kind of block, under the makers' key or transformers' key."""
     theirs, short = {
         "full": ("layernorm_full_attention", "full_attn"),
         "state": ("layernorm_linear_attention", "linear_attn"),
@@ -59,14 +61,17 @@ def _factor(facts: Facts, kind: str, name: str) -> float:
 
 
 def _text(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Where a block joins, the stream has a factor and the block another; one on the block alone
-    does the same before a norm, which does not see the rest but for its eps."""
+    """Stream and block have separate factors (alpha, beta).
+
+    The stream is normed next, so its scale cancels up to eps: blocks get beta / alpha.
+    """
     if not facts.flag("postnorm", default=True):
         raise facts.error("postnorm", False, "true")
     if facts.integer("shared_intermediate_size", 0, 1 << 20, default=0):
         raise facts.error(
-            *("shared_intermediate_size", facts.any("shared_intermediate_size")),
-            "0: blocks beside these experts are not supported",
+            "shared_intermediate_size",
+            facts.any("shared_intermediate_size"),
+            "0: shared experts are not supported for this family",
         )
     stream = NormedStream(*(_factor(facts, kind, "alpha") for kind in ("full", "state", "mlp")))
     state = StateFacts(
@@ -97,7 +102,7 @@ def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """It has no groups."""
+    """MiniMax-M2 has no expert groups."""
     return replace(model_config, experts=replace(gguf_corrected(facts, model_config), group_best=1))
 
 

@@ -1,8 +1,8 @@
-"""Nemotron-H (arXiv 2504.03624): each layer is one thing, a Mamba-2 mixer, attention without
-positions, a feed-forward block or experts; these square what is above zero and have no gate.
+"""Nemotron-H (arXiv 2504.03624): each layer is either a Mamba-2 mixer, attention without RoPE, a
+feed-forward block or experts. Feed-forward blocks use squared ReLU, without a gate.
 
-Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Steps of a
-state are bounded by `time_step_limit` alone, in prompts as in answers.
+Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Only
+`time_step_limit` bounds the time steps, in prefill and in decode.
 """
 
 from collections.abc import Container
@@ -35,11 +35,11 @@ _NAMES = {
     "E": NONE,
     _EXPERTS: NONE,
 }
-"""What patterns and lists of layers call each kind."""
+"""Names of the kinds in layer patterns and lists."""
 
 
 def _listed(facts: Facts) -> list[str]:
-    """A list, or in older files a text with a letter for each layer."""
+    """The layer list; older files have a text with one letter per layer."""
     if facts.has("layers_block_type"):
         return [str(name) for name in facts.listed("layers_block_type")]
     return list(facts.text("hybrid_override_pattern"))
@@ -82,12 +82,12 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         is_gated=False,
     )
     if found.latent and model_config.mlp_bias:
-        raise facts.error("mlp_bias", True, "false beside moe_latent_size")
+        raise facts.error("mlp_bias", True, "false with moe_latent_size")
     return replace(model_config, experts=found)
 
 
 def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
-    """Layers with heads of keys attend, those with an inner width mix nothing."""
+    """Layers with KV heads have attention, layers with an inner width are feed-forward blocks."""
     lists = [facts.listed(key) for key in ("attention.head_count_kv", "feed_forward_length")]
     for key, listed in zip(("attention.head_count_kv", "feed_forward_length"), lists, strict=True):
         if len(listed) != num_layers:
@@ -99,7 +99,7 @@ def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Each kind of layer says for itself whether it has biases."""
+    """Find the biases of each kind of layer."""
     found = {
         kind: model_config.layer_kinds.index(kind)
         for kind in dict.fromkeys(model_config.layer_kinds)

@@ -1,7 +1,7 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4, which have one tensor for q, k, v and one for gate and up.
-Phi-3.5-MoE: layer norms with biases, and two experts that a router of its own weighs.
+"""Phi-3 (arXiv 2404.14219) and Phi-4: one tensor for q, k, v and one for gate and up. Phi-3.5-MoE:
+layer norms with biases, and two experts per token, chosen by SparseMixer.
 
-Source of the latter: the published configuration of microsoft/Phi-3.5-MoE-instruct.
+Source of Phi-3.5-MoE: the published configuration of microsoft/Phi-3.5-MoE-instruct.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ PHI3 = Family(
                 "blk.{}.attn_qkv": "layers.{}.attention.qkv:q+k+v",
                 "blk.{}.ffn_up": "layers.{}.mlp.gate_up:gate+up",
             },
-            # The card holds these two already.
+            # The RoPE fields of ModelConfig hold these two already.
             ignored=("rope_factors_long.weight", "rope_factors_short.weight"),
         ),
     },

@@ -28,7 +28,7 @@ from banyan.model_config.facts import Facts
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """The window must be asked for, and begins above the first `max_window_layers`."""
+    """With use_sliding_window, layers from `max_window_layers` on have a window."""
     if not facts.flag("use_sliding_window", default=False):
         return (), 0
     first = facts.integer("max_window_layers", 0, MAX_LENGTH, default=28)
@@ -74,7 +74,7 @@ MIMO = replace(
         {"safetensors": (_MIMO_AHEAD.format(0), NameMap(_MIMO_AHEAD_NAMES))}, has_states_first=True
     ),
 )
-"""MiMo (arXiv 2505.07608): Qwen2, and a layer for drafting."""
+"""MiMo (arXiv 2505.07608): Qwen2 with an MTP layer."""
 
 QWEN2_BODY = replace(QWEN2, hub=replace(_HUB2, more=without_logits), gguf=None)
 QWEN3_BODY = replace(QWEN3, hub=replace(_HUB3, more=without_logits), gguf=None)

@@ -1,9 +1,9 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, gated attention in every fourth layer, and experts or
-one feed-forward block. Of Qwen3.5 that is the part for text; what sees is not read.
+one feed-forward block. Qwen3.5's vision tower is not loaded.
 
-Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5. GGUF files of
-Qwen3-Next hold the rates of a key head together, and older ones all of its projections; those of
-Qwen3.5 have value heads in turns.
+Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5. In GGUF files of
+Qwen3-Next the rates are ordered by key head, in older files all projections. In GGUF files of
+Qwen3.5 the value heads are interleaved.
 """
 
 from collections.abc import Container
@@ -62,7 +62,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _layers_ahead(facts: Facts, model_config: ModelConfig) -> int:
-    """Layers that draft. Configurations of Qwen3-Next do not speak of the one that there is."""
+    """Number of MTP layers. Qwen3-Next has one that its configuration does not mention."""
     usual = int(model_config.architecture.startswith("Qwen3Next"))
     found = facts.integer("mtp_num_hidden_layers", 0, 64, default=usual)
     return 0 if facts.flag("mtp_use_dedicated_embeddings", default=False) else found
@@ -112,14 +112,14 @@ def _moe_of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _normalised(model_config: ModelConfig, facts: Facts) -> ModelConfig:
-    """Unless the file says otherwise."""
+    """Expert weights are normalized by default."""
     assert model_config.experts is not None
     is_normalised = facts.flag("expert_weights_norm", default=True)
     return replace(model_config, experts=replace(model_config.experts, is_normalised=is_normalised))
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Older files have the projections of a key head together."""
+    """In older files the rows of the projections are ordered by key head."""
     assert model_config.state is not None
     at = model_config.layer_kinds.index(STATE)
     is_grouped = f"blk.{at}.ssm_in.weight" in names

@@ -1,10 +1,9 @@
-"""Step-3.5, 3.7 (Flash): windows of more heads than the full layers have, a gate for each head,
-bounds on the gated units of single layers, experts chosen by sigmoid scores with a correction.
-Step-3: queries that are squeezed, normed and widened beside one head of keys and values
-(arXiv 2507.19427), experts chosen by softmax scores. Of both that is the part for text.
+"""Step-3.5 and 3.7 (Flash): window layers with more heads than full layers, a gate per head,
+clamped gated units in some layers, experts with corrected sigmoid scores. Step-3 (arXiv 2507.19427):
+low-rank queries with one KV head, experts with softmax scores. Vision towers are not loaded.
 
-Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, in their
-makers' words and in those of transformers; GGUF architecture "step35" (Step-3.5).
+Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, with their
+makers' keys and with transformers' keys; GGUF architecture "step35" (Step-3.5).
 """
 
 from collections.abc import Container, Mapping
@@ -44,7 +43,7 @@ def _layers(facts: Facts) -> int:
 
 
 def _by_layer(facts: Facts, key: str) -> list[object]:
-    """One value for each layer; lists may speak of the layers for drafting too. [] = no list."""
+    """One value per layer, without MTP layers; [] = no list."""
     listed, count = facts.listed(key), _layers(facts)
     if listed and len(listed) not in (count, count + layers_ahead(facts)):
         raise facts.error(key, listed, f"a list of {count} values, one for each layer")
@@ -52,7 +51,7 @@ def _by_layer(facts: Facts, key: str) -> list[object]:
 
 
 def _counted(facts: Facts, *keys: str, most: int, default: int | None = None) -> int:
-    """Under the first of the keys that is there."""
+    """A number, under the first of the keys that is present."""
     key = next((key for key in keys if facts.has(key)), keys[0])
     return facts.integer(key, 1, most, default=default)
 
@@ -63,7 +62,7 @@ def _with_groups(facts: Facts) -> dict[str, object]:
 
 
 def _respelled(facts: Facts) -> Mapping[str, object]:
-    """Kinds, and what rotates, of the layers alone."""
+    """Layer kinds and RoPE in the usual keys, without MTP layers."""
     found, kinds = _with_groups(facts), _by_layer(facts, "layer_types")
     if kinds:
         found["layer_types"] = kinds
@@ -77,7 +76,7 @@ def _respelled(facts: Facts) -> Mapping[str, object]:
 
 
 def _rope(facts: Facts, kinds: list[object], kind: str) -> dict[str, object]:
-    """Of the layers of a kind, which all rotate alike; only full ones are stretched."""
+    """RoPE of the layers of one kind, which must be equal; only full layers are scaled."""
     rope: dict[str, object] = {"rope_type": "default"}
     named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
     for ours, theirs in named.items():
@@ -104,7 +103,7 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
 
 
 def _window_heads(facts: Facts, model_config: ModelConfig) -> int:
-    """Of layers with windows; keys and values are alike in all."""
+    """Query heads of window layers; KV heads are the same in all layers."""
     key, other = "num_sliding_attention_heads", facts.part("attention_other_setting")
     heads = facts.integer(key, 1, _MAX_HEADS, default=model_config.num_heads)
     if not facts.has(key) and other is not None:
@@ -124,7 +123,7 @@ def _window_heads(facts: Facts, model_config: ModelConfig) -> int:
 
 
 def _limits(facts: Facts, key: str) -> tuple[float, ...]:
-    """0 where a layer has none."""
+    """Clamp by layer; 0 = none."""
     found = list[float]()
     for value in _by_layer(facts, key):
         if value is None:
@@ -137,10 +136,10 @@ def _limits(facts: Facts, key: str) -> tuple[float, ...]:
 
 
 def _dense(facts: Facts, usual: range) -> tuple[int, ...]:
-    """The layers without experts, from lists of kinds, of numbers, or a text of numbers.
+    """The layers without experts, from a list of kinds, a list of numbers, or a text of numbers.
 
     Args:
-        usual: the layers that have experts where nothing is said.
+        usual: default of the layers with experts.
     """
     count, kinds = _layers(facts), _by_layer(facts, "mlp_layer_types")
     if kinds:
@@ -176,7 +175,7 @@ def _experts(facts: Facts, usual: range) -> ExpertFacts:
 
 
 def _flash(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Versions 3.5 and 3.7."""
+    """Add the fields of Step-3.5 and 3.7."""
     known = {"moe_router_activation": "sigmoid", "moe_dynamic_exp_p": 1, "use_rope_layers": []}
     for key, value in known.items():
         if facts.has(key) and facts.any(key) != value:
@@ -211,7 +210,7 @@ def _first_respelled(facts: Facts) -> Mapping[str, object]:
 
 
 def _first(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Version 3, whose configuration gives the layers with experts by number."""
+    """Add the fields of Step-3, which lists the layers with experts by number."""
     if model_config.num_kv_heads != 1:
         raise facts.error(
             "num_attention_groups", model_config.num_kv_heads, "1 head of keys and values"
@@ -223,7 +222,7 @@ def _first(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_list(facts: Facts, key: str, count: int) -> list[object]:
-    """One value for each of the first layers; lists may speak of the layers for drafting too."""
+    """One value for each of the first `count` layers; lists may include MTP layers."""
     listed = facts.any(key)
     if not is_list(listed):
         return [listed] * count
@@ -233,7 +232,7 @@ def _gguf_list(facts: Facts, key: str, count: int) -> list[object]:
 
 
 def _gguf_respelled(facts: Facts) -> Mapping[str, object]:
-    """The layers for drafting are counted as blocks; heads and kinds are listed layer by layer."""
+    """Subtract MTP layers from the blocks; merge per-layer lists of heads and kinds."""
     blocks = facts.integer("block_count", 1, _MAX_LAYERS)
     count = blocks - facts.integer("nextn_predict_layers", 0, blocks - 1, default=0)
     pattern = "attention.sliding_window_pattern"
@@ -264,10 +263,10 @@ def _gguf_limits(facts: Facts, key: str, count: int) -> tuple[float, ...]:
 
 
 def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Full layers turn half of what the file says; it divides their frequencies alone."""
+    """Full layers rotate half of rope.dimension_count; divisors apply to full layers only."""
     turned = model_config.rotary_dim or model_config.head_dim
     if turned % 4:
-        raise facts.error("rope.dimension_count", turned, "a multiple of 4, of which half rotates")
+        raise facts.error("rope.dimension_count", turned, "a multiple of 4: half of it rotates")
     if facts.integer("moe_every_n_layers", 1, _MAX_LAYERS, default=1) != 1:
         raise facts.error("moe_every_n_layers", facts.any("moe_every_n_layers"), "1")
     theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=model_config.rope.theta)
@@ -308,14 +307,17 @@ _NAMES = HUB_NAMES | {
     "model.layers.{}.share_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.share_expert.down_proj": "layers.{}.mlp.shared.down",
 }
-_SEES = (
-    *("vision_model.", "vit_downsampler", "vit_large_projector."),
-    *("model.vision_model.", "model.multi_modal_projector."),
+_VISION = (
+    "vision_model.",
+    "vit_downsampler",
+    "vit_large_projector.",
+    "model.vision_model.",
+    "model.multi_modal_projector.",
 )
-"""Weights of what sees."""
+"""Name prefixes of the vision tower, which is not loaded."""
 _GATES = {"model.layers.{}.self_attn.g_proj": "layers.{}.attention.head_gates"}
 _OWN = HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | _GATES
-"""How transformers 5 holds 3.7 and saves it when asked for its own form, but for a prefix."""
+"""Names of 3.7 as transformers 5 saves it, without the prefix."""
 
 STEP3_FLASH = Family(
     hub=HubForm(
@@ -355,7 +357,7 @@ STEP3_FLASH = Family(
             },
             norm_offset=1.0,
             has_more_layers=True,
-            unread=_SEES,
+            unread=_VISION,
         ),
     },
     qk_norm="head",
@@ -379,7 +381,7 @@ STEP3 = Family(
                 "model.layers.{}.self_attn.inter_norm": "layers.{}.attention.query_norm",
                 "model.layers.{}.self_attn.wq": "layers.{}.attention.query",
             },
-            unread=_SEES,
+            unread=_VISION,
         )
     },
 )

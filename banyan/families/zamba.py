@@ -1,8 +1,8 @@
-"""Zamba2 (arXiv 2411.15242): Mamba-2, and every few layers a block of attention and feed-forward
-before it, of which there are one or two for the whole model.
+"""Zamba2 (arXiv 2411.15242): Mamba-2, with an attention and feed-forward block before it in every
+few layers. The model has one or two such blocks, whose weights these layers share.
 
-Source: the documented fields and defaults of the family's configuration class. Steps of a state are
-at least `time_step_min`, in prompts as in answers.
+Source: the documented fields and defaults of the family's configuration class. Time steps are at
+least `time_step_min`, in prefill and in decode.
 """
 
 import math
@@ -23,18 +23,19 @@ from banyan.model_config.model_config import (
 )
 
 _NORM_EPS = 1e-5
-"""Of the norm behind a state, which no configuration names."""
+"""Eps of the norm after a state; no configuration states it."""
 _MAX_STEP = 1e3
 _DEFAULT = frozenset((*range(6, 48, 6), 47, 51))
-"""Layers with a block, where none are listed."""
+"""Layers with a shared block if none are listed."""
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
     names = {"linear_attention": STATE, "mamba": STATE, "hybrid": BOTH}
     key = "layers_block_type"
-    return state_where(
-        *(facts, num_layers, names, lambda at: BOTH if at in _DEFAULT else STATE), key=key
-    ), 0
+    kinds = state_where(
+        facts, num_layers, names, lambda at: BOTH if at in _DEFAULT else STATE, key=key
+    )
+    return kinds, 0
 
 
 def _state(facts: Facts, model_config: ModelConfig) -> StateFacts:
@@ -65,7 +66,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     takers = len(model_config.takers)
     if not takers:
         raise facts.error("layers_block_type", "no hybrid", "a list with a hybrid layer")
-    if not model_config.tie_embeddings:  # then transformers has a block for every layer
+    if not model_config.tie_embeddings:  # transformers then builds a separate block for every layer
         raise facts.error("tie_word_embeddings", False, "true: with the embedding, blocks are tied")
     if facts.flag("use_long_context", default=False):
         raise facts.error("use_long_context", True, "false: its RoPE is not the same everywhere")
@@ -76,7 +77,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     )
     if shared.has_attention_adapters and model_config.num_kv_heads != heads:
         raise facts.error(
-            "num_key_value_heads", model_config.num_kv_heads, f"{heads} beside adapters"
+            "num_key_value_heads", model_config.num_kv_heads, f"{heads} with adapters"
         )
     inner = 4 * model_config.hidden_size
     model_config = replace(
@@ -94,14 +95,14 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 _BLOCK = "model.shared.{}"
 _LAYER = "model.layers.{}"
-_BESIDE = {
+_ADAPTERS = {
     **{part: f"attention.qkv.{{}}.{part}" for part in "qkv"},
     "gate_up": "mlp.gate_up.{}.gate_up",
 }
 
 
 def _names() -> dict[str, str]:
-    """With blocks by their number, as `models/weights/shared.py` calls them."""
+    """Names after `models/weights/shared.py` has numbered the shared blocks."""
     names = {
         "model.embed_tokens": "embedding",
         "model.final_layernorm": "norm",
@@ -119,7 +120,7 @@ def _names() -> dict[str, str]:
     for name, to in MIXER_PARTS.items():
         for mixer in ("mamba", "mamba_decoder.mamba"):
             names[f"{_LAYER}.{mixer}.{name}"] = f"layers.{{}}.attention.{to}"
-    for name, place in _BESIDE.items():
+    for name, place in _ADAPTERS.items():
         parts = ":gate+up" if name == "gate_up" else f":{name}"
         names[f"{_LAYER}.beside.{name}.into"] = f"layers.{{}}.shared.{place.format('into')}"
         names[f"{_LAYER}.beside.{name}.back"] = f"layers.{{}}.shared.{place.format('back')}{parts}"

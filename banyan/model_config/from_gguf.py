@@ -27,14 +27,14 @@ from banyan.model_config.model_config import FULL, WINDOW, ModelConfig, RopeFact
 _ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 _UNSCALED = ("none", "default", "")
 _LLAMA3_LENGTH = 8192
-"""Trained length before stretching of every published Llama 3 model; GGUF does not carry it."""
+"""Original context length of every published Llama 3 model; GGUF does not store it."""
 
 
 def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Card of the GGUF file at `path`.
+    """The ModelConfig of the GGUF file at `path`.
 
     Args:
-        overrides: full metadata keys ("llama.context_length") that take the place of the file's.
+        overrides: full metadata keys ("llama.context_length") whose values replace the file's.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -66,7 +66,7 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
 def _model_config(
     file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm
 ) -> ModelConfig:
-    """What every family has."""
+    """The fields that all families have."""
     num_heads, num_kv_heads, head_dim = _heads(facts, family)
     vocab_size = _vocab_size(file, facts)
     context_length = facts.integer("context_length", 1, MAX_LENGTH)
@@ -109,8 +109,7 @@ def _model_config(
 
 
 def _number(facts: Facts, family: GgufForm, key: str, most: int, default: int | None = None) -> int:
-    """One for all layers. Where some keep states it may be a number for each layer: 0, or the same
-    for all that have any."""
+    """One number for all layers. Models with states may list one per layer: 0 or the same value."""
     if family.kinds is None:
         return facts.integer(key, 1, most, default=default)
     listed = facts.any(key)
@@ -151,7 +150,7 @@ def _rotary_dim(facts: Facts, head_dim: int) -> int:
 
 
 def _kinds(facts: Facts, num_layers: int, period: int) -> tuple[tuple[str, ...], int]:
-    """Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
+    """Kind of each layer and the window in tokens; ((), 0) = full attention in every layer."""
     key = "attention.sliding_window"
     window = facts.integer(key, 0, MAX_LENGTH, default=0)
     if not window:
@@ -183,14 +182,14 @@ def _vocab_size(file: GGUFFile, facts: Facts) -> int:
 
 
 def _eos_ids(tokens: Facts, vocab_size: int) -> tuple[int, ...]:
-    """End of text, of turn and of message: each ends an answer."""
+    """End of text, of turn and of message: each ends the generation."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     found = [i for key in keys for i in tokens.token_ids(key, vocab_size)]
     return tuple(dict.fromkeys(found))
 
 
 def _main_type(file: GGUFFile) -> str:
-    """The type that most matrices have."""
+    """The most common type of the matrices."""
     types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)
     return types.most_common(1)[0][0].lower() if types else "f32"
 
@@ -234,7 +233,7 @@ def _rope(
 
 
 def _longrope(file: GGUFFile, facts: Facts, theta: float, rotary_dim: int) -> RopeFacts:
-    """The factors are tensors; how much sharper the softmax gets is a key."""
+    """LongRoPE: the factors are tensors, the attention factor is a key."""
     return RopeFacts(
         theta=theta,
         kind="longrope",
@@ -246,7 +245,7 @@ def _longrope(file: GGUFFile, facts: Facts, theta: float, rotary_dim: int) -> Ro
 
 
 def _numbers(file: GGUFFile, name: str, count: int) -> tuple[float, ...]:
-    """A small tensor of positive numbers."""
+    """The values of a small F32 tensor of positive numbers."""
     tensor = file.tensors.get(name)
     if tensor is None or tensor.type != "F32" or tensor.shape != (count,):
         found = f"is {tensor.type} {tensor.shape}" if tensor else "is missing"
@@ -258,7 +257,7 @@ def _numbers(file: GGUFFile, name: str, count: int) -> tuple[float, ...]:
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
-    """Llama 3's stretching, which GGUF keeps only as a divisor per frequency.
+    """Llama 3's RoPE scaling, which GGUF keeps only as a divisor per frequency.
 
     The parameters are recovered (the largest divisor is the factor, the rest are the published
     constants) and accepted only when they give back every divisor of the file.
@@ -267,17 +266,17 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
     factor = max(divisors)
     if factor < 1:
         raise file.error(f"rope_freqs.weight stretches by {factor:g}, not by 1 or more")
-    facts = RopeFacts(theta=theta, kind="llama3", factor=factor, original_length=_LLAMA3_LENGTH)
-    expected = llama3_divisors(facts, head_dim)
+    rope = RopeFacts(theta=theta, kind="llama3", factor=factor, original_length=_LLAMA3_LENGTH)
+    expected = llama3_divisors(rope, head_dim)
     if not all(math.isclose(d, e, rel_tol=1e-3) for d, e in zip(divisors, expected, strict=True)):
         raise file.error(
             "rope_freqs.weight is not Llama 3's pattern", "use the safetensors form of this model"
         )
-    return facts
+    return rope
 
 
 def llama3_divisors(rope: RopeFacts, head_dim: int) -> list[float]:
-    """What each of the head_dim / 2 rotary frequencies is divided by (Llama 3.1 model card)."""
+    """The divisor of each of the head_dim / 2 rotary frequencies (Llama 3.1's published rule)."""
     divisors: list[float] = []
     for i in range(head_dim // 2):
         wavelength = 2 * math.pi * rope.theta ** (2 * i / head_dim)

@@ -40,12 +40,12 @@ _MAX_DESCRIPTION = 64 << 20
 def read_hub_folder(
     path: str, overrides: Mapping[str, object] | None = None, is_foreign: bool = False
 ) -> ModelConfig:
-    """Card of the folder at `path`.
+    """The ModelConfig of the folder at `path`.
 
     Args:
-        overrides: keys that take the place of config.json's.
-        is_foreign: the transformers library runs the model, so only the sizes that requests and
-            cache need are read, of any architecture.
+        overrides: values that replace config.json's.
+        is_foreign: the transformers library runs the model: accept any architecture and read only
+            the sizes that requests and the KV cache need.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -76,7 +76,7 @@ def read_hub_folder(
 
 
 def _foreign_model_config(facts: Facts, path: str) -> ModelConfig:
-    """Sizes of a model that is not ours, under the keys most configurations share."""
+    """Sizes of a model that transformers runs, from the keys that most configurations share."""
     architecture = next(iter(facts.listed("architectures")), None)
     if not isinstance(architecture, str):
         raise facts.error("architectures", architecture, "a list that names the model's class")
@@ -110,7 +110,7 @@ def _foreign_model_config(facts: Facts, path: str) -> ModelConfig:
 
 
 def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
-    """ConfigError when an override has a key that was not asked for."""
+    """ConfigError if an override has a key that was not read."""
     unread = [key for key in overrides if key not in asked]
     if unread:
         near = get_close_matches(unread[0], sorted(asked), n=3)
@@ -146,7 +146,7 @@ def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
 
 
 def _model_config(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelConfig:
-    """What every family has."""
+    """The fields that all families have."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=family.context)
     default = family.num_layers(facts)
@@ -214,7 +214,7 @@ def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
 
 
 def _rotary_dim(facts: Facts, family: HubForm, head_dim: int, kind: str) -> int:
-    """Leading dimensions that rotate in layers of a kind; 0 = all."""
+    """Rotated leading dimensions in layers of a kind; 0 = all."""
     own = facts.part("rope_parameters")
     own = own.part(kind) if own is not None and own.has(kind) else own
     where = own if own is not None and own.has("partial_rotary_factor") else facts
@@ -243,7 +243,7 @@ def _dtype(facts: Facts) -> str:
 def _ropes(
     facts: Facts, family: HubForm, context_length: int
 ) -> tuple[RopeFacts, RopeFacts | None]:
-    """RoPE of full layers, and of window layers where theirs is another."""
+    """RoPE of full layers, and of window layers if theirs differs."""
     own = facts.part("rope_parameters")
     nested = own is not None and (own.has("full_attention") or own.has("sliding_attention"))
     if own is not None and nested:
@@ -264,7 +264,10 @@ def _ropes(
 def _rope(
     facts: Facts, own: Facts | None, family: HubForm, theta: float, context_length: int
 ) -> RopeFacts:
-    """`own`: the part of `facts` that describes this rope, None when nothing does."""
+    """
+    Args:
+        own: the part of the configuration that describes this RoPE; None = there is none.
+    """
     if own is None:
         return RopeFacts(theta=theta)
     kind = own.text("rope_type" if own.has("rope_type") else "type", default="default")
@@ -312,7 +315,7 @@ def _factors(own: Facts, key: str, kind: str) -> tuple[float, ...]:
 
 
 def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends a text: config.json's and generation_config.json's."""
+    """Every end-of-sequence id: from config.json and generation_config.json."""
     file = os.path.join(path, "generation_config.json")
     generation = Facts(read_json(file, is_needed=False), file)
     ids = facts.token_ids("eos_token_id", vocab_size)
@@ -320,7 +323,7 @@ def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _quant(facts: Facts, path: str) -> QuantFacts | None:
-    """From config.json, or from the file that a quantiser left beside the weights."""
+    """Quantization from config.json, or from the separate file of ModelSlim or ModelOpt."""
     own = facts.part("quantization_config")
     if own is not None:
         settings = json.dumps(facts.any("quantization_config"), sort_keys=True)
@@ -336,7 +339,7 @@ def _quant(facts: Facts, path: str) -> QuantFacts | None:
 
 
 def _pad_id(facts: Facts, vocab_size: int) -> int | None:
-    """Some checkpoints write -1 for "none"."""
+    """Some checkpoints write -1 for no padding token."""
     if not facts.has("pad_token_id") or facts.integer("pad_token_id", -1, MAX_VOCAB) == -1:
         return None
     return next(iter(facts.token_ids("pad_token_id", vocab_size)), None)

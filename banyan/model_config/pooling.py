@@ -1,7 +1,7 @@
-"""What a folder says about making vectors: sentence-transformers' modules, and classes of a head.
+"""Pooling and classification heads: sentence-transformers' modules.json, and id2label.
 
 Source: modules.json and 1_Pooling/config.json as sentence-transformers documents them; id2label of
-the configuration classes.
+transformers' configuration classes.
 """
 
 import json
@@ -29,7 +29,7 @@ def is_classifier(architecture: str) -> bool:
 
 
 def is_bare(architecture: str) -> bool:
-    """Whether the class is a body without a head, which gives hidden states only."""
+    """Whether the class has no head and returns hidden states."""
     return architecture.endswith("Model")
 
 
@@ -47,7 +47,7 @@ def labels_of(facts: Facts) -> tuple[str, ...]:
 
 
 def separator_of(path: str) -> int:
-    """Id of BERT's [SEP], behind which the second text of a pair begins; -1 when there is none."""
+    """Id of BERT's [SEP], after which the second text of a pair begins; -1 = none."""
     file = os.path.join(path, "tokenizer.json")
     facts = Facts(read_json(file, is_needed=False), file)
     for entry in facts.listed("added_tokens"):
@@ -57,13 +57,13 @@ def separator_of(path: str) -> int:
 
 
 def read_pooling(model_config: ModelConfig) -> Pooling:
-    """How this model's prompts become vectors.
+    """The pooling of this model.
 
-    A head of classes reads the first token of an encoder, the last one of a decoder, and its scores
-    are not scaled. Without modules.json an encoder's first and a decoder's last token count.
+    Classifiers and models without modules.json use an encoder's first token or a decoder's last
+    token. A classifier's scores are not normalized.
 
     Raises:
-        ModelError: the folder asks for a pooling or a module that is not known here.
+        ModelError: the folder names an unsupported pooling or module.
     """
     kind = CLS if model_config.is_encoder else LAST
     if model_config.labels:
