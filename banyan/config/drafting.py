@@ -55,7 +55,7 @@ class SpeculativeConfig:
         return self.algorithm in MODEL_DRAFTERS
 
     @property
-    def is_ahead(self) -> bool:
+    def is_mtp(self) -> bool:
         """Whether that is a layer which the served model's checkpoint brings."""
         return self.algorithm in AHEAD_DRAFTERS and not self.is_eagle
 

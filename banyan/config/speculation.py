@@ -174,7 +174,7 @@ def _check(config: Config, model_config: ModelConfig) -> None:
 
 def _check_beside(config: Config, flag: str) -> None:
     """Refuse what a draft model does not go with."""
-    if config.parallel.nodes > 1 and not config.speculative.is_ahead:
+    if config.parallel.nodes > 1 and not config.speculative.is_mtp:
         raise ConfigError(
             f"{flag} and {config.parallel.nodes_flag}: a draft model is not looked for on "
             "other machines",

@@ -42,9 +42,9 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
-    load_the_ahead,
     load_the_blocks,
     load_the_eagle,
+    load_the_mtp_model,
     load_weights,
 )
 from banyan.scheduler.budget import DRAFT_ROOM
@@ -204,18 +204,18 @@ def _open_draft(
 ) -> DraftModel:
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
-    is_ahead = config.speculative.is_ahead
-    model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
+    is_mtp = config.speculative.is_mtp
+    model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
     ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.joint is not None:  # other replicas may have nothing to draft for
         apart = build.groups.of_one_replica()
         mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
-    if is_ahead:
+    if is_mtp:
         log.info("draft layer=%d", model_config.num_layers)
-        ahead = load_the_ahead(model, model_config, target, mine, config.cache.page_size)
-        return DraftModel(ahead, mine, ahead)
+        mtp = load_the_mtp_model(model, model_config, target, mine, config.cache.page_size)
+        return DraftModel(mtp, mine, mtp)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
         eagle = load_the_eagle(

@@ -39,7 +39,7 @@ from banyan.lora.load_experts import (
 from banyan.lora.load_rows import BODY, MERGE, VocabularyShare, check_end, check_tokens
 from banyan.lora.targets import HEADS, LoRATargets
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.weights.names import Place, place_of
+from banyan.models.weights.names import WeightPlace, place_of
 
 _T = TypeVar("_T")
 _END_KINDS = {"embedding": EMBEDDING, **dict.fromkeys(HEADS, HEAD)}
@@ -150,7 +150,7 @@ class FitCheck:
             raise experts_mismatch(name, why, self._folder, self._made_for())
         return place
 
-    def place_of(self, name: str, low_rank: LowRank) -> Place | None:
+    def place_of(self, name: str, low_rank: LowRank) -> WeightPlace | None:
         """Where the matrices of a module go; None if on another rank.
 
         Raises:
@@ -205,7 +205,7 @@ class FitCheck:
             hint=MERGE,
         )
 
-    def place_of_whole(self, name: str, whole: ReplacedWeight) -> Place:
+    def place_of_whole(self, name: str, whole: ReplacedWeight) -> WeightPlace:
         """Where a replaced weight goes.
 
         Raises:
@@ -284,7 +284,7 @@ class FitCheck:
             self._check_end(name, end, True, (rows, tokens.width))
         return ends
 
-    def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
+    def _end(self, name: str, place: WeightPlace, low_rank: LowRank) -> WeightPlace:
         is_looked_up = place.module == "embedding" or self._base.model_config.tie_embeddings
         if low_rank.magnitude or self._adapter_config.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
@@ -318,7 +318,7 @@ class FitCheck:
         replaces
         only one of the two projections of a head."""
         there = {module_place(name, self._names) for name in self._adapter_config.modules}
-        claimed: dict[Place | None, str] = {}  # a body may have two names
+        claimed: dict[WeightPlace | None, str] = {}  # a body may have two names
         for name in self._claimed():
             claimed.setdefault(module_place(name, self._names), name)
         lacking = [name for place, name in claimed.items() if place not in there]
@@ -361,7 +361,7 @@ class FitCheck:
                     found.append(name)
         return found
 
-    def _no_such_projection(self, name: str, place: Place | None) -> ConfigError:
+    def _no_such_projection(self, name: str, place: WeightPlace | None) -> ConfigError:
         module = "" if place is None else place.module
         hint = MERGE
         if ".attention.indexer." in module:

@@ -18,7 +18,7 @@ from banyan.lora.adapter_config import AdapterConfig, LowRank
 from banyan.lora.layers import (
     expert_blocks,
 )
-from banyan.models.weights.names import Place, place_of
+from banyan.models.weights.names import WeightPlace, place_of
 from banyan.moe.layer import ExpertWeights
 from banyan.ops.lora_experts import ExpertPart
 from banyan.parallel.groups import Group
@@ -90,7 +90,7 @@ def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
     return found
 
 
-def module_place(name: str, names: NameMap) -> Place | None:
+def module_place(name: str, names: NameMap) -> WeightPlace | None:
     """The place of an adapter's module. Newer models name an MoE block `mlp` where checkpoints have
     another
     name."""

@@ -16,7 +16,7 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
-from banyan.models.weights.names import Place
+from banyan.models.weights.names import WeightPlace
 from banyan.ops.lora_rows import (
     GAIN,
     LOOKED_UP,
@@ -175,7 +175,7 @@ def token_part(
 
 
 def own_rows(
-    slot: WeightSlot, place: Place, whole: StoredWeight
+    slot: WeightSlot, place: WeightPlace, whole: StoredWeight
 ) -> Iterator[tuple[str, int, StoredWeight]]:
     """This rank's rows of a matrix over a projection's outputs: for each part its name, its first
     output
@@ -206,7 +206,7 @@ class Gains:
         self._biases = biases
         self._found: dict[str, Tensor] = {}
 
-    def add(self, place: Place, gain: Tensor) -> None:
+    def add(self, place: WeightPlace, gain: Tensor) -> None:
         """gain: [outputs], in the checkpoint's order."""
         slot = self._slots[place.module]
         if place.module not in self._found:

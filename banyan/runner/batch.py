@@ -44,7 +44,7 @@ class Batch:
             output for its last token, and one for each draft before that.
         last: the token of each output, along the step's tokens.
         to_slots: slot of each output; to_positions: where its token goes.
-        carried: [tokens, width], `StepInputs.carried`.
+        carried: [tokens, width], `StepInputs.previous_states`.
         everywhere: of a batch that is a rank's share of a step: all tokens of that, which `last`
             refers to. None of a whole step.
         branches: the rows whose drafts branch.

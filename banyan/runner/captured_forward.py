@@ -163,7 +163,7 @@ class CapturedForward:
         inputs = StepInputs(
             *(step.tokens[:size], step.positions[:size], self._attention.bind(geometry)),
             BoundStates(self._store, geometry),
-            carried=None if step.carried is None else step.carried[:size],
+            previous_states=None if step.previous_states is None else step.previous_states[:size],
         )
         firsts, counts = self._brought[:, : self._shares * rows]
         steps = torch.arange(count, device=slots.device)

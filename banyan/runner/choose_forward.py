@@ -120,14 +120,16 @@ def _open(
     if joint is not None and max_tokens == joint.replicas * outputs:
         max_tokens += 1
     step = tensors(max_tokens, max_rows, outputs)
-    narrows = _narrows(model, build, sizes)
-    eager = EagerForward(model, step, attention, larger, build.device, joint, stages, narrows)
+    prunes_to_outputs = _narrows(model, build, sizes)
+    eager = EagerForward(
+        model, step, attention, larger, build.device, joint, stages, prunes_to_outputs
+    )
     recorder = build.ops.recorder
     try:
         if recorder is not None and sizes.max_tokens:
             return RecordedForward(
                 *(eager, model, build.ops, recorder, table, attention, step, joint, stages),
-                narrows=narrows,
+                prunes_to_outputs=prunes_to_outputs,
             )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
@@ -164,7 +166,11 @@ def _narrows(model: Model, build: Build, sizes: RunnerConfig) -> bool:
     groups = build.groups
     is_shared = (groups.joint or groups.divided) is not None
     is_told = build.adapters is not None or sizes.reads_all
-    return model.narrows and model.model_config.pooling is None and not (is_shared or is_told)
+    return (
+        model.prunes_to_outputs
+        and model.model_config.pooling is None
+        and not (is_shared or is_told)
+    )
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.dp_attention.batch import DPAttentionBatch
-from banyan.layers.step_inputs import Taps
+from banyan.layers.step_inputs import AuxHiddenStates
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
@@ -137,11 +137,11 @@ class EagerForward:
         device: torch.device,
         joint: DPAttentionBatch | None = None,
         stages: Group | None = None,
-        narrows: bool = False,
+        prunes_to_outputs: bool = False,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._stages = stages or Group()
-        self._narrows = narrows
+        self._narrows = prunes_to_outputs
         self._kept: np.ndarray | None = None
         """The tokens whose hidden states the last stage has, rising; None = all."""
         self._model = model
@@ -151,16 +151,16 @@ class EagerForward:
         self._device = device
         self._joint = joint
         self._hidden = torch.empty(0)
-        self._taps: Taps | None = None
+        self._taps: AuxHiddenStates | None = None
 
     def run(self, batch: Batch) -> None:
         if not self._step.holds(batch):
             self._step = self._larger(batch)
         self._step.fill(batch)
-        narrows = self._narrows and not batch.wanted & (HIDDEN | SCORE)
-        self._kept = batch.last if narrows else None
-        inputs = self._step.part(batch, self._attention, narrows)
-        self._hidden, self._taps = self._model.forward(inputs), inputs.taps
+        prunes_to_outputs = self._narrows and not batch.wanted & (HIDDEN | SCORE)
+        self._kept = batch.last if prunes_to_outputs else None
+        inputs = self._step.part(batch, self._attention, prunes_to_outputs)
+        self._hidden, self._taps = self._model.forward(inputs), inputs.aux_hidden_states
 
     def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
         return None
@@ -238,10 +238,10 @@ class RecordedForward:
         step: StepTensors,
         joint: DPAttentionBatch | None = None,
         stages: Group | None = None,
-        narrows: bool = False,
+        prunes_to_outputs: bool = False,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
-        self._narrows = narrows
+        self._narrows = prunes_to_outputs
         self._kept: np.ndarray | None = None
         """As in EagerForward."""
         self._joint = joint
@@ -256,9 +256,9 @@ class RecordedForward:
         self._chosen = step.chosen.numpy()
         self._entered = np.zeros(step.max_outputs, np.int64)
         """Where the program's own sampler enters tokens."""
-        narrows_here = narrows and self._stages.rank == self._stages.size - 1
+        narrows_here = prunes_to_outputs and self._stages.rank == self._stages.size - 1
         inputs = step.whole(attention, narrows_here)
-        self._taps = inputs.taps
+        self._taps = inputs.aux_hidden_states
         positions = step.to_positions.numpy()
         sampling = SampleRows.of(table.params, positions, self._entered, table.tokens)
         self._has_logits = model.model_config.pooling is None
@@ -268,7 +268,7 @@ class RecordedForward:
         """The last step has made logits, of this replica or of others."""
         self._is_sampled = False
         # What outlives its use in the recording is kept, so that its memory is not used again.
-        self._narrowing = inputs.chosen
+        self._narrowing = inputs.output_tokens
         self._hidden = self._sampled = self._best = torch.empty(0)
         self._sampled_of: dict[int, Sampled] = {}
         """What the program has sampled, by the number of rows; its memory stays the same."""

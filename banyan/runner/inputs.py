@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step_inputs import Chosen, Embedded, StepInputs, Taps
+from banyan.layers.step_inputs import AuxHiddenStates, InputEmbeddings, OutputTokens, StepInputs
 from banyan.messages.plan import SAMPLE
 from banyan.ops.host import sent
 from banyan.ops.lora import AdapterTokens
@@ -135,8 +135,8 @@ class StepTensors:
         if batch.carried is not None and self.carried is not None:
             self.carried[: len(batch.carried)] = batch.carried
 
-    def whole(self, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
-        """Inputs of the full size. narrows: to the tokens of outputs (`StepInputs.chosen`)."""
+    def whole(self, attention: AttentionBackend, prunes_to_outputs: bool = False) -> StepInputs:
+        """Inputs of the full size. prunes_to_outputs: keep only `StepInputs.output_tokens`."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.use(self._adapters)
             self._table.adapters.use_outputs(self._adapters.outputs)
@@ -150,13 +150,15 @@ class StepTensors:
         bound, carried = attention.bind(geometry), self.carried
         return StepInputs(
             *(self.tokens, self.positions, bound, states),
-            carried=carried,
-            taps=self._new_taps(),
-            chosen=Chosen(self.chosen) if narrows else None,
+            previous_states=carried,
+            aux_hidden_states=self._new_aux_hidden_states(),
+            output_tokens=OutputTokens(self.chosen) if prunes_to_outputs else None,
         )
 
-    def part(self, batch: Batch, attention: AttentionBackend, narrows: bool = False) -> StepInputs:
-        """The inputs of the batch that was entered; narrows: as for `whole`."""
+    def part(
+        self, batch: Batch, attention: AttentionBackend, prunes_to_outputs: bool = False
+    ) -> StepInputs:
+        """The inputs of the batch that was entered; prunes_to_outputs: as for `whole`."""
         rows, tokens = len(batch.slots), int(batch.offsets[-1])
         longest = max(batch.ends.tolist(), default=0)
         views = tuple(
@@ -178,20 +180,20 @@ class StepTensors:
             positions=self.positions[:tokens],
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
-            embedded=_embedded(batch, self._table),
-            carried=None if self.carried is None else self.carried[:tokens],
-            taps=self._new_taps(),
-            chosen=self._chosen_of(batch) if narrows else None,
+            input_embeddings=_input_embeddings(batch, self._table),
+            previous_states=None if self.carried is None else self.carried[:tokens],
+            aux_hidden_states=self._new_aux_hidden_states(),
+            output_tokens=self._output_tokens_of(batch) if prunes_to_outputs else None,
         )
 
-    def _chosen_of(self, batch: Batch) -> Chosen:
+    def _output_tokens_of(self, batch: Batch) -> OutputTokens:
         """The tokens of its outputs. Without any the first one: not every device launches work on
         no rows at all."""
         count = len(batch.last)
-        return Chosen(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
+        return OutputTokens(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
 
-    def _new_taps(self) -> Taps | None:
-        return Taps(self._taps) if self._taps else None
+    def _new_aux_hidden_states(self) -> AuxHiddenStates | None:
+        return AuxHiddenStates(self._taps) if self._taps else None
 
     def choose(self, tokens: np.ndarray) -> None:
         """Let the logits that are computed next be of these tokens of the step.
@@ -416,7 +418,7 @@ class _FewViews:
         self.known_pages = [[slot.data for slot in pages] for pages in host.known_pages]
 
 
-def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
+def _input_embeddings(batch: Batch, table: SlotTable) -> InputEmbeddings | None:
     """The tokens of a step that come as embeddings; None when there are none."""
     where, rows = [], []
     for at, slot in enumerate(batch.slots.tolist() if table.embeds else ()):
@@ -429,7 +431,7 @@ def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
     if not rows:
         return None
     indices = torch.from_numpy(np.concatenate(where)).to(rows[0].device)
-    return Embedded(indices, torch.cat(rows))
+    return InputEmbeddings(indices, torch.cat(rows))
 
 
 def has_embedded(batch: Batch, table: SlotTable) -> bool:

@@ -126,7 +126,7 @@ class ModelRunner:
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         self._model_config = model_config
-        taps = () if draft is None or draft.reads is None else draft.reads.taps
+        taps = () if draft is None or draft.reads is None else draft.reads.aux_layers
         reads_all = sizes.reads_all or (draft is not None and draft.reads is not None and not taps)
         self._sizes = replace(sizes, taps=taps, reads_all=reads_all)
         self.home = Home()

@@ -29,16 +29,13 @@ from banyan.messages.control_ops import (
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
-from banyan.models.dflash import BlockLM
+from banyan.models.dflash import DFlashLM
 from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.mtp import MTPModel
-from banyan.models.transformers_model import load_foreign
-from banyan.models.weights.custom import Transform, load_transforms
-from banyan.models.weights.dflash import load_dflash
-from banyan.models.weights.eagle import load_eagle, narrow_the_head
+from banyan.models.transformers_model import load_transformers_model
+from banyan.models.weights.draft_models import load_dflash, load_eagle, load_mtp, narrow_the_head
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
-from banyan.models.weights.mtp import load_ahead
-from banyan.models.weights.reader import stamp_of
+from banyan.models.weights.reader import Transform, load_transforms, stamp_of
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
@@ -74,7 +71,7 @@ def load_weights(
         if config.implementation == "transformers":
             if offload is not None:
                 raise not_streamed(model_config)
-            return load_foreign(model_config, build, config.load_format)
+            return load_transformers_model(model_config, build, config.load_format)
         model = load_model(
             model_config,
             build,
@@ -95,12 +92,12 @@ def load_weights(
     return model
 
 
-def load_the_ahead(
+def load_the_mtp_model(
     config: LoadConfig, model_config: ModelConfig, model: Model, build: Build, page_size: int
 ) -> MTPModel:
     """This rank's share of the layer that drafts for `model`, from its checkpoint."""
     with _lone_torch(build.ops):
-        return load_ahead(
+        return load_mtp(
             *(model_config, model, build, page_size, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
@@ -139,7 +136,7 @@ def load_the_eagle(
 
 def load_the_blocks(
     config: LoadConfig, model_config: ModelConfig, model: Model, build: Build
-) -> BlockLM:
+) -> DFlashLM:
     """This rank's share of a model that drafts blocks for `model`."""
     with _lone_torch(build.ops):
         return load_dflash(

@@ -65,7 +65,7 @@ def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
     served = read_model_config(config.model.path)
     model_config = draft_model_config(config.speculative, draft_of(config), served)
     assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
-    assert (model_config.eagle.taps, model_config.eagle.block, model_config.eagle.mask) == (
+    assert (model_config.eagle.aux_layers, model_config.eagle.block, model_config.eagle.mask) == (
         taps,
         block,
         5,

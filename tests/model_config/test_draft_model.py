@@ -144,7 +144,7 @@ def ahead(path: Path, facts: dict, *words: str):
 
 def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
     speculative = ahead(tmp_path, AHEAD)
-    assert speculative.is_ahead and speculative.is_model and speculative.drafts == 3
+    assert speculative.is_mtp and speculative.is_model and speculative.drafts == 3
     assert not speculative.draft_path
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "DEEPSEEK_MTP")
     assert resolved(*named).speculative == speculative
@@ -173,7 +173,7 @@ def test_the_layer_of_a_model_with_an_indexer_drafts(tmp_path):
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
     indexer = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "v_head_dim": 8}
     facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
-    assert ahead(tmp_path, facts).is_ahead
+    assert ahead(tmp_path, facts).is_mtp
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
 def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, name: str):
     config = eagle(models, EAGLE | {"architectures": [name]})
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead
+    assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
 
@@ -276,10 +276,10 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
         *("--speculative-algorithm", "EAGLE3"),
     )
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead
+    assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
-    assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
+    assert (draft.eagle.num_tokens, draft.eagle.aux_layers) == (7, taps)
 
 
 def test_eagle3_needs_a_model(tmp_path):
@@ -299,7 +299,7 @@ def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models)
 
 def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
-    assert resolved(*named).speculative.is_ahead
+    assert resolved(*named).speculative.is_mtp
     with pytest.raises(BanyanError, match="says nothing of a layer.*DeepSeek|layer for drafting"):
         resolved(*named[:1], folder(tmp_path, LLAMA), *named[2:])
 
@@ -373,7 +373,11 @@ def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
     served = read_model_config(config.model.path)
     draft = draft_model_config(config.speculative, draft_of(config), served)
     assert draft.eagle is not None
-    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
+    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.aux_layers) == (
+        (3, 7, 400),
+        3,
+        (),
+    )
 
 
 @pytest.mark.parametrize(

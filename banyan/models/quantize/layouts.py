@@ -52,7 +52,7 @@ class Rounded:
     make: Callable[[StoredWeight], dict[str, Tensor]]
 
 
-class Layout(Protocol):
+class TargetLayout(Protocol):
     """One name of --type."""
 
     @property
@@ -98,7 +98,7 @@ def _stem(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedIntegers:
     """Integers of a few bits in 32-bit words.
 
     Attributes:
@@ -205,8 +205,8 @@ def _args(bits: int, number: str, **more: object) -> Settings:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Blocks of a GGUF file.
+class GGUFBlocks:
+    """GGUFBlocks of a GGUF file.
 
     Attributes:
         type: a name of TO_BLOCKS.
@@ -259,18 +259,18 @@ def to_floats(name: str, shape: tuple[int, ...], type: str) -> Rounded:
     return Rounded(type, (Entry(name, type, shape),), lambda weight: _all(weight, rows))
 
 
-def layout_of(type: str, group: int) -> Layout:
+def layout_of(type: str, group: int) -> TargetLayout:
     """
     Args:
         type: a name of TYPES.
         group: inputs that share a scale in w4a16.
     """
     if type.upper() in TO_BLOCKS:
-        return Blocks(type.upper())
+        return GGUFBlocks(type.upper())
     return {
         "int8": EightBits("I8"),
-        "w8a16": Packed(8, 0),
-        "w4a16": Packed(4, group),
+        "w8a16": PackedIntegers(8, 0),
+        "w4a16": PackedIntegers(4, group),
         "f16": Floats("F16", "gguf"),
         "bf16": Floats("BF16", "safetensors"),
         "f32": Floats("F32", "safetensors"),

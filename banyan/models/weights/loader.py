@@ -25,17 +25,19 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
-from banyan.models.mtp import FollowingLM
-from banyan.models.weights.custom import Transform
-from banyan.models.weights.interleaved import with_plain_experts
-from banyan.models.weights.latent import with_whole_expansions
-from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
+from banyan.models.mtp import DraftLM
+from banyan.models.weights.checkpoint_layouts import (
+    with_heads_of_keys,
+    with_numbered_blocks,
+    with_plain_experts,
+    with_plain_states,
+    with_whole_expansions,
+)
+from banyan.models.weights.names import WeightPlace, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.quant.fp8 import with_plain_floats
-from banyan.models.weights.reader import read_tensors, tensor_types
-from banyan.models.weights.shared import with_numbered_blocks
-from banyan.models.weights.states import with_heads_of_keys, with_plain_states
+from banyan.models.weights.reader import Transform, read_tensors, tensor_types
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import E4M3, RawTensor, StoredWeight
@@ -201,7 +203,7 @@ class Filling:
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | FollowingLM,
+        model: DecoderLM | EncoderLM | DraftLM,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -238,7 +240,7 @@ class Filling:
                 self._offer(name, part, mine)
         self._settle()
 
-    def _offer(self, name: str, place: Place | None, tensor: Stored) -> None:
+    def _offer(self, name: str, place: WeightPlace | None, tensor: Stored) -> None:
         """Take a tensor, unless other ranks do or it means nothing here."""
         if place is not None and self._is_elsewhere(place):
             return
@@ -249,7 +251,7 @@ class Filling:
             return
         self._take(name, place, _weight(name, tensor))
 
-    def _is_empty_bias(self, place: Place | None, tensor: Stored) -> bool:
+    def _is_empty_bias(self, place: WeightPlace | None, tensor: Stored) -> bool:
         """Zeros for a projection that has no bias: some quantisers write one for every weight."""
         if place is None or place.slot != "bias" or isinstance(tensor, RawTensor):
             return False
@@ -257,7 +259,7 @@ class Filling:
         has_bias = (place.module, "bias") in self.declared
         return has_weight and not has_bias and not bool(tensor.dense.any())
 
-    def _place_of(self, name: str) -> Place | None:
+    def _place_of(self, name: str) -> WeightPlace | None:
         """Models for vectors may be stored without what stands around their body."""
         place, alone = place_of(name, self.names), self.names.alone
         if alone and place is not None and place.module not in self.layers:
@@ -273,7 +275,7 @@ class Filling:
             model_config.pooling is not None and not model_config.labels
         )
 
-    def _is_open(self, place: Place) -> bool:
+    def _is_open(self, place: WeightPlace) -> bool:
         """Whether the model has this slot with these parts, and none of them is here yet."""
         key = (place.module, place.slot)
         filled = self.waiting.get(key, {})
@@ -281,7 +283,7 @@ class Filling:
             part in self.open[key].shapes and part not in filled for part in place.parts
         )
 
-    def _is_elsewhere(self, place: Place) -> bool:
+    def _is_elsewhere(self, place: WeightPlace) -> bool:
         """Whether other ranks take it."""
         layer, beyond = (
             block_of(place.module),
@@ -299,7 +301,7 @@ class Filling:
             if rope.kind == "default":
                 rotary.divide(divisors.dense)
 
-    def _take(self, name: str, place: Place, tensor: StoredWeight) -> None:
+    def _take(self, name: str, place: WeightPlace, tensor: StoredWeight) -> None:
         shapes = self.open[place.module, place.slot].shapes
         declared = [shapes[part] for part in place.parts]
         whole = (sum(shape[0] for shape in declared), *declared[0][1:])
@@ -385,7 +387,7 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | FollowingLM,
+    model: DecoderLM | EncoderLM | DraftLM,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,

@@ -1,5 +1,6 @@
 """From a checkpoint's tensor names to the slots of a model's layers."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from banyan.ops.stored import RawTensor
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """Where a tensor goes.
 
     Attributes:
@@ -25,7 +26,7 @@ class Place:
     paired: tuple[str, ...] = ()
 
 
-def place_of(name: str, names: NameMap) -> Place | None:
+def place_of(name: str, names: NameMap) -> WeightPlace | None:
     """The place of a checkpoint tensor, None when the family has none for it."""
     template, numbers = split_numbers(name)
     stem, _, slot = template.rpartition(".")
@@ -41,10 +42,12 @@ def place_of(name: str, names: NameMap) -> Place | None:
     module, _, listed = filled.partition(":")
     parts = listed.split("+")
     turned = tuple(part for part, is_paired in zip(parts, paired, strict=True) if is_paired)
-    return Place(module, slot, tuple(parts), turned)
+    return WeightPlace(module, slot, tuple(parts), turned)
 
 
-def by_expert(place: Place | None, tensor: Stored) -> Iterator[tuple[Place | None, Stored]]:
+def by_expert(
+    place: WeightPlace | None, tensor: Stored
+) -> Iterator[tuple[WeightPlace | None, Stored]]:
     """The places of a tensor that holds one expert after another ("*" in a part), each with its
     slice; any other tensor as it is."""
     is_stacked = place is not None and any("*" in part for part in place.parts)
@@ -70,3 +73,23 @@ def split_numbers(name: str) -> tuple[str, list[str]]:
     parts = name.split(".")
     numbers = [part for part in parts if part.isdecimal()]
     return ".".join("{}" if part.isdecimal() else part for part in parts), numbers
+
+
+_ROUNDED = re.compile(
+    r"layers\.(\d+)\.(attention\.(qkv|query|out|squeeze|latent|expansion|mix)"
+    r"|mlp\.(experts\.|shared\.)?(gate_up|up|down))"
+)
+
+
+def is_projection(name: str, shape: tuple[int, ...], names: NameMap, num_layers: int) -> bool:
+    """
+    Args:
+        num_layers: of the model that answers; layers behind them are for drafts, and stay too.
+    """
+    if not name.endswith(".weight") or len(shape) < 2:
+        return False
+    place = place_of(name, names) or place_of(f"model.{name}", names)
+    if place is None or place.slot != "weight":
+        return False
+    found = _ROUNDED.fullmatch(place.module)
+    return found is not None and int(found[1]) < num_layers

@@ -4,16 +4,18 @@ Knows formats and shards; knows no models. Bytes stay in the mapped file until a
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.heap import give_back
+from banyan.base.named_code import load_named
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
@@ -131,3 +133,16 @@ def as_tensor(view: memoryview) -> Tensor:
 def _files(model_config: ModelConfig) -> list[Path]:
     path = Path(model_config.path)
     return [path] if path.is_file() else weight_files(model_config.path)
+
+
+Tensors = Iterator[tuple[str, Stored]]
+Transform = Callable[[Tensors], Tensors]
+
+
+def load_transforms(names: Sequence[str], checkpoint: str) -> list[Transform]:
+    """Import the functions, in order.
+
+    Raises:
+        ConfigError: one is missing, cannot be called, or lies in the folder of the checkpoint.
+    """
+    return [cast(Transform, load_named("--custom-weight-loader", n, checkpoint)) for n in names]

@@ -20,11 +20,11 @@ from torch import Tensor
 from banyan.base.log import logger
 from banyan.families import FAMILIES
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.weights.custom import Tensors, Transform
-from banyan.models.weights.projections import is_projection
+from banyan.models.weights.names import is_projection
 from banyan.models.weights.quant.base import Stored
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.groups import from_groups, per_block
+from banyan.models.weights.reader import Tensors, Transform
 from banyan.ops import blocks
 from banyan.ops.rounding import FP8_MOST
 from banyan.ops.stored import STORAGE_TYPES, RawTensor, StoredWeight

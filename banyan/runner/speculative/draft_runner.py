@@ -11,8 +11,8 @@ from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.model_config.model_config import FULL
 from banyan.models.base import Model
-from banyan.models.dflash import BlockLM
-from banyan.models.mtp import END, FIRST, FollowingLM
+from banyan.models.dflash import DFlashLM
+from banyan.models.mtp import END, FIRST, DraftLM
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
 from banyan.runner.attention.paged import PagedAttention, WriteOnlyAttention
@@ -68,19 +68,19 @@ class DraftModel:
     """One rank's share of it, and what it was made from.
 
     Attributes:
-        ahead: the same model, where it reads tokens together with the target's states; else None.
+        mtp: the same model if it reads tokens together with the target's hidden states; else None.
         blocks: the same model, where it reads these alone and drafts blocks behind them; else None.
     """
 
     model: Model
     build: Build
-    ahead: FollowingLM | None = None
-    blocks: BlockLM | None = None
+    mtp: DraftLM | None = None
+    blocks: DFlashLM | None = None
 
     @property
-    def reads(self) -> FollowingLM | BlockLM | None:
+    def reads(self) -> DraftLM | DFlashLM | None:
         """What reads the target's states, if anything does."""
-        return self.ahead or self.blocks
+        return self.mtp or self.blocks
 
 
 def open_draft_runner(
@@ -95,14 +95,14 @@ def open_draft_runner(
     assert draft is not None, "this drafter needs a model, and none was loaded"
     model, ops = draft.model, draft.build.ops
     pages = store.of_layers_from(store.num_layers - len(model.caches))
-    ahead, blocks, ends = draft.ahead, draft.blocks, None
+    mtp, blocks, ends = draft.mtp, draft.blocks, None
     attention = BACKENDS.load(sizes.attention or "paged")(ops, pages)
-    if ahead is not None:
+    if mtp is not None:
         attention = PagedAttention(ops, pages, first=FIRST)
-        ends = PageEndStates(table, pages, len(model.caches) - 1, END, ahead.width)
+        ends = PageEndStates(table, pages, len(model.caches) - 1, END, mtp.width)
     # Rows that sampled are read with the token that they gave.
     most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
-    width = 0 if ahead is None else ahead.width
+    width = 0 if mtp is None else mtp.width
     room = sizes.draft_room if sizes.branching or blocks is not None else 0
     mine = replace(sizes, max_tokens=most, draft_room=room, verified=0, carried=width)
     reader = None
@@ -110,7 +110,7 @@ def open_draft_runner(
         if blocks is not None:
             states = replace(mine, carried=blocks.width, branching=0)
             writing = WriteOnlyAttention(ops, pages)
-            what = (blocks.reader, table, pages, draft.build, states, writing, platform)
+            what = (blocks.state_writer, table, pages, draft.build, states, writing, platform)
             reader = open_forward(*what)
             mine = replace(mine, branching=sizes.verified)
         forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
@@ -125,7 +125,7 @@ def open_draft_runner(
         may_lag=all(cache.kind == FULL for cache in model.caches),
         target=target,
         ends=ends,
-        take_in=None if draft.reads is None else draft.reads.take_in,
+        take_in=None if draft.reads is None else draft.reads.project_states,
         reader=reader,
         mask=0 if blocks is None else blocks.facts.mask,
         fetch=platform.fetch,

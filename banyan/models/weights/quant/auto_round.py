@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.awq import open_awq
-from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among
+from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among, pattern
 from banyan.models.weights.quant.gptq import open_gptq
-from banyan.models.weights.quant.patterns import pattern
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _OPEN: Mapping[str, Callable[[Facts], QuantMethod]] = {

@@ -22,6 +22,7 @@ from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import (
     FLOATS,
     INTEGERS,
+    Modules,
     Parts,
     Restored,
     numbers_of,
@@ -37,7 +38,6 @@ from banyan.models.weights.quant.groups import (
     groups_of,
     unpack_words,
 )
-from banyan.models.weights.quant.patterns import Modules
 from banyan.ops.stored import FLOAT8_TYPES
 
 _PARTS = (

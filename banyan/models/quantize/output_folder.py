@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import cast
 
 from banyan.base.json_types import is_object
-from banyan.models.quantize.layouts import Floats, Layout
-from banyan.models.quantize.plan import Plan, targets
+from banyan.models.quantize.layouts import Floats, TargetLayout
+from banyan.models.quantize.plan import QuantizePlan, targets
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -21,7 +21,7 @@ _WEIGHTS = (
 """Endings of files that are not copied: weights, and code, which nobody here runs."""
 
 
-def quantization_config(plan: Plan, layout: Layout) -> dict[str, object]:
+def quantization_config(plan: QuantizePlan, layout: TargetLayout) -> dict[str, object]:
     """In compressed-tensors' form. Modules of the most common kind are named by their class."""
     kinds = sorted(plan.kinds, key=lambda kind: -len(plan.kinds[kind]))
     groups: dict[str, object] = {}
@@ -49,7 +49,7 @@ def _linear(modules: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherFiles:
     """What lies beside the weights.
 
     Attributes:
@@ -61,7 +61,7 @@ class Beside:
     config: Mapping[str, object]
 
 
-def beside_weights_of(source: Path) -> Beside:
+def other_files_of(source: Path) -> OtherFiles:
     """The other files of a folder, and its configuration."""
     files: dict[str, bytes | Path] = {
         file.name: file
@@ -70,10 +70,12 @@ def beside_weights_of(source: Path) -> Beside:
     }
     config = cast(object, json.loads((source / _CONFIG).read_text(encoding="utf-8")))
     assert is_object(config)
-    return Beside(files, config)
+    return OtherFiles(files, config)
 
 
-def write_beside(plan: Plan, layout: Layout, beside: Beside, target: Path) -> None:
+def write_other_files(
+    plan: QuantizePlan, layout: TargetLayout, beside: OtherFiles, target: Path
+) -> None:
     """The other files, the index, and config.json last: it makes the folder a model."""
     for name, content in beside.files.items():
         if isinstance(content, Path):

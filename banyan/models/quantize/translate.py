@@ -21,11 +21,13 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.formats.headers import Entry
-from banyan.models.quantize.source import Source
-from banyan.models.weights.interleaved import stack_between
-from banyan.models.weights.latent import half_of_expansion, joined_expansion
-from banyan.models.weights.names import is_ignored, place_of, split_numbers
-from banyan.models.weights.projections import is_projection
+from banyan.models.quantize.source import SourceCheckpoint
+from banyan.models.weights.checkpoint_layouts import (
+    half_of_expansion,
+    joined_expansion,
+    stack_between,
+)
+from banyan.models.weights.names import is_ignored, is_projection, place_of, split_numbers
 from banyan.ops.stored import StoredWeight
 
 Take = Callable[[], StoredWeight]
@@ -74,7 +76,7 @@ class _Slot:
     name: str
 
 
-def translated(source: Source, has_stacks: bool = True) -> list[Translated]:
+def translated(source: SourceCheckpoint, has_stacks: bool = True) -> list[Translated]:
     """
     Args:
         has_stacks: experts may lie in one tensor, where the form has such; else each has its own.
@@ -123,7 +125,7 @@ def _with_gates_between(tensors: Sequence[Translated]) -> Iterator[Translated]:
             yield replace(each, entry=entry, hub_name=stack.name, take=take)
 
 
-def _slices(source: Source, name: str) -> Iterator[tuple[Entry, Take]]:
+def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[Entry, Take]]:
     tensor, slices = source.tensors[name], source.slices(name)
     half, other, whole = half_of_expansion(name)
     if half:
@@ -155,7 +157,7 @@ def _expert_of(parts: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 
 
 def _named(
-    slot: _Slot, pieces: Sequence[_Piece], source: Source, has_stacks: bool
+    slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint, has_stacks: bool
 ) -> Iterator[tuple[str, list[_Piece]]]:
     """The tensors of the other form that these pieces make, each with its own, in order."""
     names = source.other_names
@@ -184,7 +186,7 @@ def _named(
         raise _nameless(next(iter(left.values())).entry.name, source)
 
 
-def _in_order(piece: _Piece, source: Source, has_stacks: bool) -> list[str]:
+def _in_order(piece: _Piece, source: SourceCheckpoint, has_stacks: bool) -> list[str]:
     """The other form's names: a family's own before those that many share, these before what holds
     several projections; before all the one that is to its table what the piece's name is to its
     own, where both have as many for one place (DeepSeek's queries, squeezed or not)."""
@@ -233,7 +235,9 @@ def _cover(
     return found
 
 
-def _joined(name: str, slot: _Slot, pieces: Sequence[_Piece], source: Source) -> Translated:
+def _joined(
+    name: str, slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint
+) -> Translated:
     """Experts lie one after another, and of each its parts over one another."""
     first = pieces[0].entry
     ordered = sorted(pieces, key=lambda piece: piece.expert)
@@ -290,7 +294,7 @@ def _check_experts(name: str, found: Sequence[int]) -> None:
         )
 
 
-def _turned(piece: _Piece, module: str, source: Source) -> Take:
+def _turned(piece: _Piece, module: str, source: SourceCheckpoint) -> Take:
     """Rows of queries and keys in the order of the other form: halves of a head become pairs, or
     pairs become halves."""
     place = f"{split_numbers(module)[0]}:{'+'.join(piece.parts)}"
@@ -317,7 +321,7 @@ def _turned(piece: _Piece, module: str, source: Source) -> Take:
     return take
 
 
-def _nameless(name: str, source: Source) -> ModelError:
+def _nameless(name: str, source: SourceCheckpoint) -> ModelError:
     form = "folder" if source.is_gguf else "GGUF"
     return ModelError(
         f"the {form} form of this family has no name for {printable(name)}",
