@@ -40,8 +40,9 @@ from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
 from banyan.model_config.model_config import ModelConfig
+from banyan.requests.context import RequestContext
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
-from banyan.requests.embeddings import Origin, VectorService, prompts_of
+from banyan.requests.embeddings import VectorService, prompts_of
 from banyan.requests.generate_response import NativeService
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.sampling_params import Limits
@@ -372,9 +373,12 @@ class _Opened:
         self, prompt: object, dimensions: int | None, rid: str | None, lora_path: object
     ) -> Answer | list[Answer]:
         prompts, is_list = prompts_of(prompt, "prompt", self.limits, with_pairs=True)
-        origin = Origin(uuid.uuid4().hex if rid is None else rid)
+        fields = {"rid": uuid.uuid4().hex if rid is None else rid}
         adapters = self.adapters.of_prompts(lora_path, len(prompts))
-        requests = await asyncio.to_thread(self.vectors.read, prompts, origin, adapters)
+        context = RequestContext()
+        requests = await asyncio.to_thread(
+            self.vectors.read, context, fields, prompts, "encode", adapters
+        )
         answers = await self.vectors.answer(requests, dimensions)
         return answers if is_list else answers[0]
 

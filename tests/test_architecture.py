@@ -36,7 +36,7 @@ ARROWS = {
     " pipeline.micro_batches",
     "sim": "base config model_config messages kv_cache scheduler grammar.base"
     " engine.core engine.journal engine.core_spec engine.snapshot",
-    "tokenizer": "base config formats requests.generation",
+    "tokenizer": "base config formats",
     "chat_template": "base tokenizer",
     "requests": f"base config model_config messages tokenizer {LORA_FILES}",
     "parsers": "base tokenizer requests",
@@ -84,15 +84,15 @@ SHELVES = {
     "server": {
         "store": "errors",
         "tool_servers": "errors",
-        "http": "errors context",
-        "openai": "errors context state http store",
-        "embeddings": "errors context state http openai",
-        "sglang": "errors context state http openai",
-        "responses": "errors context state http openai store tool_servers",
-        "batches": "errors context state http openai embeddings responses store",
-        "anthropic": "errors context state http openai",
-        "ollama": "errors context state http openai embeddings",
-        "admin": "errors context state http openai embeddings",
+        "http": "errors",
+        "openai": "errors state http store",
+        "embeddings": "errors state http openai",
+        "sglang": "errors state http openai",
+        "responses": "errors state http openai store tool_servers",
+        "batches": "errors state http openai embeddings responses store",
+        "anthropic": "errors state http openai",
+        "ollama": "errors state http openai embeddings",
+        "admin": "errors state http openai embeddings",
         "console": "state http",
         "openapi": "errors state http openai admin console",
         "lifecycle": "state http admin batches tool_servers routes",
@@ -103,10 +103,8 @@ DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
     *("base.errors", "server", "chat_template.template", "parsers.parts", "requests.embeddings"),
-    *(
-        f"requests.generation.{name}"
-        for name in ("run", "TextChunk", "TextRequest", "Finish", "Usage")
-    ),
+    *("requests.context", "requests.request_spec.RequestSpec"),
+    *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (
     *("cli", "llm.py", "config/prepare.py", "server/processes.py", "ascend/doctor.py"),

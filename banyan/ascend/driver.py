@@ -47,11 +47,11 @@ class DriverModule(Protocol):
         """
         ...
 
-    def fabric(self) -> ModuleType:
+    def open_fabric(self) -> ModuleType:
         """In place of `memfabric_hybrid`."""
         ...
 
-    def deep_ep(self) -> ModuleType:
+    def open_deep_ep(self) -> ModuleType:
         """In place of `deep_ep`."""
         ...
 
@@ -159,7 +159,7 @@ def open_interconnect(chip: str) -> Interconnect:
             hint="run: pip install 'banyan[memfabric]'",
         ) from None
     if settings.driver:
-        library = _module(settings.driver).fabric()
+        library = _module(settings.driver).open_fabric()
         log.warning("the engine of MemFabric is emulated: pages go over the loopback")
     if protocol == _RDMA:  # HCCL must be open before anything else uses RDMA
         store = distributed.HashStore()
@@ -176,7 +176,7 @@ def open_deep_ep() -> ModuleType:
         ConfigError: it is not installed.
     """
     if driver := read_environment().npu.driver:
-        return _module(driver).deep_ep()
+        return _module(driver).open_deep_ep()
     try:
         return import_module(_DEEP_EP)
     except (ImportError, OSError) as error:

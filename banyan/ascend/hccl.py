@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banyan.ascend.driver import open_driver
-from banyan.ascend.ops.collective_contracts import exchanged
+from banyan.ascend.ops.contracts import exchanged
 from banyan.parallel.collectives import Meeting, Transport
 from banyan.parallel.process_group import Check, GroupCollectives, open_store
 

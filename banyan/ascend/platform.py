@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from banyan.ascend.driver import open_driver, open_interconnect
+from banyan.ascend.expert_exchange import dispatch_of, fused_dispatch_of
 from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Interconnect, Traits
-from banyan.platform.dispatch import dispatch_of, fusing_of
 
 _SMALL_GIB = 40
 """Cards with less memory than this take the smaller of two values."""
@@ -48,7 +48,7 @@ class NpuPlatform(Accelerator):
             has_own_forms=True,
             stacks_adapters=True,
             dispatch=dispatch_of(npu.get_device_name()),
-            fusing=fusing_of(npu.get_device_name()),
+            fused_dispatch=fused_dispatch_of(npu.get_device_name()),
         )
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)

@@ -1,6 +1,7 @@
-"""ContextParallelForward: a rank's share of each step through the model, by another Forward.
+"""ContextParallelForward: runs one rank's share of each step's tokens, with another Forward.
 
-Hidden states come back of all shares, so that every rank makes the logits that are wanted.
+Attention gathers keys and values of all shares, so every rank's pages are complete. The hidden
+states of all shares are gathered too, so every rank computes all logits.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,15 @@ from banyan.parallel.groups import Group
 from banyan.runner.attention.base import AttentionBackend, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
+from banyan.runner.multi_step import MultiStepRunner
 from banyan.runner.sampling.sampler import Sampled
 
 
 class GatheredAttention:
-    """
+    """Attention of this rank's queries over the keys and values of all context parallel ranks.
+
     Args:
-        inner: attends; it is given the queries of this rank, and what is kept of all tokens.
+        inner: attends with the queries of this rank and the keys and values of all tokens.
         group: ranks with the same heads, each with some of the tokens.
     """
 
@@ -32,7 +35,7 @@ class GatheredAttention:
         self._group = group
 
     def bind(self, geometry: StepGeometry) -> StepAttention:
-        """geometry: locations of all tokens, share by share; all else of this rank's rows."""
+        """geometry: locations of all tokens, share by share; the rest is of this rank's rows."""
         return _Bound(self._inner.bind(geometry), self._group)
 
 
@@ -55,7 +58,7 @@ class _Bound:
         kept: tuple[Tensor, Tensor] | None,
         indexed: IndexerOutput | None = None,
     ) -> Tensor:
-        assert kept is not None, "other ranks' latents come from them"
+        assert kept is not None, "latents are gathered from all ranks"
         gather = self.group.gather_rows
         if indexed is not None:
             keys = (gather(indexed.key), gather(indexed.key_turned))
@@ -68,43 +71,41 @@ class _Bound:
 
 
 class ContextParallelForward:
-    """Implements `Forward`.
+    """Satisfies `Forward`.
 
     Args:
-        inner: runs a share; its model gives the hidden states of all shares.
-        divided: what the layers of this rank go by.
+        inner: runs a share; its model gathers the hidden states of all shares.
+        shared: row counts of all shares, which the layers of this rank read.
     """
 
-    def __init__(self, inner: Forward, divided: DividedBatch) -> None:
-        self.watch: Callable[[list[OpTime]], None] | None = None
+    multi_steps: MultiStepRunner | None = None
+
+    def __init__(self, inner: Forward, shared: DividedBatch) -> None:
+        self.on_op_times: Callable[[list[OpTime]], None] | None = None
         self.how, self.is_recorded = inner.how, inner.is_recorded
         self.results_are_final = inner.results_are_final
         self._inner = inner
-        self._divided = divided
+        self._shared = shared
         self._split: ContextParallelSplit | None = None
 
     def run(self, batch: Batch) -> None:
-        divided = self._divided
-        split = split_batch(batch, divided.share, divided.replicas, divided.split)
-        divided.enter(split.counts)
+        shared = self._shared
+        split = split_batch(batch, shared.share, shared.replicas, shared.split)
+        shared.enter(split.counts)
         self._split = split
-        self._inner.watch = self.watch
+        self._inner.on_op_times = self.on_op_times
         self._inner.run(split.part)
 
-    def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+    def multi_step(
+        self, batch: Batch, steps: int, step_id: int, report_every: int, wake_fd: int
+    ) -> None:
         return None
 
-    def told(self, number: int) -> None:
-        return None
+    def stage_output(self, batch: Batch) -> Tensor:
+        raise NotImplementedError("context parallelism does not combine with pipeline parallelism")
 
-    def interrupt(self, number: int) -> None:
-        """There is nothing to end."""
-
-    def left(self, batch: Batch) -> Tensor:
-        raise NotImplementedError("tokens are divided among the ranks of one stage")
-
-    def turn_to(self, batch: Batch) -> None:
-        raise NotImplementedError("tokens are divided among the ranks of one stage")
+    def select(self, batch: Batch) -> None:
+        raise NotImplementedError("context parallelism does not combine with pipeline parallelism")
 
     def next_tokens(self) -> Sampled | None:
         return self._inner.next_tokens()
@@ -118,8 +119,8 @@ class ContextParallelForward:
     def hidden(self, tokens: np.ndarray) -> Tensor:
         return self._inner.hidden(self._now.places[tokens])
 
-    def tapped(self, tokens: np.ndarray) -> Tensor:
-        return self._inner.tapped(self._now.places[tokens])
+    def aux_hidden(self, tokens: np.ndarray) -> Tensor:
+        return self._inner.aux_hidden(self._now.places[tokens])
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._inner.targets(self._now.part)

@@ -1,8 +1,8 @@
-"""Divides a step's tokens among ranks that each compute some of them (context parallelism).
+"""Splits a step's tokens among context parallel ranks.
 
-A row is cut into pieces, and a piece is a row like any other: of the same slot, with a context that
-ends where it begins. Keys and values of all pieces are in the pages before any of them is read, so
-what a token gives does not depend on who computes it. Knows no models.
+Rows are cut into pieces. A piece is a row like any other: of the same slot, with a context that
+ends where the piece begins. Keys and values of all pieces are written to the pages before any is
+read, so a token's result does not depend on the rank that computes it.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,17 @@ import torch
 from banyan.runner.batch import Batch, WholeStep
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of each piece: its row, its first token within that, its tokens, and the share it belongs to; in
-the order of the step's tokens."""
+"""Arrays with one entry per piece: row, first token within the row, number of tokens, and the share
+that computes it; in the order of the step's tokens."""
 
 
 @dataclass(frozen=True)
 class ContextParallelSplit:
     """
     Attributes:
-        part: what this rank computes; its outputs are those of the whole step.
+        part: the batch that this rank computes; its outputs are those of the whole step.
         counts: tokens of each share.
-        places: [tokens], where each of the step's tokens lies among those of all shares, of which
-            share 0 has the first ones.
+        places: [tokens], index of each of the step's tokens when they are ordered share by share.
     """
 
     part: Batch
@@ -35,7 +34,7 @@ class ContextParallelSplit:
 
 
 def split_batch(batch: Batch, share: int, shares: int, split: str) -> ContextParallelSplit:
-    """The share `share` of a step."""
+    """Split a step; `part` of the result is the share `share`."""
     row, first, count, owner = SPLITS[split](batch.counts, shares)
     order = np.argsort(owner, kind="stable")
     row, first, count, owner = row[order], first[order], count[order], owner[order]
@@ -65,8 +64,8 @@ def split_batch(batch: Batch, share: int, shares: int, split: str) -> ContextPar
 
 
 def share_capacity(tokens: int, rows: int, shares: int, split: str) -> tuple[int, int]:
-    """Tokens and pieces that one share has of a step of so many tokens and rows; where rows are cut
-    unevenly it may be more."""
+    """Usual tokens and pieces of one share for a step of so many tokens and rows; rows that are cut
+    unevenly may need more."""
     if split == INTERLEAVE:
         most = -(-tokens // shares)
         return most, most
@@ -74,8 +73,8 @@ def share_capacity(tokens: int, rows: int, shares: int, split: str) -> tuple[int
 
 
 def zigzag(counts: np.ndarray, shares: int) -> Pieces:
-    """Rows in 2 · shares equal pieces, of which share s has the s-th and the s-th from the end: all
-    of them read as many keys. The first share of a row is another one from row to row."""
+    """Cut each row into 2 · shares equal pieces; share s gets the s-th piece from both ends, so all
+    shares read equally many keys. The first share rotates from row to row."""
     cuts = np.delete(np.arange(2 * shares + 1), shares)  # the middle two belong to one share
     borders = counts[:, None] * cuts // (2 * shares)
     rows, pieces = len(counts), len(cuts) - 1
@@ -88,7 +87,7 @@ def zigzag(counts: np.ndarray, shares: int) -> Pieces:
 
 
 def interleave(counts: np.ndarray, shares: int) -> Pieces:
-    """Token i of the step is of share i mod shares."""
+    """Token i of the step belongs to share i mod shares."""
     tokens = int(counts.sum())
     row = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts

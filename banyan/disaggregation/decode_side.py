@@ -1,8 +1,8 @@
-"""DecodeSide: brings the pages of rooms from the servers that compute prompts.
+"""DecodeSide: the mover of a decode server. It fetches KV pages from prefill servers.
 
-It asks only for pages that copies name, and puts what comes into the places that they say, if it is
-as long as a page: nobody who is connected can write anything else. A page that was changed on its
-way is a failed copy; a connection that ends, or is silent for too long, is the end of its room.
+It asks only for pages that copies name, and writes what comes to the places they name, if it has
+the size of a page: a peer can write nothing else. A page that was changed on its way is a failed
+copy. A connection that ends or is silent for too long ends its transfer.
 """
 
 import asyncio
@@ -30,29 +30,29 @@ from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
 
 log = logger(__name__)
 
-_TOLD_AT_ONCE = 16
-"""Pages whose coming is told together: each word wakes the engine."""
+_REPORTED_AT_ONCE = 16
+"""Pages whose arrival is reported together, since each report wakes the engine."""
 _CONNECT_S = 5.0
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass
 class _Download:
-    """A room that is being asked for."""
+    """One KV transfer."""
 
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
     wanted: int = -1
-    """Copies that there will be; -1 = not known yet."""
+    """Number of copies in all; -1 = not known yet."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
-    def look(self) -> None:
+    def check(self) -> None:
         if len(self.copies) == self.wanted:
             self.ready.set()
 
 
 class _Lost(Exception):
-    """Nothing more comes from a room."""
+    """A transfer has failed."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -60,10 +60,11 @@ class _Lost(Exception):
 
 
 class DecodeSide:
-    """Satisfies PageMover. What has no lock belongs to the thread.
+    """Satisfies PageMover. All unlocked state belongs to the thread.
 
     Args:
-        carrier: by which pages land in slots; None = they come over the connection.
+        engine: transfer engine that writes pages into landing slots; None = pages come over the
+            connection.
     """
 
     is_attached = True
@@ -82,9 +83,9 @@ class DecodeSide:
             self._slots = open_slots(engine, longest)
         self._options = options
         self._master = wire.master_of(options.secret)
-        self._out = EndedTransfers(wake)
-        self._sought: dict[bytes, _Download] = {}
-        self._thread = LoopThread("rooms")
+        self._ended = EndedTransfers(wake)
+        self._downloads: dict[bytes, _Download] = {}
+        self._thread = LoopThread("kv transfer")
 
     # -- from the engine ----------------------------------------------------------------------
 
@@ -94,15 +95,15 @@ class DecodeSide:
             self._thread.call(self._expect, coming)
 
     def look(self, lookups: list[Lookup]) -> None:
-        """Rooms hold nothing that is looked up."""
+        """A transfer backend has no lookups."""
         assert not lookups
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        for order in orders:
-            self._thread.call(self._obey, order)
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        for op in ops:
+            self._thread.call(self._execute, op)
 
     def ended(self) -> list[End]:
-        return self._out.take()
+        return self._ended.take()
 
     def close(self) -> None:
         self._thread.close()
@@ -112,94 +113,96 @@ class DecodeSide:
     def _expect(self, copies: list[PageCopy]) -> None:
         failed: list[int] = []
         for copy in copies:
-            sought = self._sought.get(place_of(copy.src.key)[0])
-            if sought is None:
+            download = self._downloads.get(place_of(copy.src.key)[0])
+            if download is None:
                 failed.append(copy.id)
             else:
-                sought.copies.append(copy)
-                sought.look()
+                download.copies.append(copy)
+                download.check()
         if failed:
-            self._out.tell(CopyResult([], failed))
+            self._ended.put(CopyResult([], failed))
 
-    def _obey(self, order: KVTransferOp) -> None:
-        sought = self._sought.get(order.room)
-        match order:
+    def _execute(self, op: KVTransferOp) -> None:
+        download = self._downloads.get(op.room)
+        match op:
             case SeekRoom():
-                assert sought is None, "a room is asked for twice"
-                new = self._sought[order.room] = _Download()
-                new.task = self._thread.run(self._bring(order, new))
+                assert download is None, "a room is asked for twice"
+                new = self._downloads[op.room] = _Download()
+                new.task = self._thread.run(self._fetch(op, new))
             case TakeRoom():
-                if sought is not None:
-                    sought.wanted = order.copies
-                    sought.look()
+                if download is not None:
+                    download.wanted = op.copies
+                    download.check()
             case CloseRoom():
-                if sought is not None and sought.task is not None:
-                    sought.task.cancel()
+                if download is not None and download.task is not None:
+                    download.task.cancel()
             case _:
-                raise AssertionError(f"a server that takes was told {order}")
+                raise AssertionError(f"a decode server got {op}")
 
-    async def _bring(self, order: SeekRoom, sought: _Download) -> None:
-        """All of one room."""
-        where = f"the prefill server {printable(order.peer, 80)}"
+    async def _fetch(self, op: SeekRoom, download: _Download) -> None:
+        """Run one KV transfer from beginning to end."""
+        where = f"the prefill server {printable(op.peer, 80)}"
         writers: list[asyncio.StreamWriter] = []
-        sign: asyncio.Task[None] | None = None
+        pings: asyncio.Task[None] | None = None
         try:
-            channel, tokens = await self._find(order, where, writers)
-            sign = self._thread.run(channel.say_often())
-            self._out.tell(RoomFound(order.room, tokens))
-            await sought.ready.wait()
-            await self._take(order, channel, sought, where)
+            channel, tokens = await self._find(op, where, writers)
+            pings = self._thread.run(channel.keep_alive())
+            self._ended.put(RoomFound(op.room, tokens))
+            await download.ready.wait()
+            await self._take(op, channel, download, where)
         except _Lost as lost:
-            self._out.tell(RoomLost(order.room, lost.status, str(lost)))
+            self._ended.put(RoomLost(op.room, lost.status, str(lost)))
         except TimeoutError:
             text = f"{where} was silent for {wire.SILENCE_S:g} s"
-            self._out.tell(RoomLost(order.room, 504, text))
+            self._ended.put(RoomLost(op.room, 504, text))
         except (EOFError, OSError, wire.Broken, wire.Corrupt) as error:
             why = str(error) or type(error).__name__
             text = f"{where} was lost before the prompt was handed over: {printable(why, 200)}"
-            self._out.tell(RoomLost(order.room, 503, text))
+            self._ended.put(RoomLost(op.room, 503, text))
         finally:
-            del self._sought[order.room]
-            if sign is not None:
-                sign.cancel()
+            del self._downloads[op.room]
+            if pings is not None:
+                pings.cancel()
             for writer in writers:
                 writer.close()
-            if sought.copies:
-                self._out.tell(CopyResult([], [copy.id for copy in sought.copies]))
+            if download.copies:
+                self._ended.put(CopyResult([], [copy.id for copy in download.copies]))
 
     async def _find(
-        self, order: SeekRoom, where: str, writers: list[asyncio.StreamWriter]
+        self, op: SeekRoom, where: str, writers: list[asyncio.StreamWriter]
     ) -> tuple[wire.Channel, int]:
-        """A connection to the room, to a server of the same model, and the tokens whose pages it
-        gives."""
-        host, _, port = order.peer.rpartition(":")
+        """Connect to the replica that has the room, and check that its pages are compatible.
+
+        returns: the connection, and the number of tokens whose pages will come.
+        """
+        host, _, port = op.peer.rpartition(":")
         if not self._options.secret and not is_loopback(host):
             raise _Lost(400, f"{where} is on another machine, and this server has no secret")
         place = host.strip("[]"), int(port)
-        channel, kind, body = await self._ask(order, *place, where, writers)
+        channel, kind, body = await self._ask(op, *place, where, writers)
         if kind == wire.ELSEWHERE:
             ports = wire.unpack(body, wire.Redirect).ports
             if not 0 < place[1] + ports < 1 << 16:
                 raise wire.Broken(f"a replica {ports} ports further")
             place = place[0], place[1] + ports
-            channel, kind, body = await self._ask(order, *place, where, writers)
+            channel, kind, body = await self._ask(op, *place, where, writers)
         if kind != wire.FOUND:
             raise wire.Broken("none of its replicas has the room")
-        said = wire.unpack(body, wire.Found)
-        _check_facts(said.facts, self._options.facts, where)
-        if not 0 <= said.tokens <= order.prompt_len:
-            raise wire.Broken(f"pages of {said.tokens:,} tokens")
-        return channel, said.tokens
+        found = wire.unpack(body, wire.Found)
+        _check_facts(found.facts, self._options.facts, where)
+        if not 0 <= found.tokens <= op.prompt_len:
+            raise wire.Broken(f"pages of {found.tokens:,} tokens")
+        return channel, found.tokens
 
     async def _ask(
         self,
-        order: SeekRoom,
+        op: SeekRoom,
         host: str,
         port: int,
         where: str,
         writers: list[asyncio.StreamWriter],
     ) -> tuple[wire.Channel, int, bytes]:
-        """A connection to one replica, and what it says of the room."""
+        """Connect to one replica and ask for the room; returns its answer."""
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
@@ -210,12 +213,12 @@ class DecodeSide:
         writers.append(writer)
         channel = await wire.greet(reader, writer, self._master, is_prefill=False)
         sizes = [form.tokens for form in self._options.forms]
-        seek = wire.Seek(order.room, order.digest, sizes, order.giver)
+        seek = wire.Seek(op.room, op.digest, sizes, op.giver)
         await channel.send(wire.SEEK, wire.pack(seek))
         patience_s = self._options.patience_s
         try:
             async with asyncio.timeout(patience_s) as patience:
-                return channel, *await self._said(channel, wire.MAX_FOUND, where)
+                return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
         except TimeoutError:
             if not patience.expired():
                 raise
@@ -223,35 +226,35 @@ class DecodeSide:
             raise _Lost(504, text) from None
 
     async def _take(
-        self, order: SeekRoom, channel: wire.Channel, sought: _Download, where: str
+        self, op: SeekRoom, channel: wire.Channel, download: _Download, where: str
     ) -> None:
-        """Pages, and then the rest."""
-        wants = [(place_of(copy.src.key)[1], copy.group) for copy in sought.copies]
+        """Receive the pages, then the handoff."""
+        wants = [(place_of(copy.src.key)[1], copy.group) for copy in download.copies]
         await channel.send(wire.WANT, wire.pack_wants(wants))
         asked = len(wants)
-        while sought.copies:
-            some = sought.copies[:_TOLD_AT_ONCE]
+        while download.copies:
+            some = download.copies[:_REPORTED_AT_ONCE]
             if self._slots is not None:
-                first = asked - len(sought.copies)
+                first = asked - len(download.copies)
                 come = await self._land(channel, self._slots, some, first, where)
             else:
-                come = [await self._bring_page(channel, copy, where) for copy in some]
+                come = [await self._receive_page(channel, copy, where) for copy in some]
             ended = list(zip(some, come, strict=False))
-            del sought.copies[: len(ended)]
+            del download.copies[: len(ended)]
             ids = [copy.id for copy, has_come in ended if has_come]
             failed = [copy.id for copy, has_come in ended if not has_come]
-            self._out.tell(CopyResult(ids, failed))
+            self._ended.put(CopyResult(ids, failed))
         most = {wire.HANDOFF: wire.MAX_HANDOFF_BYTES}
-        _, body = await self._said(channel, most, where)
-        sizes = order.prompt_len, self._options.vocab_size
-        self._out.tell(wire.read_handoff(body, order.room, *sizes))
+        _, body = await self._next_frame(channel, most, where)
+        sizes = op.prompt_len, self._options.vocab_size
+        self._ended.put(wire.read_handoff(body, op.room, *sizes))
         await channel.send(wire.DONE)
 
-    async def _bring_page(self, channel: wire.Channel, copy: PageCopy, where: str) -> bool:
-        """Whether the page has come whole."""
+    async def _receive_page(self, channel: wire.Channel, copy: PageCopy, where: str) -> bool:
+        """Receive one page; whether it is complete."""
         size = self._pages.page_bytes(copy.group)
         try:
-            kind, body = await self._said(channel, {wire.PAGE: size, wire.ABSENT: 0}, where)
+            kind, body = await self._next_frame(channel, {wire.PAGE: size, wire.ABSENT: 0}, where)
         except wire.Corrupt as error:
             log.warning("a page of %s: %s; its tokens are computed instead", where, error)
             return False
@@ -270,16 +273,17 @@ class DecodeSide:
         first: int,
         where: str,
     ) -> list[bool]:
-        """Whether each of the first of these pages has come whole: as many as there are slots for.
+        """Receive the first of these pages, as many as there are free slots; whether each is
+        complete.
 
         Args:
-            first: place of the first one among all that are wanted.
+            first: index of the first one among all wanted pages.
         """
         taken = await slots.take(len(copies))
         try:
             offsets = [slots.offset(slot) for slot in taken]
             await channel.send(wire.GRANT, wire.pack(wire.Grant(slots.landing, offsets)))
-            _, body = await self._said(channel, wire.MAX_SENT, where)
+            _, body = await self._next_frame(channel, wire.MAX_SENT, where)
             codes = wire.unpack(body, wire.SentCodes).codes
             if len(codes) != len(taken):
                 raise wire.Broken(f"{len(codes)} codes for {len(taken)} pages")
@@ -290,20 +294,20 @@ class DecodeSide:
                 if is_whole:
                     self._pages.put(copy.group, copy.dst.page, page)
                 elif code:
-                    name = slots.engine.name
-                    text = (
-                        "a page of %s was changed on its way (%s); its tokens are computed instead"
+                    log.warning(
+                        "a page of %s was changed on its way (%s); its tokens are computed instead",
+                        where,
+                        slots.engine.name,
                     )
-                    log.warning(text, where, name)
                 come.append(is_whole)
             return come
         finally:
             slots.release(taken)
 
-    async def _said(
+    async def _next_frame(
         self, channel: wire.Channel, most: dict[int, int], where: str
     ) -> tuple[int, bytes]:
-        """The next frame, one of `most`."""
+        """The next frame, one of `most`; _Lost if the prefill server gives up."""
         kind, body = await channel.receive({**most, **wire.MAX_GONE}, wire.SILENCE_S)
         if kind == wire.GONE:
             gone = wire.unpack(body, wire.Gone)

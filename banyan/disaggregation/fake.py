@@ -1,8 +1,7 @@
 """FakeTransfer: the other server does not exist. For load tests of one side alone.
 
-A server that gives throws away what it is given. One that takes gets pages of whatever lies in its
-memory and a first token that no model chose: its answers mean nothing, and its cache is of no use
-to anybody else.
+A prefill server discards its pages. A decode server keeps whatever its pages contain and gets a
+first token that no model chose: its answers mean nothing, and its cache must not be shared.
 """
 
 from collections.abc import Callable
@@ -33,31 +32,31 @@ class FakeTransfer:
     is_attached = True
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._out = EndedTransfers(wake)
+        self._ended = EndedTransfers(wake)
 
     def start(self, copies: list[PageCopy]) -> None:
         away = [copy.id for copy in copies if not copy.is_on_device]
         if away:
-            self._out.tell(CopyResult(away))
+            self._ended.put(CopyResult(away))
 
     def look(self, lookups: list[Lookup]) -> None:
-        """Rooms hold nothing that is looked up."""
+        """A transfer backend has no lookups."""
         assert not lookups
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        for order in orders:
-            match order:
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        for op in ops:
+            match op:
                 case SeekRoom():
-                    self._out.tell(RoomFound(order.room, order.prompt_len))
+                    self._ended.put(RoomFound(op.room, op.prompt_len))
                 case TakeRoom():
-                    self._out.tell(HandOff(order.room, _FIRST))
+                    self._ended.put(HandOff(op.room, _FIRST))
                 case HandOff() | CloseRoom():
-                    self._out.tell(RoomClosed(order.room))
+                    self._ended.put(RoomClosed(op.room))
                 case OpenRoom():
                     pass
 
     def ended(self) -> list[End]:
-        return self._out.take()
+        return self._ended.take()
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,9 +1,7 @@
-"""The mover of --disaggregation-transfer-backend mooncake: pages are written by Mooncake's
-transfer engine over TCP; engines find each other by themselves (P2PHANDSHAKE), without a server for
-metadata.
+"""--disaggregation-transfer-backend mooncake: Mooncake's transfer engine writes pages over TCP.
 
-The engine listens on every interface and asks nobody for a secret. What it lets others reach are
-the slots that pages land in.
+Engines find each other by themselves (P2PHANDSHAKE), without a metadata server. The engine listens
+on every interface and has no authentication; it exposes only the landing slots.
 """
 
 from collections.abc import Callable, Sequence

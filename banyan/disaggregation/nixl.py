@@ -1,5 +1,6 @@
-"""The mover of --disaggregation-transfer-backend nixl: pages are written by a NIXL agent over UCX,
-which chooses what lies between two servers (UCX_TLS and UCX_NET_DEVICES tell it what it may).
+"""--disaggregation-transfer-backend nixl: a NIXL agent writes pages over UCX.
+
+UCX chooses the transport between two servers; UCX_TLS and UCX_NET_DEVICES restrict it.
 """
 
 import time
@@ -47,7 +48,7 @@ class Nixl:
                 hint="look at UCX_TLS and UCX_NET_DEVICES, or use tcp",
             ) from None
         self._peers: dict[bytes, str] = {}
-        """Agents by what they call themselves, those met first at the front."""
+        """Agent names by address, oldest first."""
         self._lock = Lock()
 
     def land(self, size_bytes: int) -> tuple[bytes, HostMemory]:

@@ -1,8 +1,8 @@
-"""Cutting: pages of one size out of pages of another.
+"""Cuts pages of one size out of pages of another size.
 
-A page as it travels is the same on any number of ranks, which cut it by heads
-(`runner/rank_pages.py`). Here it is cut by tokens: it consists of blocks of parts [lines, tokens,
-width], one behind another, and a page of another size has the same with another number of tokens.
+A transferred page has the same bytes for any number of ranks, which cut it by heads
+(`runner/rank_pages.py`). Here it is cut by tokens: it consists of blocks of parts
+[lines, tokens, width], and a page of another size has the same parts with other numbers of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a page: the same parts, again and again.
+    """Repeated parts of a page.
 
     Attributes:
-        repeats: how often they follow one another; of a tensor with heads, these.
-        parts: (lines, width) of [lines, tokens, width]: how often the tokens follow one another,
-            and bytes of one token in a line.
+        repeats: number of repetitions; of a tensor with heads, the heads.
+        parts: (lines, width) of each part [lines, tokens, width]; width in bytes.
     """
 
     repeats: int
@@ -31,11 +30,11 @@ class Block:
 
 @dataclass(frozen=True)
 class PageForm:
-    """What the pages of one group consist of.
+    """Layout of the pages of one group.
 
     Attributes:
-        tokens: of a page; 0 = it holds none, but a state, and goes as it is.
-        blocks: None = pages cannot be cut, and go as they are too.
+        tokens: tokens of a page; 0 = the page holds a state and is never cut.
+        blocks: None = pages cannot be cut.
     """
 
     tokens: int
@@ -46,7 +45,7 @@ class PageForm:
         return self.tokens * sum(block.token_bytes for block in self.blocks or ())
 
     def takes(self, tokens: int) -> bool:
-        """Whether pages of so many tokens can be made of these."""
+        """Whether pages of `tokens` tokens can be cut from these."""
         return tokens == self.tokens or self.blocks is not None and tokens > 0
 
     def sources(self, first: int, tokens: int) -> Sequence[int]:

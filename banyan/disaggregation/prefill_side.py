@@ -1,7 +1,7 @@
-"""PrefillSide: keeps the pages of rooms in memory of the host until they are taken, and gives them.
+"""PrefillSide: the mover of a prefill server. It keeps KV pages in host memory and sends them.
 
-A page is given to whoever names the room that it was put into, knows the secret, and asks for the
-same sequence; once. What nobody takes goes when its lease is over.
+A page is sent once, to a decode server that names its room, has the secret and asks for the same
+sequence. Pages that are not fetched are dropped when their lease ends.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
 
 log = logger(__name__)
 T = TypeVar("T")
-_Heard = asyncio.Queue[tuple[int, bytes]]
-"""Frames of the server that takes."""
+_Frames = asyncio.Queue[tuple[int, bytes]]
+"""Frames from the decode server."""
 
 _MOST_CONNECTIONS = 1024
 _REMEMBERED = 4096
-"""Rooms that have ended, so that whoever asks for them later need not wait."""
+"""Ended rooms that are remembered, so that late requests for them fail at once."""
 _START_S = 10.0
 _TAKEN = wire.Gone(503, "its pages were given away already")
 _ENDED = wire.Gone(503, "its request has ended there before its prompt was computed")
@@ -44,34 +44,34 @@ _EXPIRED = wire.Gone(504, "nobody took it in time")
 
 @dataclass
 class _Kept:
-    """A page that waits for whoever takes it."""
+    """A page that has not been sent completely."""
 
     payload: np.ndarray
     left: int
-    """Tokens that have not been given."""
+    """Tokens that have not been sent."""
 
 
 @dataclass
 class _Room:
-    """A room that is open."""
+    """An open room: one KV transfer."""
 
     digest: bytes
     tokens: int
     pages: dict[tuple[int, int], _Kept] = field(default_factory=dict[tuple[int, int], _Kept])
     """By group and position."""
     sizes: list[int] = field(default_factory=list[int])
-    """Tokens of a page of whoever takes it, by group."""
+    """Tokens of a page of the decode server, by group."""
     handoff: HandOff | None = None
-    taker: wire.Channel | None = None
+    decoder: wire.Channel | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     lease: asyncio.TimerHandle | None = None
 
 
 class PrefillSide:
-    """Satisfies PageMover. What has no lock belongs to the thread.
+    """Satisfies PageMover. All unlocked state belongs to the thread.
 
     Args:
-        carrier: writes pages where they are wanted; None = they go over the connection.
+        engine: writes pages into the decode server's memory; None = pages go over the connection.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -91,12 +91,12 @@ class PrefillSide:
         self._has_failed = False
         self._options = options
         self._master = wire.master_of(options.secret)
-        self._out = EndedTransfers(wake)
+        self._ended = EndedTransfers(wake)
         self._rooms: dict[bytes, _Room] = {}
         self._gone: dict[bytes, wire.Gone] = {}
         self._awaited: dict[bytes, asyncio.Event] = {}
         self._connections = 0
-        self._thread = LoopThread("rooms")
+        self._thread = LoopThread("kv transfer")
         try:
             self._thread.wait(self._listen(), _START_S)
         except OSError as error:
@@ -116,15 +116,15 @@ class PrefillSide:
             self._thread.call(self._keep, taken)
 
     def look(self, lookups: list[Lookup]) -> None:
-        """Rooms hold nothing that is looked up."""
+        """A transfer backend has no lookups."""
         assert not lookups
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        for order in orders:
-            self._thread.call(self._obey, order)
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        for op in ops:
+            self._thread.call(self._execute, op)
 
     def ended(self) -> list[End]:
-        return self._out.take()
+        return self._ended.take()
 
     def close(self) -> None:
         self._thread.close()
@@ -134,7 +134,8 @@ class PrefillSide:
     async def _listen(self) -> None:
         await asyncio.start_server(
             lambda reader, writer: self._thread.run(self._serve(reader, writer)) and None,
-            *(self._options.host, self._options.port),
+            host=self._options.host,
+            port=self._options.port,
         )
 
     def _keep(self, taken: list[tuple[PageCopy, np.ndarray]]) -> None:
@@ -147,50 +148,50 @@ class PrefillSide:
                 tokens = self._options.forms[copy.group].tokens
                 room.pages[copy.group, position] = _Kept(payload, tokens)
                 room.changed.set()
-        self._out.tell(CopyResult(ids, failed))
+        self._ended.put(CopyResult(ids, failed))
 
-    def _obey(self, order: KVTransferOp) -> None:
-        match order:
+    def _execute(self, op: KVTransferOp) -> None:
+        match op:
             case OpenRoom():
-                self._gone.pop(order.room, None)
-                self._rooms[order.room] = _Room(order.digest, order.tokens)
-                self._call(order.room)
+                self._gone.pop(op.room, None)
+                self._rooms[op.room] = _Room(op.digest, op.tokens)
+                self._notify(op.room)
             case HandOff():
-                room = self._rooms.get(order.room)
+                room = self._rooms.get(op.room)
                 if room is None:
                     return
-                room.handoff = order
+                room.handoff = op
                 lease_s = self._options.lease_s
-                room.lease = self._thread.loop.call_later(lease_s, self._expire, order.room)
+                room.lease = self._thread.loop.call_later(lease_s, self._expire, op.room)
                 room.changed.set()
             case CloseRoom():
-                self._drop(order.room, _ENDED)
+                self._drop(op.room, _ENDED)
             case _:
-                raise AssertionError(f"a server that gives was told {order}")
+                raise AssertionError(f"a prefill server got {op}")
 
     def _expire(self, name: bytes) -> None:
         log.warning("a room was not taken for %.0f s: its pages go", self._options.lease_s)
         self._drop(name, _EXPIRED)
 
     def _drop(self, name: bytes, why: wire.Gone) -> None:
-        """Let a room and its pages go."""
+        """Close a room and drop its pages."""
         room = self._rooms.pop(name, None)
         self._gone[name] = why
         if len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
-        self._call(name)
+        self._notify(name)
         if room is None:
             return
         if room.lease is not None:
             room.lease.cancel()
-        if room.taker is not None:
-            room.taker.abort()
+        if room.decoder is not None:
+            room.decoder.abort()
         room.changed.set()
         room.pages.clear()
-        self._out.tell(RoomClosed(name))
+        self._ended.put(RoomClosed(name))
 
-    def _call(self, name: bytes) -> None:
-        """Tell who waits for a room that there is news of it."""
+    def _notify(self, name: bytes) -> None:
+        """Wake connections that wait for a room."""
         if name in self._awaited:
             self._awaited.pop(name).set()
 
@@ -212,26 +213,28 @@ class PrefillSide:
 
     async def _answer(self, channel: wire.Channel, seek: wire.Seek) -> None:
         options = self._options
-        giver = seek.giver if seek.giver >= 0 else replica_of(seek.room, options.replicas)
-        if giver >= options.replicas:
-            none = wire.Gone(400, f"it has {options.replicas} replicas, and none number {giver}")
+        replica = seek.prefill_replica
+        if replica < 0:
+            replica = replica_of(seek.room, options.replicas)
+        if replica >= options.replicas:
+            none = wire.Gone(400, f"it has {options.replicas} replicas, and none number {replica}")
             await channel.send(wire.GONE, wire.pack(none))
             return
-        if ports := giver - options.replica:
+        if ports := replica - options.replica:
             await channel.send(wire.ELSEWHERE, wire.pack(wire.Redirect(ports)))
             return
         room = await self._find(channel, seek.room)
         if isinstance(room, wire.Gone):
             await channel.send(wire.GONE, wire.pack(room))
             return
-        if room.taker is not None:
+        if room.decoder is not None:
             await channel.send(wire.GONE, wire.pack(_TAKEN))
             return
         if room.digest != seek.digest:
             other = wire.Gone(400, "it computes another prompt there, or with other weights")
             await channel.send(wire.GONE, wire.pack(other))
             return
-        room.taker, room.sizes = channel, seek.sizes
+        room.decoder, room.sizes = channel, seek.sizes
         try:
             await self._hand_over(channel, room)
         finally:
@@ -246,24 +249,24 @@ class PrefillSide:
                 return self._gone[name]
             if loop.time() > until:
                 return wire.Gone(504, f"it was not asked for within {self._options.patience_s:g} s")
-            await self._news(channel, self._awaited.setdefault(name, asyncio.Event()))
+            await self._wait(channel, self._awaited.setdefault(name, asyncio.Event()))
         return room
 
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
         facts = wire.Found(room.tokens, self._options.facts)
         await channel.send(wire.FOUND, wire.pack(facts))
-        heard: _Heard = asyncio.Queue(1)
-        listening = self._thread.run(_listen(channel, heard))
+        frames: _Frames = asyncio.Queue(1)
+        listening = self._thread.run(_listen(channel, frames))
         try:
-            await self._give(channel, room, heard)
+            await self._send_pages(channel, room, frames)
         finally:
             listening.cancel()
 
-    async def _give(self, channel: wire.Channel, room: _Room, heard: _Heard) -> None:
-        wants = wire.unpack_wants(await self._next(channel, heard, wire.WANT))
+    async def _send_pages(self, channel: wire.Channel, room: _Room, frames: _Frames) -> None:
+        wants = wire.unpack_wants(await self._next(channel, frames, wire.WANT))
         _check_wants(wants, room.sizes, self._options.forms)
         if self._engine is not None:
-            await self._write_all(self._engine, channel, room, wants, heard)
+            await self._write_all(self._engine, channel, room, wants, frames)
         else:
             for want in wants:
                 page = await self._computed(channel, room, want)
@@ -272,23 +275,23 @@ class PrefillSide:
                 else:
                     await channel.send(wire.PAGE, page.data)
         while room.handoff is None:
-            await self._news(channel, room.changed)
+            await self._wait(channel, room.changed)
             room.changed.clear()
         await channel.send(wire.HANDOFF, wire.pack(room.handoff))
-        await self._next(channel, heard, wire.DONE)
+        await self._next(channel, frames, wire.DONE)
 
     async def _computed(
         self, channel: wire.Channel, room: _Room, want: tuple[int, int]
     ) -> np.ndarray | None:
-        """A page of the other server's size, when its tokens have been computed; None when they
-        never will be."""
+        """A page of the decode server's size, once its tokens are computed; None = they never will
+        be."""
         position, group = want
         form, tokens = self._options.forms[group], room.sizes[group]
         if position + tokens > room.tokens:
             return None
         places = [(group, at) for at in form.sources(position, tokens)]
         while any(place not in room.pages for place in places) and room.handoff is None:
-            await self._news(channel, room.changed)
+            await self._wait(channel, room.changed)
             room.changed.clear()
         if any(place not in room.pages for place in places):
             return None
@@ -306,12 +309,12 @@ class PrefillSide:
         channel: wire.Channel,
         room: _Room,
         wants: list[tuple[int, int]],
-        heard: _Heard,
+        frames: _Frames,
     ) -> None:
-        """Write what is wanted where it is wanted, in grants of one page or more."""
+        """Write the wanted pages into the decode server's memory, one grant after another."""
         at = 0
         while at < len(wants):
-            grant = wire.unpack(await self._next(channel, heard, wire.GRANT), wire.Grant)
+            grant = wire.unpack(await self._next(channel, frames, wire.GRANT), wire.Grant)
             some = wants[at : at + len(grant.offsets)]
             if not grant.offsets or len(some) < len(grant.offsets):
                 raise wire.Broken(f"a grant of {len(grant.offsets)} pages")
@@ -333,7 +336,7 @@ class PrefillSide:
         landing: Landing,
         pages: list[tuple[int, np.ndarray]],
     ) -> bool:
-        """Whether an engine has carried these pages. The log hears once of one that cannot."""
+        """Whether the engine has written these pages. Only the first failure is logged."""
         writing = write_in_thread(engine, landing, pages)
         try:
             await self._meanwhile(channel, writing)
@@ -341,37 +344,37 @@ class PrefillSide:
             if writing.done() and not self._has_failed:
                 self._has_failed = True
                 log.warning(
-                    "%s; where it cannot, pages are computed by the server that takes them, and "
-                    "this is not told again",
+                    "%s; pages that cannot be written are computed by the decode server, and "
+                    "this is not logged again",
                     printable(str(error), 300),
                 )
             if not writing.done():
-                raise  # the connection has ended, not the engine
+                raise  # the connection failed, not the engine
             return False
         return True
 
-    async def _next(self, channel: wire.Channel, heard: _Heard, kind: int) -> bytes:
-        """What is wanted next; said when there is room for it."""
-        coming = asyncio.ensure_future(heard.get())
+    async def _next(self, channel: wire.Channel, frames: _Frames, kind: int) -> bytes:
+        """The body of the next frame, which must be of this kind."""
+        coming = asyncio.ensure_future(frames.get())
         try:
-            said, body = await self._meanwhile(channel, coming)
+            received, body = await self._meanwhile(channel, coming)
         finally:
             coming.cancel()
-        if said != kind:
-            raise wire.Broken(f"a frame of kind {said} in the place of one of kind {kind}")
+        if received != kind:
+            raise wire.Broken(f"a frame of kind {received} in the place of one of kind {kind}")
         return body
 
     async def _meanwhile(self, channel: wire.Channel, coming: "asyncio.Future[T]") -> T:
-        """Wait, and say meanwhile that this server lives."""
+        """Wait for a future, and send pings meanwhile."""
         while not (await asyncio.wait({coming}, timeout=wire.PING_S))[0]:
             await channel.send(wire.PING)
         return coming.result()
 
-    async def _news(self, channel: wire.Channel, event: asyncio.Event) -> None:
-        """Wait until something is new, and say meanwhile that this server lives.
+    async def _wait(self, channel: wire.Channel, event: asyncio.Event) -> None:
+        """Wait for an event or the ping interval; sends a ping after the interval.
 
         Raises:
-            EOFError: the other side has gone.
+            EOFError: the decode server has gone.
         """
         try:
             async with asyncio.timeout(wire.PING_S):
@@ -379,13 +382,13 @@ class PrefillSide:
         except TimeoutError:
             await channel.send(wire.PING)
         if channel.reader.at_eof():
-            raise EOFError("the server that takes has gone")
+            raise EOFError("the decode server has gone")
 
 
 def _check_wants(
     wants: list[tuple[int, int]], sizes: Sequence[int], forms: Sequence[PageForm]
 ) -> None:
-    """Broken unless pages can be cut to the size that is wanted, and no token goes twice."""
+    """Broken unless pages can be cut to the wanted sizes, and no page is wanted twice."""
     if len(sizes) != len(forms) or not all(map(PageForm.takes, forms, sizes)):
         raise wire.Broken(f"pages of {printable(str(sizes), 80)} tokens are wanted")
     for position, group in wants:
@@ -395,11 +398,11 @@ def _check_wants(
         raise wire.Broken("a page is wanted twice")
 
 
-async def _listen(channel: wire.Channel, heard: _Heard) -> None:
-    """Take in what the other side says, and end the connection when it says nothing any more."""
+async def _listen(channel: wire.Channel, frames: _Frames) -> None:
+    """Queue incoming frames; abort the connection if the peer is silent or breaks the protocol."""
     try:
         while True:
-            await heard.put(await channel.receive(wire.MAX_HEARD, wire.SILENCE_S))
+            await frames.put(await channel.receive(wire.MAX_FROM_DECODE, wire.SILENCE_S))
     except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
         log.debug("a connection about a room is over: %s", str(error) or type(error).__name__)
         channel.abort()

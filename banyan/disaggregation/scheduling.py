@@ -302,7 +302,7 @@ class Taker:
         self._takers[generate.room] = request
         digest = digest_of(generate, self._cache)
         length = request.prompt_len
-        order = SeekRoom(generate.room, generate.peer, digest, length, generate.giver)
+        order = SeekRoom(generate.room, generate.peer, digest, length, generate.prefill_replica)
         self.orders.append(order)
 
     def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:

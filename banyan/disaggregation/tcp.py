@@ -1,6 +1,6 @@
-"""The mover of --disaggregation-transfer-backend tcp: plain connections, nothing to install. The
-same rooms with a transfer engine beside them, which carries the pages, are those of mooncake and
-nixl.
+"""--disaggregation-transfer-backend tcp: plain connections, nothing to install.
+
+mooncake and nixl use the same connections for control, and a transfer engine for the pages.
 """
 
 import socket
@@ -19,7 +19,7 @@ _ANYWHERE = ("0.0.0.0", "::", "")
 
 
 def open_tcp(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> PageMover:
-    """ConfigError when this server gives and cannot listen."""
+    """ConfigError if a prefill server cannot listen."""
     kind = PrefillSide if options.is_prefill else DecodeSide
     return kind(pages, options, wake)
 
@@ -27,7 +27,7 @@ def open_tcp(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -
 def open_with_engine(
     open_engine: OpenEngine, pages: Pages, options: TransferOptions, wake: Callable[[], None]
 ) -> PageMover:
-    """Rooms whose pages a transfer engine carries."""
+    """A mover whose pages are written by a transfer engine."""
     host = options.host
     if host in _ANYWHERE:
         host = socket.gethostbyname(socket.gethostname())
@@ -36,7 +36,9 @@ def open_with_engine(
         log.warning(
             "%s lets whoever reaches its ports at %s write to, and read, the memory that pages "
             "land in%s; pages are checked, and not encrypted",
-            *(engine.name, host, " (other users of this machine too)" * is_loopback(host)),
+            engine.name,
+            host,
+            " (other users of this machine too)" * is_loopback(host),
         )
     kind = PrefillSide if options.is_prefill else DecodeSide
     return kind(pages, options, wake, engine)

@@ -1,6 +1,6 @@
-"""What carries pages from one server to another: one protocol, one table.
+"""Transfer backends: movers that bring KV pages from prefill to decode servers, in one table.
 
-Knows rooms, pages and bytes; not requests, and not which pages a sequence needs.
+Also what the backends share: options, a queue of finished transfers, and an event loop thread.
 """
 
 import asyncio
@@ -22,19 +22,20 @@ End = CopyResult | Held | KVTransferEvent
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What a mover is opened with.
+    """Options of a mover.
 
     Attributes:
-        is_prefill: this server computes prompts; else it continues them.
-        host, port: where it listens, if it gives.
-        replica, replicas: which of the server's replicas this is; their ports follow one another.
-        secret: what both servers have in common; "" = the loopback address only.
-        facts: what both must have in common for pages to mean the same, by name.
+        is_prefill: this is a prefill server; else a decode server.
+        host, port: where a prefill server listens.
+        replica, replicas: number of this replica, and how many the server has; their ports are
+            consecutive.
+        secret: shared by both servers; "" = only the loopback address may connect.
+        facts: properties by name that must be equal on both servers for pages to be compatible.
         vocab_size: of the model.
-        lease_s: how long a room is kept for whoever takes it, once it is complete.
-        patience_s: how long a room that is not there yet is waited for.
-        forms: of the pages of each group.
-        fabric: opens what copies from device to device; it gives None where nothing does.
+        lease_s: how long a complete room is kept for the decode server.
+        patience_s: how long to wait for a room that is not open yet.
+        forms: layout of the pages of each group.
+        fabric: opens direct device-to-device copies; returns None if there are none.
     """
 
     is_prefill: bool
@@ -52,9 +53,9 @@ class TransferOptions:
 
 
 OpenEngine = Callable[[str, TransferOptions], TransferEngine]
-"""Opens an engine at this address of the machine; ConfigError when that cannot be."""
+"""Opens a transfer engine at this address; ConfigError if it cannot."""
 OpenTransfer = Callable[[Pages, TransferOptions, Callable[[], None]], PageMover]
-"""Opens a mover that rings when something has ended; ConfigError when that cannot be."""
+"""Opens a mover that calls `wake` when something has ended; ConfigError if it cannot."""
 
 TRANSFERS: Table[OpenTransfer] = Table(
     "transfer backend",
@@ -70,17 +71,17 @@ TRANSFERS: Table[OpenTransfer] = Table(
 
 
 class EndedTransfers:
-    """What has ended, for the engine's loop.
+    """Finished transfers, for the engine loop.
 
     Args:
-        wake: rung whenever something has.
+        wake: called after each `put`.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._ended: SimpleQueue[End] = SimpleQueue()
 
-    def tell(self, *ends: End) -> None:
+    def put(self, *ends: End) -> None:
         for end in ends:
             self._ended.put(end)
         self._wake()
@@ -99,23 +100,23 @@ class LoopThread:
         self._thread.start()
 
     def call(self, what: Callable[..., None], *given: object) -> None:
-        """Do it in the thread, after what was asked before. Nothing happens once it is closed."""
+        """Call a function in the thread, after earlier calls. Does nothing once closed."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(what, *given)
 
     def run(self, what: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """A task; from the thread alone."""
+        """Start a task. Call it only in the thread."""
         task = self.loop.create_task(what)
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
 
     def wait(self, what: Coroutine[None, None, None], timeout_s: float) -> None:
-        """Wait for it, from another thread; what it raises is raised."""
+        """Run a coroutine and wait for it, from another thread; re-raises its exception."""
         asyncio.run_coroutine_threadsafe(what, self.loop).result(timeout_s)
 
     def close(self) -> None:
-        """Cancel every task and end the thread; what hangs is left behind."""
+        """Cancel every task and end the thread; a thread that hangs is abandoned."""
 
         async def end() -> None:
             tasks = list(self._tasks)

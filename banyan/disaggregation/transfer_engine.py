@@ -1,8 +1,8 @@
 """TransferEngine: writes pages into the memory of another server.
 
-A server that takes lands pages in slots of memory that it keeps for them, and for nothing else: a
-transfer engine lets whoever reaches it write there. So a slot's bytes are copied out of it first,
-and count only if the code that came over the room's own connection is theirs.
+A decode server receives pages in landing slots, memory used for nothing else, because a transfer
+engine lets anyone who reaches it write there. So a slot's bytes are copied out first, and are used
+only if they match the code that came over the authenticated connection.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ import msgspec
 import numpy as np
 
 LANDING_BYTES = 64 << 20
-"""Bytes of memory that pages land in; at least one batch of them."""
+"""Bytes of landing memory; at least one batch of pages."""
 BATCH = 16
-"""Pages that travel together."""
+"""Most pages in one write."""
 CODE_BYTES = 16
 
 
 class Landing(msgspec.Struct, frozen=True):
-    """Where a server takes pages.
+    """Where a server receives pages.
 
     Attributes:
-        address: what its engine calls itself.
-        base, size_bytes: of the memory.
+        address: of its engine.
+        base, size_bytes: of its landing memory.
     """
 
     address: bytes
@@ -44,7 +44,7 @@ class TransferMemory(Protocol):
     @property
     def size_bytes(self) -> int: ...
     def read(self, at: int, size_bytes: int) -> np.ndarray:
-        """A copy, which nobody else can write to."""
+        """A copy, which the engine cannot write to."""
         ...
 
     def write(self, at: int, payload: np.ndarray) -> None: ...
@@ -66,14 +66,14 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What copies from device to device, for engines that do.
+    """Direct copies from device to device.
 
     Attributes:
         library: the engine's module.
         device: number of this replica's device.
-        protocol: how it copies, as the library calls it.
-        store: URL of the store at which engines meet; "" = none is named.
-        allocate: memory of the device, of at least that many bytes.
+        protocol: the library's name of the way it copies.
+        store: URL of the store at which engines find each other; "" = not set.
+        allocate: allocates at least that many bytes of device memory.
     """
 
     library: Any
@@ -84,26 +84,27 @@ class Fabric:
 
 
 class TransferEngine(Protocol):
-    """A transfer engine. OSError when it cannot do what it is asked for."""
+    """Writes pages into the memory of another server. OSError if it fails."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name for messages."""
         ...
 
     def land(self, size_bytes: int) -> tuple[bytes, TransferMemory]:
-        """The engine's address, and memory that others may write to from now on."""
+        """Allocate memory that others may write to from now on; returns it with the engine's
+        address."""
         ...
 
     def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Write pages, each at its distance from the base, and wait until all are there. Called
+        """Write pages, each at its offset from the base, and wait until all are written. Called
         from several threads."""
         ...
 
 
 def code_of(page: np.ndarray, key: bytes, number: int) -> bytes:
-    """What tells that a page came whole, and from whom: `key` is known to both ends of one
-    connection, and `number` is the page's place in what it carries."""
+    """Code that proves that a page is complete and who sent it. `key` is known to both ends of one
+    connection; `number` is the page's index among the wanted pages."""
     made = blake2b(key=key, digest_size=CODE_BYTES, person=b"page", salt=number.to_bytes(8, "big"))
     made.update(page.data)
     return made.digest()
@@ -111,18 +112,18 @@ def code_of(page: np.ndarray, key: bytes, number: int) -> bytes:
 
 @dataclass
 class LandingSlots:
-    """Memory that pages land in, cut into slots of one size. Belongs to one event loop."""
+    """Landing memory, cut into slots of one size. Belongs to one event loop."""
 
     engine: TransferEngine
     memory: TransferMemory
     page_bytes: int
-    """Of the longest page."""
+    """Size of the longest page."""
     landing: Landing
     free: list[int]
     returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, most: int) -> list[int]:
-        """Some slots, at least one."""
+        """Take up to `most` slots; waits until at least one is free."""
         while not self.free:
             self.returned.clear()
             await self.returned.wait()
@@ -130,7 +131,7 @@ class LandingSlots:
         return [self.free.pop() for _ in range(count)]
 
     def release(self, slots: Sequence[int]) -> None:
-        """A write that comes later falls on other pages, whose codes tell."""
+        """Free slots. A late write damages only other pages, whose codes then do not match."""
         self.free.extend(slots)
         self.returned.set()
 
@@ -138,15 +139,12 @@ class LandingSlots:
         return slot * self.page_bytes
 
     def read(self, slot: int, size_bytes: int) -> np.ndarray:
-        """A copy, which nobody else can write to."""
+        """A copy, which the engine cannot write to."""
         return self.memory.read(self.offset(slot), size_bytes)
 
 
 def open_slots(engine: TransferEngine, page_bytes: int) -> LandingSlots:
-    """
-    Args:
-        page_bytes: of the longest page.
-    """
+    """Allocate landing memory. page_bytes: of the longest page."""
     count = max(BATCH, LANDING_BYTES // page_bytes)
     address, memory = engine.land(count * page_bytes)
     landing = Landing(address, memory.address, memory.size_bytes)
@@ -156,17 +154,17 @@ def open_slots(engine: TransferEngine, page_bytes: int) -> LandingSlots:
 def write_in_thread(
     engine: TransferEngine, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]
 ) -> "asyncio.Future[None]":
-    """Write in a thread of its own: an engine that hangs holds up nobody else, and no exit."""
+    """Write in a separate thread, so that an engine that hangs blocks neither the loop nor exit."""
     done: Future[None] = Future()
     done.set_running_or_notify_cancel()
 
     def write() -> None:
         try:
             engine.write(landing, pages)
-        except Exception as error:  # told by whoever waits
+        except Exception as error:  # re-raised where the future is awaited
             done.set_exception(error)
         else:
             done.set_result(None)
 
-    Thread(target=write, name="carrier", daemon=True).start()
+    Thread(target=write, name="transfer engine", daemon=True).start()
     return asyncio.wrap_future(done)

@@ -1,11 +1,12 @@
-"""Frames between the server that gives and the one that takes.
+"""Frames between a prefill server and a decode server.
 
-A connection begins with a greeting of both sides: what is spoken, and a random number. Every frame
-after it is a head (length, kind), a body, and a code of 16 bytes over both, the frame's number and
-the direction, with a key made of the secret and both random numbers. So whoever does not know the
-secret is not heard, frames of another connection are not, and a bit that changes on the way is
-noticed. Without a secret the code is a checksum. Nothing is encrypted, and a body is msgpack of one
-known struct or the bytes of a page.
+Both sides of a connection first send a greeting: the protocol version and a random number. Every
+later frame is a head (length, kind), a body, and a 16-byte code over both, the frame's number and
+the direction. The code's key is made from the secret and both random numbers. So peers without the
+secret, frames of another connection and changed bits are detected. Without a secret the code is a
+checksum. Nothing is encrypted. A body is msgpack of one known struct, or the bytes of a page.
+
+The room (`bootstrap_room`) names one KV transfer.
 """
 
 import asyncio
@@ -25,15 +26,15 @@ from banyan.messages.plan import ROOM_BYTES
 
 GREETING = b"banyan rooms 3\n"
 SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
-"""Kinds of frames: SEEK, WANT, DONE and GRANT come from the server that takes."""
+"""Kinds of frames. The decode server sends SEEK, WANT, DONE and GRANT."""
 PING_S = 1.0
-"""Either side says at least so often that it lives, once the greeting is over."""
+"""After the greeting each side sends a ping at least this often."""
 SILENCE_S = 5.0
-"""One that is not heard of for so long is taken for dead."""
+"""A peer that sends nothing for this long counts as dead."""
 GREETING_S = 5.0
-"""For the greeting, and for saying which room is wanted."""
+"""Time limit of the greeting and of the SEEK frame."""
 MAX_HANDOFF_BYTES = 64 << 20
-_MAX_WORDS_BYTES = 1 << 16
+_MAX_STRUCT_BYTES = 1 << 16
 _NONCE_BYTES, _CODE_BYTES = 16, 16
 _HEAD = struct.Struct("<IB")
 _WANT = struct.Struct("<QB")
@@ -42,53 +43,53 @@ T = TypeVar("T")
 
 
 class Broken(Exception):
-    """The other side is not who it should be, or what it says is nothing that may be said."""
+    """The peer is not the expected one, or it sends something that the protocol forbids."""
 
 
 class Corrupt(Exception):
-    """A frame whose code is wrong; those after it can still be read."""
+    """A frame whose code is wrong; later frames can still be read."""
 
 
 class Seek(msgspec.Struct, frozen=True):
-    """Which room is wanted, and of which sequence."""
+    """Asks for the pages of one KV transfer."""
 
     room: bytes
     digest: bytes
     sizes: list[int]
-    """Tokens of a page, by group; 0 = it holds a state."""
-    giver: int = -1
-    """The replica that was told to compute it; -1 = the one that the room belongs to."""
+    """Tokens of a page of the decode server, by group; 0 = it holds a state."""
+    prefill_replica: int = msgspec.field(name="giver", default=-1)
+    """The replica that computes the prompt; -1 = the one that the room number selects."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The room is there; facts that both servers must have in common."""
+    """The room is open. Both servers must have the same facts."""
 
     tokens: int
-    """Whose pages will come."""
+    """Number of tokens whose pages will come."""
     facts: dict[str, str]
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Where the next of the pages that are wanted go, by distance from the base."""
+    """Where the next wanted pages are written, as offsets from the base."""
 
     landing: Landing
     offsets: list[int]
 
 
 class SentCodes(msgspec.Struct, frozen=True):
-    """The code of each page of a grant, as it was written; b"" = none was."""
+    """The code of each page of a grant; b"" = the page was not written."""
 
     codes: list[bytes]
 
 
 class Redirect(msgspec.Struct, frozen=True):
-    """Another replica of this server has the room: so many ports further."""
+    """Another replica of this server has the room; its port is `ports` higher."""
 
     ports: int
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The room is not there, and will not be."""
+    """The room does not exist and will not exist."""
 
     status: int
     text: str
@@ -96,7 +97,7 @@ class Gone(msgspec.Struct, frozen=True):
 
 @dataclass
 class Channel:
-    """One end of a connection whose greeting is over."""
+    """One end of a connection after the greeting."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -113,15 +114,15 @@ class Channel:
         await self.writer.drain()
 
     async def receive(self, most: dict[int, int], silence_s: float) -> tuple[int, bytes]:
-        """The next frame; pings are passed over.
+        """The next frame; pings are skipped.
 
         Args:
-            most: kinds that may come, and how long their bodies may be.
+            most: allowed kinds, and the longest body of each.
 
         Raises:
-            Broken: another kind, or a longer one.
+            Broken: another kind, or a longer body.
             Corrupt: a legal frame whose code is wrong.
-            TimeoutError: nothing has come for `silence_s`.
+            TimeoutError: nothing came for `silence_s`.
             OSError, asyncio.IncompleteReadError: the connection has ended.
         """
         while True:
@@ -140,15 +141,15 @@ class Channel:
             if kind != PING:
                 return kind, body
 
-    async def say_often(self) -> None:
-        """Say again and again that this side lives, until it is cancelled or the other has gone."""
+    async def keep_alive(self) -> None:
+        """Send pings until cancelled or the peer has gone."""
         with suppress(OSError):
             while True:
                 await self.send(PING)
                 await asyncio.sleep(PING_S)
 
     def abort(self) -> None:
-        """End the connection at once, whatever waits to be sent."""
+        """End the connection at once and drop unsent data."""
         self.writer.transport.abort()
 
     def _code(self, is_prefill: bool, number: int, head: bytes, body: bytes | memoryview) -> bytes:
@@ -159,7 +160,8 @@ class Channel:
 
 
 def master_of(secret: str) -> bytes:
-    """The key behind all keys. Takes a while, so that short secrets are not found by trying."""
+    """The key from which all connection keys are made. Slow on purpose: guessing short secrets must
+    be expensive."""
     return scrypt(secret.encode(), salt=b"banyan rooms", n=1 << 14, r=8, p=1, dklen=32)
 
 
@@ -169,20 +171,20 @@ async def greet(
     """Exchange greetings.
 
     Args:
-        master: made of the secret by `master_of`.
+        master: from `master_of`.
 
     Raises:
-        Broken: something else is spoken there.
+        Broken: the peer speaks another protocol.
         OSError, asyncio.IncompleteReadError, TimeoutError.
     """
     mine = os.urandom(_NONCE_BYTES)
     writer.write(GREETING + mine)
     await writer.drain()
     async with asyncio.timeout(GREETING_S):
-        said = await reader.readexactly(len(GREETING) + _NONCE_BYTES)
-    if not said.startswith(GREETING):
-        raise Broken("it does not speak of rooms as this release does")
-    theirs = said[len(GREETING) :]
+        greeting = await reader.readexactly(len(GREETING) + _NONCE_BYTES)
+    if not greeting.startswith(GREETING):
+        raise Broken("it speaks another version of the KV transfer protocol")
+    theirs = greeting[len(GREETING) :]
     both = mine + theirs if is_prefill else theirs + mine
     return Channel(reader, writer, blake2b(both, key=master, digest_size=32).digest(), is_prefill)
 
@@ -192,7 +194,7 @@ def pack(body: msgspec.Struct) -> bytes:
 
 
 def unpack(body: bytes, kind: type[T]) -> T:
-    """Broken when it is nothing of that kind."""
+    """Decode a struct; Broken if it is not of that kind."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
@@ -211,14 +213,14 @@ def unpack_wants(body: bytes) -> list[tuple[int, int]]:
 
 
 def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> HandOff:
-    """What was handed over, checked: nothing in it may be what no engine says.
+    """Decode a handoff and check every field against what an engine could send.
 
     Raises:
         Broken.
     """
     handoff = unpack(body, HandOff)
     if handoff.room != room or len(room) != ROOM_BYTES or len(handoff.tokens) not in (0, 4):
-        raise Broken("a handoff of another room, or of several tokens")
+        raise Broken("a handoff of another room, or with several tokens")
     if handoff.tokens and not 0 <= int.from_bytes(handoff.tokens, "little") < vocab_size:
         raise Broken("a token that the model does not have")
     end = prompt_len + len(handoff.tokens) // 4
@@ -232,9 +234,9 @@ def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> 
 
 
 MAX_SEEK = {SEEK: 1 << 10}
-MAX_FOUND = {FOUND: _MAX_WORDS_BYTES, ELSEWHERE: _MAX_WORDS_BYTES}
-MAX_GONE = {GONE: _MAX_WORDS_BYTES}
+MAX_FOUND = {FOUND: _MAX_STRUCT_BYTES, ELSEWHERE: _MAX_STRUCT_BYTES}
+MAX_GONE = {GONE: _MAX_STRUCT_BYTES}
 MAX_WANT = {WANT: 1 << 24}
-MAX_GRANT = {GRANT: _MAX_WORDS_BYTES}
-MAX_HEARD = {**MAX_WANT, **MAX_GRANT, DONE: 0}
-MAX_SENT = {SENT: _MAX_WORDS_BYTES}
+MAX_GRANT = {GRANT: _MAX_STRUCT_BYTES}
+MAX_FROM_DECODE = {**MAX_WANT, **MAX_GRANT, DONE: 0}
+MAX_SENT = {SENT: _MAX_STRUCT_BYTES}

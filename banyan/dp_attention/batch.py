@@ -113,10 +113,15 @@ class DividedBatch(DPAttentionBatch):
 
 
 class DPAttentionStep:
-    """
+    """What one step does together with other replicas.
+
+    All replicas run the same sequence of collectives, whatever rows each has: the forward pass of
+    all tokens; then, if they share the logits' weights, rounds of logits for tokens that are
+    scored, and the logits of the tokens to sample.
+
     Args:
-        joint: what the layers of this rank go by.
-        chunk: most tokens of one replica in a round of scores; the same on all of them.
+        joint: row counts that the layers of this rank read.
+        chunk: most tokens of one replica in a round of scores; equal on all replicas.
     """
 
     def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
@@ -125,10 +130,10 @@ class DPAttentionStep:
         self._loads: list[Load] = []
 
     def begin(self, loads: list[Load]) -> None:
-        """A step begins.
+        """Enter the loads of all replicas in the step that begins.
 
         Raises:
-            ValueError: the plan is not one for these replicas.
+            ValueError: the plan is for another number of replicas.
         """
         if len(loads) != self._joint.replicas:
             raise ValueError(f"{len(loads)} loads for a step of {self._joint.replicas} replicas")
@@ -138,16 +143,16 @@ class DPAttentionStep:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank takes part in making logits, for whichever replica."""
+        """Whether this rank helps to compute logits, for any replica."""
         return self._joint.has_outputs and any(load.outputs for load in self._loads)
 
     @property
     def has_scores(self) -> bool:
-        """Whether it takes part in making logits of known tokens, for whichever replica."""
+        """Whether this rank helps to compute logits of known tokens, for any replica."""
         return self._joint.has_outputs and any(load.scores for load in self._loads)
 
     def rounds(self) -> Iterator[slice]:
-        """The rounds of logits for scores: the part of this replica's tokens that is in each."""
+        """Rounds of logits for scores: the slice of this replica's tokens in each."""
         for first in range(0, max(load.scores for load in self._loads), self._chunk):
             left = [max(0, load.scores - first) for load in self._loads]
             self._joint.outputs.enter([min(count, self._chunk) for count in left])

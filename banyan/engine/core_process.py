@@ -84,8 +84,8 @@ from banyan.parallel.collectives import Meeting
 from banyan.parallel.gloo import own_address
 from banyan.parallel.process_group import open_store
 from banyan.pipeline.launcher import Staged
-from banyan.pipeline.runner_stage import PipelineStage
-from banyan.runner.control_ops import ControlOpExecutor, PrepareOp
+from banyan.pipeline.runner_stage import PipelineStage, serve_stage
+from banyan.runner.control_ops import ControlOpExecutor, PrepareOp, serve_rank
 from banyan.runner.kvstore import KVStore
 from banyan.runner.op_timer import OpTimer
 from banyan.runner.profiler import Profiler
@@ -99,10 +99,11 @@ from banyan.runner.rank_page_access import (
     rank_addresses_of,
 )
 from banyan.runner.rank_pages import EarlyMover
-from banyan.runner.rank_worker import serve_line, serve_rank
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import Drafter, DraftRunner
+from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.draft_runner import DraftRunner
 from banyan.runner.weights import LoadedWeights
 
 if TYPE_CHECKING:
@@ -147,10 +148,16 @@ def run_engine(
         open_mover = mover_of(served, wake.wake, secret, rank_access)
         lora_pool = open_lora_pool(config.lora, opened.model, opened.build, opened.platform.stream)
         runner = ModelRunner(
-            *(opened.model, opened.build, sizes, opened.platform, open_mover),
-            *(_open_drafter(config), opened.draft, lora_pool),
+            model=opened.model,
+            build=opened.build,
+            config=sizes,
+            platform=opened.platform,
+            open_mover=open_mover,
+            open_drafter=_open_drafter(config),
+            draft=opened.draft,
+            lora_pool=lora_pool,
         )
-        runner.bell = wake.fd
+        runner.wake_fd = wake.fd
         config, settings = _settle_multi_step(config, settings, runner)
         kernels, marks = opened.kernels, Marks("engine")
         switching = store_preparers(served, runner.mover)
@@ -183,7 +190,7 @@ def run_engine(
             publisher=_publisher(config, core, cleanup),
             crashes_on_nan=config.schedule.crashes_on_nan,
             interrupt=runner.interrupt if config.schedule.multi_step > 1 else None,
-            so_far=runner.told,
+            so_far=runner.tokens_so_far,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
             at_rest=let_go,
@@ -209,7 +216,7 @@ def _open_launcher(
         tell = _sender(ranks.send_turn, runner.mover)
         return Staged(_line(model_config, opened, runner, obeying), wake, tell)
     is_async = opened.platform.traits.async_launch
-    threaded = Threaded(obeying, wake, is_async, runner.home.stay, runner.ring_next)
+    threaded = Threaded(obeying, wake, is_async, runner.device_thread.hold, runner.wake_next_step)
     if parallel.world == 1:
         return threaded
     return Fanout(threaded, _sender(ranks.send_plan, runner.mover))
@@ -378,8 +385,14 @@ def run_rank(
     lora_pool = open_lora_pool(opened.config.lora, opened.model, opened.build, stream)
     telling = _telling(opened.config, sizes, rank, address)
     runner = ModelRunner(
-        *(opened.model, opened.build, sizes, opened.platform, telling),
-        *(_open_drafter(opened.config), opened.draft, lora_pool),
+        model=opened.model,
+        build=opened.build,
+        config=sizes,
+        platform=opened.platform,
+        open_mover=telling,
+        open_drafter=_open_drafter(opened.config),
+        draft=opened.draft,
+        lora_pool=lora_pool,
     )
     switching = store_preparers(_served(opened.config, model_config, opened, ()), None)
     obeying = _with_orders(opened.config, model_config, opened, runner, [], lora_pool, switching)
@@ -392,7 +405,7 @@ def run_rank(
         return codec.decode(frame) if frame else None
 
     if line is not None:
-        serve_line(line, receive)
+        serve_stage(line, receive)
     else:
         serve_rank(obeying, lambda: next(iter(receive() or ()), None))
 
@@ -406,8 +419,8 @@ def _telling(
 
     def tell(store: KVStore) -> None:
         arrange(config, store)
-        if rank in sizes.places:
-            publish_pages_remotely(store, sizes.places[rank])
+        if rank in sizes.rank_addresses:
+            publish_pages_remotely(store, sizes.rank_addresses[rank])
         else:
             publish_pages(store, pages_file_of(address))
 
@@ -471,7 +484,9 @@ class OtherRanks:
     def send_sizes(self, sizes: RunnerConfig) -> list[RankAccess]:
         """returns: the ways to their pages, in their order, where rank 0 moves these."""
         rank_access = self._rank_access() if sizes.shares_pages else []
-        self._send(msgspec.json.encode(replace(sizes, places=rank_addresses_of(rank_access))))
+        self._send(
+            msgspec.json.encode(replace(sizes, rank_addresses=rank_addresses_of(rank_access)))
+        )
         return rank_access
 
     def _rank_access(self) -> list[RankAccess]:

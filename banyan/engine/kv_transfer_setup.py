@@ -256,7 +256,7 @@ def store_preparers(served: Served, mover: PageMover | None) -> dict[type[Contro
     if not can_have_store(config, served.model_config):
         return {}
     if rank:
-        return {AttachStore: prepare_beside, DetachStore: prepare_beside}
+        return {AttachStore: prepare_nothing_to_attach, DetachStore: prepare_nothing_to_attach}
     inner = mover.inner if isinstance(mover, EarlyMover) else mover
     assert isinstance(inner, Mover)
     switch = StoreSwitch(inner, lambda name, rest: open_store(served, inner, name, rest))
@@ -395,13 +395,16 @@ def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) ->
 
 
 OpenStore = Callable[[str, dict[str, object]], Store]
-"""Opens a store by its name and its own options; ConfigError when that cannot be."""
+"""Opens a store by its name and its own options; ConfigError if it cannot."""
 
 
 class StoreSwitch:
-    """
+    """Control ops that attach and detach the cache store while the server runs.
+
+    Rank 0 copies the pages of all ranks, so it alone opens the store.
+
     Args:
-        mover: of rank 0; None on the others.
+        mover: of rank 0.
         open_store: opens the store of this replica's pages.
     """
 
@@ -409,7 +412,7 @@ class StoreSwitch:
         self._mover = mover
         self._open_store = open_store
         self._unused: Store | None = None
-        """Opened for an order that another rank could not carry out."""
+        """Opened for a control op that another rank could not prepare."""
 
     def prepare_attach(self, order: ControlOp) -> Finish:
         """Open the store, which changes nothing yet.
@@ -452,6 +455,6 @@ class StoreSwitch:
             store.close()
 
 
-def prepare_beside(order: ControlOp) -> Finish:
+def prepare_nothing_to_attach(order: ControlOp) -> Finish:
     """On a rank other than 0, whose pages rank 0 maps since the start."""
     return lambda: RankReply("")

@@ -69,7 +69,7 @@ class StoreMover(Protocol):
     kv_transfer/rooms); it rings the loop's wake."""
 
     def look(self, lookups: list[Lookup]) -> None: ...
-    def obey(self, orders: list[KVTransferOp]) -> None: ...
+    def execute(self, ops: list[KVTransferOp]) -> None: ...
     def ended(self) -> list[CopyResult | Held | KVTransferEvent]: ...
     def close(self) -> None: ...
 
@@ -248,7 +248,7 @@ class EngineLoop:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
-            self._mover.obey(self._core.take_room_orders())
+            self._mover.execute(self._core.take_room_orders())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
         if self._publisher is not None:
@@ -256,7 +256,7 @@ class EngineLoop:
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.obey(self._core.take_room_orders())
+            self._mover.execute(self._core.take_room_orders())
         self._marks.end("plan")
         events += self._core.take_events()
         self._deliver(self._core.take_masks())

@@ -37,14 +37,14 @@ from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.choose_forward import RunnerConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.weights import (
-    load_the_blocks,
-    load_the_eagle,
-    load_the_mtp_model,
+    load_dflash_drafter,
+    load_eagle_drafter,
+    load_mtp,
     load_weights,
 )
 from banyan.scheduler.budget import DRAFT_ROOM
@@ -214,17 +214,17 @@ def _open_draft(
         mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
     if is_mtp:
         log.info("draft layer=%d", model_config.num_layers)
-        mtp = load_the_mtp_model(model, model_config, target, mine, config.cache.page_size)
+        mtp = load_mtp(model, model_config, target, mine, config.cache.page_size)
         return DraftModel(mtp, mine, mtp)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
-        eagle = load_the_eagle(
+        eagle = load_eagle_drafter(
             model, model_config, target, mine, config.cache.page_size, config.model
         )
         return DraftModel(eagle, mine, eagle)
     log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
     if config.speculative.is_block:
-        blocks = load_the_blocks(model, model_config, target, mine)
+        blocks = load_dflash_drafter(model, model_config, target, mine)
         return DraftModel(blocks, mine, blocks=blocks)
     return DraftModel(load_weights(model, model_config, mine), mine)
 

@@ -1,7 +1,8 @@
 """Outbox: what goes to the front with each round of the loop, in few frames where nobody waits.
 
-A request whose reader takes nothing before its end (`Generate.stride` 0) has its tokens sent a few
-times a second instead of at every step: each event costs the front more than a small model's step.
+A request whose reader takes nothing before its end (`Generate.stream_interval` 0) has its tokens
+sent a few times a second instead of at every step: each event costs the front more than a small
+model's step.
 One whose tokens are told while their plan still runs does not get them again. Knows no link.
 """
 
@@ -32,7 +33,7 @@ class Outbox:
 
     def expect(self, message: Generate) -> None:
         """A request comes in."""
-        if message.stride == 0:
+        if message.stream_interval == 0:
             self._patient[message.request] = []
 
     def pass_on(self, events: Sequence[Event], now: float) -> list[Event]:

@@ -56,7 +56,7 @@ class EventStream(Chunks[StreamEvent]):
     def take(self) -> StreamEvent | None:
         return self._waiting.popleft() if self._waiting else None
 
-    def tell(self, more: Callable[[], None] | None) -> None:
+    def on_more(self, more: Callable[[], None] | None) -> None:
         self._more = more
 
     def close(self) -> None:

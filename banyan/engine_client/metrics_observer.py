@@ -9,8 +9,8 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, TextRequest, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, observed
+from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"
 """Whoever asked went away before the end."""
@@ -27,7 +27,7 @@ class Course:
         first_s: from its arrival to its first tokens; None when it got none.
     """
 
-    request: TextRequest
+    request: RequestSpec
     usage: Usage | None
     reason: str
     seconds: float
@@ -59,7 +59,7 @@ class Metrics(Meter, Protocol):
 
 def tell_refused(meters: Sequence[Meter], request: RequestId, code: str) -> None:
     """One request ended before it was read."""
-    unread = TextRequest(request, [], SamplingParams(max_new_tokens=0))
+    unread = spec_of(request, [], SamplingParams(max_new_tokens=0))
     for meter in meters:
         meter.ended(Course(unread, None, code, 0.0))
 
@@ -75,20 +75,20 @@ class Metered:
         self._inner = inner
         self._meters = tuple(meters)
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         self._inner.check(requests)
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
         tally = _Tally(request, self._meters)
-        return watched(tally, lambda: self._inner.generate(request))
+        return observed(tally, lambda: self._inner.generate(request))
 
 
 class _Tally:
     """RequestObserver of one request for all meters."""
 
-    def __init__(self, request: TextRequest, meters: Sequence[Meter]) -> None:
+    def __init__(self, request: RequestSpec, meters: Sequence[Meter]) -> None:
         self._request = request
         self._meters = meters
         self._began_s = self._last_s = time.perf_counter()

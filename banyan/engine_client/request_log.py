@@ -19,8 +19,8 @@ from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
 from banyan.config.serving import ObserveConfig
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Finish, Generator, TextChunk, TextRequest, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Finish, Generator, TextChunk, Usage, observed
+from banyan.requests.request_spec import RequestSpec
 
 log = logger(__name__)
 
@@ -58,12 +58,12 @@ class RequestLog:
         self._clock = clock or WallClock()
         self._observe = observe
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         usage = Usage(len(request.prompt), 0)
         course = _Course(self._clock, self._most_text, partial(self._log, request), usage)
-        return watched(course, lambda: self.inner.generate(request))
+        return observed(course, lambda: self.inner.generate(request))
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         self.inner.check(requests)
 
     @property
@@ -73,7 +73,7 @@ class RequestLog:
             return -1
         return BEGINNING if self._observe.log_detail >= WITH_BEGINNINGS else 0
 
-    def _log(self, request: TextRequest, course: "_Course", now: float) -> None:
+    def _log(self, request: RequestSpec, course: "_Course", now: float) -> None:
         facts: dict[str, object] = {
             "id": request.id,
             "route": request.route,
@@ -102,9 +102,9 @@ class RequestLog:
         else:
             write()
 
-    def _prompt(self, request: TextRequest) -> object:
+    def _prompt(self, request: RequestSpec) -> object:
         """As text, or as ids where there is none."""
-        if request.embeds:
+        if request.message.embeds:
             return f"{len(request.prompt)} embeddings"
         is_whole = self._observe.log_detail >= WITH_ALL
         ids = request.prompt if is_whole else request.prompt[:_BEGINNING_TOKENS]

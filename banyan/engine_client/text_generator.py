@@ -1,4 +1,4 @@
-"""TextGenerator: runs one TextRequest on an engine and yields its TextChunks.
+"""TextGenerator: runs one RequestSpec on an engine and yields its TextChunks.
 
 How the engine groups tokens into events leaves no trace in what comes out: text and stops are
 decided token by token, scores by position.
@@ -7,7 +7,6 @@ decided token by token, scores by position.
 from array import array
 from collections.abc import Callable, Sequence
 
-from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.serving import ObserveConfig
 from banyan.engine_client.client import Engines
@@ -17,20 +16,18 @@ from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.request_records import meters_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
-from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
-from banyan.requests.bootstrap import check_room, with_room
-from banyan.requests.budget import check_budget
+from banyan.messages.requests import NO_SCORES
+from banyan.requests.admission import check_budget, check_spec
+from banyan.requests.bootstrap import with_room
 from banyan.requests.chunks import Chunks
 from banyan.requests.generation import (
-    ALL_HIDDEN,
-    LAST_HIDDEN,
     Finish,
     Generator,
     TextChunk,
-    TextRequest,
     TokenScore,
     Usage,
 )
+from banyan.requests.request_spec import LAST_HIDDEN, RequestSpec
 from banyan.requests.sampling_params import Limits
 from banyan.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.tokenizer.stop_strings import StopChecker
@@ -67,77 +64,25 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         """Begin it; chunks until one has `finish`. Closing early aborts.
 
         Raises:
             RequestError: the request is refused.
         """
-        self._check(request)
+        check_spec(request, self._limits, self._tokenizer is not None)
         words = None
-        if self._tokenizer is not None and not request.pool:
-            words = Words(request, self._tokenizer)
-        reader = OutputReader(request, words, told_width(request, self._limits))
-        message = _message(with_room(request, self._limits), self._weight_of(request.caller))
-        return _Output(self._client, self._client.submit(message), reader)
+        if self._tokenizer is not None and not request.message.pool:
+            words = TextDecoder(request, self._tokenizer)
+        reader = OutputReader(request, words, position_width(request, self._limits))
+        request = with_room(request, self._limits)
+        weight = self._weight_of(request.message.caller)
+        if weight != request.message.weight:
+            request = request.with_message(weight=weight)
+        return _Output(self._client, self._client.submit(request.message), reader)
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         check_budget(requests, self._limits)
-
-    def _check(self, request: TextRequest) -> None:
-        """Every request of every route comes by here, and by no other door to the engine."""
-        prompt, vocab_size = request.prompt, self._limits.vocab_size
-        check_priority(request.priority)
-        if not prompt:
-            raise RequestError("The prompt is empty.", param="text")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocab_size:
-            wrong = low if low < 0 else high
-            raise RequestError(
-                f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
-            )
-        if self._tokenizer is None and (request.text.stop or request.text.stop_regex):
-            raise RequestError(
-                "stop needs a tokenizer and this server runs without one",
-                param="stop",
-                hint="Use stop_token_ids.",
-            )
-        if request.pool and not self._limits.is_embedding:
-            raise RequestError(
-                "This model is served for text, not for embeddings or scores of classes",
-                code="not_an_embedding_model",
-                hint="Start the server with --is-embedding.",
-            )
-        if self._limits.is_embedding and not request.pool:
-            raise RequestError(
-                "This model is served for embeddings, not for text",
-                code="not_a_generation_model",
-                hint="Use /v1/embeddings or /encode.",
-            )
-        self._check_scores(request)
-        check_room(request, self._limits)
-        if request.hidden and not self._limits.hidden_states:
-            raise RequestError(
-                "The server is not configured to return the hidden states",
-                param="return_hidden_states",
-                code="not_available",
-                hint="Start the server with --enable-return-hidden-states.",
-            )
-        if request.experts_from != NO_HIDDEN:
-            _check_experts(request, self._limits)
-        if request.embeds:
-            _check_embedded(request)
-
-    def _check_scores(self, request: TextRequest) -> None:
-        scores, vocab_size = request.scores, self._limits.vocab_size
-        if scores.start == NO_SCORES:
-            return
-        for id in scores.ids:
-            if not 0 <= id < vocab_size:
-                raise RequestError(
-                    f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
-                    param="token_ids_logprob",
-                )
 
 
 class _Output(Chunks[TextChunk]):
@@ -170,8 +115,8 @@ class _Output(Chunks[TextChunk]):
             self._client.stop_at(stream.request, reader.num_tokens)
         return reader.chunk()
 
-    def tell(self, more: Callable[[], None] | None) -> None:
-        self._stream.tell(more)
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        self._stream.on_more(more)
 
     def close(self) -> None:
         self._stream.close()
@@ -204,12 +149,12 @@ def with_log(
     return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
 
 
-class Words:
+class TextDecoder:
     """Token ids to text that is cut at stops, one token at a time."""
 
-    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
         options = request.text
-        tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
+        tail = [] if request.message.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
         self.has_stops = bool(options.stop or options.stop_regex)
@@ -232,7 +177,7 @@ class Words:
 class OutputReader:
     """Collects the events of one request; `chunk` gives what is new."""
 
-    def __init__(self, request: TextRequest, words: Words | None, width: int = 0) -> None:
+    def __init__(self, request: RequestSpec, words: TextDecoder | None, width: int = 0) -> None:
         self.stopped_by: str | None = None
         """Stop text that ended the request; later tokens are not taken in."""
         self.num_tokens = 0
@@ -246,17 +191,17 @@ class OutputReader:
         self._text: list[str] = []
         self._held: int | None = None
         """A token that ends the request: its text shows only under no_stop_trim."""
-        self._is_scored = request.scores.start != NO_SCORES
-        self._scored_to = max(0, request.scores.start)
+        self._is_scored = request.message.score_from != NO_SCORES
+        self._scored_to = max(0, request.message.score_from)
         """Positions below are scored already or not wanted."""
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
-        self._hidden = ToldPositions(request, width)
+        self._hidden = PositionValues(request, width)
         self._latest: Tokens | Finished | None = None
         """What tells how much of the prompt was cached."""
         self._finish: Finish | None = None
-        if request.scores.start == 0:
+        if request.message.score_from == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
             self._scored_to = 1
 
@@ -359,7 +304,7 @@ class OutputReader:
                 top_logprobs[top] if num_top else (),
                 top_ids[top] if num_top else (),
                 picked[own] if num_picked else (),
-                request.scores.ids,
+                request.message.score_ids,
             )
             (self._prompt_scores if index < 0 else self._output_scores).append(score)
             self._scored_to = position + 1
@@ -386,7 +331,7 @@ class OutputReader:
         return Usage(num_prompt, self.num_tokens, *told)
 
 
-class ToldPositions:
+class PositionValues:
     """Hidden states of one request, or the experts that it chose, as they arrive, position by
     position.
 
@@ -394,13 +339,13 @@ class ToldPositions:
         width: numbers of 4 bytes for each.
     """
 
-    def __init__(self, request: TextRequest, width: int) -> None:
+    def __init__(self, request: RequestSpec, width: int) -> None:
         self._prompt_len = len(request.prompt)
         self._is_last_only = request.hidden == LAST_HIDDEN
         self._is_experts = not request.hidden
         self._state_bytes = width * FLOAT_BYTES
         self._parts: list[bytes] = []
-        self._first = self._next = first_hidden(request)
+        self._first = self._next = request.message.hidden_from
         """Position that is due; the first of all."""
 
     def take(self, event: Tokens, num_tokens: int) -> None:
@@ -427,84 +372,6 @@ class ToldPositions:
         return {"experts": found[: positions * self._state_bytes]}
 
 
-def check_priority(priority: int) -> None:
-    if not -(2**31) <= priority < 2**31:
-        raise RequestError(
-            f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
-        )
-
-
-def _check_experts(request: TextRequest, limits: Limits) -> None:
-    if not limits.expert_choices:
-        raise RequestError(
-            "The server is not configured to return the experts that tokens chose",
-            param="return_routed_experts",
-            code="not_available",
-            hint="Start the server with --enable-return-routed-experts.",
-        )
-    if request.hidden:
-        raise RequestError(
-            "return_routed_experts and return_hidden_states do not go together",
-            param="return_routed_experts",
-            hint="Ask for one of them.",
-        )
-    if request.experts_from > len(request.prompt):
-        raise RequestError(
-            f"routed_experts_start_len must be in [0, {len(request.prompt)}], the length of the "
-            f"prompt, got {request.experts_from}.",
-            param="routed_experts_start_len",
-        )
-
-
-def _check_embedded(request: TextRequest) -> None:
-    """Refuse what would read the tokens of a prompt that has none."""
-    asked = {
-        "logprob_start_len": NO_SCORES != request.scores.start < len(request.prompt),
-        "repetition_penalty": request.sampling.repetition_penalty != 1.0,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise RequestError(
-                f"{name} reads the tokens of the prompt, and input_embeds have none", param=name
-            )
-
-
-def told_width(request: TextRequest, limits: Limits) -> int:
+def position_width(request: RequestSpec, limits: Limits) -> int:
     """Numbers that are told of a position."""
     return limits.hidden_size if request.hidden else limits.expert_choices
-
-
-def first_hidden(request: TextRequest) -> int:
-    """First position whose hidden state, or whose experts, are wanted."""
-    if not request.hidden:
-        return request.experts_from
-    return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
-
-
-def _message(request: TextRequest, weight: float) -> Generate:
-    scores = request.scores
-    return Generate(
-        request=request.id,
-        tokens=array("i", request.prompt).tobytes(),
-        sampling=request.sampling,
-        namespace=request.namespace,
-        adapter=request.adapter,
-        priority=request.priority,
-        score_from=scores.start,
-        score_top=scores.top if scores.start != NO_SCORES else 0,
-        score_ids=scores.ids if scores.start != NO_SCORES else (),
-        grammar=request.grammar,
-        caller=request.caller,
-        weight=weight,
-        pool=request.pool,
-        hidden_from=first_hidden(request),
-        tells_experts=request.experts_from != NO_HIDDEN,
-        embeds=request.embeds,
-        room=request.room,
-        peer=request.peer,
-        replica=request.replica,
-        giver=request.giver,
-        stride=request.stride,
-        pin_s=request.pin_s,
-        pin_priority=request.pin_priority,
-    )

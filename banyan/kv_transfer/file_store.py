@@ -1,16 +1,15 @@
-"""FileStore: pages in files of a folder that several servers may share.
+"""FileStore: KV pages in files of a folder that several servers may share.
 
     FOLDER/IDENTITY/ab/ab12….page     a page, in a segment that it shares with others (segments.py)
     FOLDER/IDENTITY/new/PID-….tmp     the segment that is being filled
 
-A page's name is made when its bytes are written, so it is there as a whole or not at all. It is not
-flushed to the disk (`fsync` does): after a power failure files may be torn, which lengths and
-checksums tell. What is damaged is removed when it is read.
+A page gets its name after its bytes are written, so it exists completely or not at all. Pages are
+not flushed to disk (unless `fsync`): after a power failure files may be torn, which lengths and
+checksums detect. Damaged pages are removed when they are read.
 
-The bound counts the files of all models in the folder. It is looked after by whoever writes: after
-every 1/16 of the bound that a server has written it counts anew, and removes those read or written
-longest ago until 15/16 are left. So N servers stay below the bound by themselves, and go beyond it
-by no more than N/16 of it together.
+The capacity counts the files of all models in the folder. Writers enforce it: after writing 1/16 of
+the capacity a server counts the files, and removes the least recently used until 15/16 are left. So
+N servers together exceed the capacity by at most N/16 of it.
 """
 
 import errno
@@ -30,26 +29,26 @@ from banyan.kv_transfer.store import Damaged, Missing, StoreOptions
 log = logger(__name__)
 
 _SHARES = 16
-"""The bound is looked after in such parts of it."""
+"""The capacity is checked after writing this fraction of it."""
 _SEGMENT_SHARES = 256
-"""A segment that holds more than such a part of the bound takes no further page."""
+"""A segment with more than this fraction of the capacity takes no further page."""
 _DEFAULT_BYTES = 16 << 30
 _TOUCH_S = 60.0
-"""A page read again within this time is not marked again as used."""
+"""A page read again within this time keeps its time of last use."""
 _STALE_S = 600.0
-"""Files under way for longer were left by processes that died."""
+"""Unfinished files older than this were left by processes that died."""
 _SPILL = 5
-"""On a full disk, the part of the files that goes to make room: 1 / this."""
+"""On a full disk 1 / this of the files is removed."""
 
 
 class FileStore:
     """
     Args:
-        folder: made when it is not there.
-        identity: see `StoreOptions`.
-        capacity_bytes: bound of all files in the folder.
-        fsync: flush each page to the disk before it counts.
-        io: moves the bytes; None = calls of the system.
+        folder: created if it does not exist.
+        identity: as in `StoreOptions`.
+        capacity_bytes: of all files in the folder.
+        fsync: flush each page to disk before it gets its name.
+        io: moves the bytes; None = system calls.
     """
 
     def __init__(
@@ -62,18 +61,22 @@ class FileStore:
     ) -> None:
         self._folder = folder
         self._identity = identity
-        self._home = folder / identity.hex()[:32]
-        self._new = self._home / "new"
-        self._place = f"{self._home}{os.sep}"
+        self._model_folder = folder / identity.hex()[:32]
+        self._new = self._model_folder / "new"
+        self._prefix = f"{self._model_folder}{os.sep}"
         self._drafts = f"{self._new}{os.sep}{os.getpid()}-{secrets.token_hex(8)}"
         self._capacity = capacity_bytes
         self._fsync = fsync
         self._io: PageIO = io or SystemIO()
         self._number = 0
         self._unseen = capacity_bytes
-        """Bytes that were perhaps written since the files were counted."""
+        """Bytes that may have been written since the files were counted."""
         self._segment: Segment | None = None
-        for made in (folder, self._home, self._new):  # `parents` are made for all to read
+        for made in (
+            folder,
+            self._model_folder,
+            self._new,
+        ):  # `parents=True` would create the parents readable for all
             made.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._remove_stale()
         self._is_shared = not fsync and can_link(self._draft())
@@ -130,10 +133,10 @@ class FileStore:
 
     def _path(self, name: bytes) -> str:
         digest = name.hex()
-        return f"{self._place}{digest[:2]}{os.sep}{digest}.page"
+        return f"{self._prefix}{digest[:2]}{os.sep}{digest}.page"
 
     def _content(self, path: str, name: bytes) -> bytes | None:
-        """A page; None for what is none, and no plain file."""
+        """A page; None if the file is not a plain file or not this page."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -146,7 +149,7 @@ class FileStore:
                 return None
             content = find_page(self._io, descriptor, found.st_size, self._identity, name)
             if content is not None and time.time() - found.st_mtime > _TOUCH_S:
-                with suppress(OSError):  # of a folder that may only be read
+                with suppress(OSError):  # the folder may be read-only
                     os.utime(descriptor)
             return content
         finally:
@@ -166,7 +169,7 @@ class FileStore:
             )
         try:
             self._segment.add(name, payload, path)
-        except OSError:  # what follows must not lie behind half a page
+        except OSError:  # nothing may follow half a page
             self._close_segment()
             raise
         if self._fsync:
@@ -189,9 +192,9 @@ class FileStore:
         return sum(size for _, size, _ in self._files())
 
     def _shrink(self, target: int) -> bool:
-        """Remove segments, those used longest ago first, until `target` bytes are left; whether any
-        was there to go."""
-        self._close_segment()  # else it would keep what it has
+        """Remove the least recently used segments until `target` bytes are left; whether any was
+        removed."""
+        self._close_segment()  # an open segment would keep its pages
         files = sorted(self._files())
         used = sum(size for _, size, _ in files)
         has_removed = False
@@ -206,13 +209,13 @@ class FileStore:
         return has_removed
 
     def _files(self) -> list[tuple[float, int, list[str]]]:
-        """(time of last use, bytes, paths of its pages) of every segment of every model in the
-        folder."""
+        """(time of last use, bytes, paths of its pages) of every segment in the folder, of all
+        models."""
         found: dict[tuple[int, int], tuple[float, int, list[str]]] = {}
         for model in _entries(self._folder):
             for part in _entries(model.path):
                 for page in _entries(part.path):
-                    with suppress(OSError):  # it may go while the folder is read
+                    with suppress(OSError):  # it may be removed meanwhile
                         if page.name.endswith(".page"):
                             at = page.stat(follow_symlinks=False)
                             segment = (at.st_mtime, at.st_size, list[str]())
@@ -230,7 +233,7 @@ def open_files(options: StoreOptions, io: PageIO | None = None) -> FileStore:
     """The store of --hicache-storage-backend file.
 
     Args:
-        io: see `FileStore`.
+        io: as for `FileStore`.
 
     Extra keys: "path" (default ~/.cache/banyan/pages), "max_bytes" (default 16 GiB, or half of
     what is free), "fsync".
@@ -271,7 +274,7 @@ def open_files(options: StoreOptions, io: PageIO | None = None) -> FileStore:
 
 
 def _check_owner(folder: Path) -> None:
-    """What lies in the folder becomes part of answers: nobody else may write there."""
+    """Pages of the folder become part of answers, so no other user may write there."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
@@ -284,7 +287,7 @@ def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
     try:
         with os.scandir(folder) as found:
             return list(found)
-    except OSError:  # no folder, or gone by now
+    except OSError:  # no folder, or removed meanwhile
         return []
 
 

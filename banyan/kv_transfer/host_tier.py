@@ -1,5 +1,6 @@
-"""HostTier: pages of a device in memory of the host, those used longest ago go first; behind it
-perhaps a store that outlives the process, which gets every page as well.
+"""HostTier: KV pages in host memory (hierarchical cache), least recently used first out.
+
+A store may follow it that outlives the process; it gets every page as well.
 """
 
 import threading
@@ -11,23 +12,23 @@ import numpy as np
 from banyan.kv_transfer.store import Missing, Store
 
 Allocate = Callable[[int], np.ndarray]
-"""Memory of so many bytes, [n] uint8, that a device reads and writes quickest."""
+"""Allocates host memory, [n] uint8, that the device can copy fastest (pinned)."""
 
 
 class HostTier:
     """Satisfies Store.
 
     Args:
-        capacity_bytes: of all pages; one that is larger is not kept.
-        behind: what else keeps them; None = nothing.
+        capacity_bytes: of all pages; a larger page is not kept.
+        next_tier: store that gets every page too; None = no store.
     """
 
-    def __init__(self, capacity_bytes: int, allocate: Allocate, behind: Store | None) -> None:
+    def __init__(self, capacity_bytes: int, allocate: Allocate, next_tier: Store | None) -> None:
         self._capacity = capacity_bytes
         self._allocate = allocate
-        self._behind = behind
+        self._next_tier = next_tier
         self._pages: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        """Those used last are at the end."""
+        """Least recently used first."""
         self._used = 0
         self._lock = threading.Lock()
 
@@ -39,7 +40,7 @@ class HostTier:
         with self._lock:
             if name in self._pages:
                 return True
-        return self._behind is not None and self._behind.has(name)
+        return self._next_tier is not None and self._next_tier.has(name)
 
     def read(self, name: bytes) -> bytes | memoryview:
         with self._lock:
@@ -47,30 +48,30 @@ class HostTier:
             if page is not None:
                 self._pages.move_to_end(name)
                 return page.data
-        if self._behind is None:
+        if self._next_tier is None:
             raise Missing
-        payload = self._behind.read(name)
+        payload = self._next_tier.read(name)
         self._keep(name, payload)
         return payload
 
     def write(self, name: bytes, payload: bytes | memoryview) -> None:
         self._keep(name, payload)
-        if self._behind is not None:
-            self._behind.write(name, payload)
+        if self._next_tier is not None:
+            self._next_tier.write(name, payload)
 
     def delete(self, name: bytes) -> None:
         with self._lock:
             page = self._pages.pop(name, None)
             self._used -= 0 if page is None else len(page)
-        if self._behind is not None:
-            self._behind.delete(name)
+        if self._next_tier is not None:
+            self._next_tier.delete(name)
 
     def close(self) -> None:
         with self._lock:
             self._pages.clear()
             self._used = 0
-        if self._behind is not None:
-            self._behind.close()
+        if self._next_tier is not None:
+            self._next_tier.close()
 
     def _keep(self, name: bytes, payload: bytes | memoryview) -> None:
         size = len(payload)

@@ -1,8 +1,8 @@
-"""Whose pages these are: a hash of everything but the tokens that the bytes of a page depend on.
+"""Identity of pages: a hash of everything except the tokens that determines a page's bytes.
 
-Weights count by their whole content, because two of the same sizes may differ in one row. Reading
-them takes about a second for each GiB and core, once: the result is noted under what the system
-says of the files (size, inode, times), which changes with every write.
+Weights are hashed completely, because two files of the same size may differ in one row. That takes
+about one second per GiB and core. The result is cached under the files' size, inode and times,
+which change with every write.
 """
 
 import os
@@ -21,7 +21,7 @@ _CODE = (".py", ".cpp", ".h", ".inl")
 
 
 def identity(facts: Iterable[object]) -> bytes:
-    """32 bytes that stand for `facts`, each of which has a `repr` that is the same everywhere."""
+    """32-byte hash of `facts`; the `repr` of each must be the same in every process."""
     made = blake2b(digest_size=_DIGEST_BYTES, person=b"banyan identity")
     for fact in facts:
         text = repr(fact).encode()
@@ -33,7 +33,7 @@ def digest_of_files(files: Sequence[Path], notes: Path | None = None) -> bytes:
     """Hash of the content of files, in their order.
 
     Args:
-        notes: folder where results are kept; default: ~/.cache/banyan/weights.
+        notes: folder of cached results; default: ~/.cache/banyan/weights.
 
     Raises:
         ModelError: a file cannot be read.
@@ -50,7 +50,7 @@ def digest_of_files(files: Sequence[Path], notes: Path | None = None) -> bytes:
         raise ModelError(
             f"weights cannot be read for the cache store: {error.strerror}: {error.filename}"
         ) from None
-    with suppress(OSError):  # then they are read again at the next start
+    with suppress(OSError):  # without the cache they are read again at the next start
         notes.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = known.with_suffix(f".{os.getpid()}")
         draft.write_text(digest.hex())
@@ -58,10 +58,12 @@ def digest_of_files(files: Sequence[Path], notes: Path | None = None) -> bytes:
     return digest
 
 
-def digest_of_code(rooms: Iterable[str]) -> bytes:
-    """Hash of what these folders of the package hold: other code may compute other bytes."""
+def digest_of_code(folders: Iterable[str]) -> bytes:
+    """Hash of the code in these folders of the package: other code may compute other bytes."""
     root = Path(__file__).parent.parent
-    found = (file for room in rooms for file in (root / room).rglob("*") if file.suffix in _CODE)
+    found = (
+        file for folder in folders for file in (root / folder).rglob("*") if file.suffix in _CODE
+    )
     return digest_of_files(sorted(found))
 
 
@@ -72,7 +74,7 @@ def _signature(file: Path) -> tuple[int, ...]:
 
 
 def _hash(file: Path) -> tuple[int, tuple[bytes, ...]]:
-    """Length, and the hash of each piece; several threads share the work."""
+    """Length and the hash of each piece, computed by several threads."""
     with open(file, "rb") as opened:
         descriptor = opened.fileno()
         size = os.fstat(descriptor).st_size

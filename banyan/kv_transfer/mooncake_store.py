@@ -1,9 +1,9 @@
-"""The store of --hicache-storage-backend mooncake: pages in the memory of a Mooncake cluster.
+"""--hicache-storage-backend mooncake: KV pages in the memory of a Mooncake cluster.
 
-This process may lend memory of its own, which goes with it; what others lend stays.
+This process may lend memory to the cluster, until it ends; memory lent by others stays.
 
-Each value begins with what FileStore's files begin with, and is checked like them. The master keeps
-the bound: what does not fit in the memory that is lent makes the master evict, or is refused.
+Each value begins with a head and a checksum like FileStore's records, and is checked on reading.
+The master limits the memory: when it is full the master evicts pages or refuses new ones.
 """
 
 import errno
@@ -22,7 +22,7 @@ _EXTRA = "--hicache-storage-backend-extra-config"
 _MAGIC = b"BANYANP2"
 _NOT_FOUND, _NO_ROOM = -704, -200
 _PAGES = 16
-"""Least that is lent, if anything is."""
+"""Fewest pages of memory that may be lent."""
 _CALL_S = 3.0
 _TEXTS = {
     "master_server_address": "",
@@ -37,9 +37,9 @@ _UNITS = {"b": 0, "kb": 10, "mb": 20, "gb": 30, "tb": 40}
 class MooncakeStore:
     """
     Args:
-        client: a MooncakeDistributedStore that is set up.
-        identity: see `StoreOptions`.
-        lent_bytes: of this process's memory.
+        client: a MooncakeDistributedStore after setup.
+        identity: as in `StoreOptions`.
+        lent_bytes: memory that this process lends.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MooncakeStore:
 
     @property
     def capacity_bytes(self) -> int:
-        """What this process lends; others may lend more, which the master knows."""
+        """Memory that this process lends; other processes may lend more."""
         return self._lent_bytes
 
     def has(self, name: bytes) -> bool:
@@ -69,8 +69,8 @@ class MooncakeStore:
             raise _failed("does not give a page", status)
         head = self._head(name)
         payload = memoryview(content)[len(head) + SUM_BYTES :]
-        told = content[len(head) : len(head) + SUM_BYTES]
-        if not content.startswith(head) or told != checksum(head, payload):
+        stored = content[len(head) : len(head) + SUM_BYTES]
+        if not content.startswith(head) or stored != checksum(head, payload):
             self._client.remove(self._key(name), True)
             raise Damaged(f"{self._key(name)} is not the page that its name says; it was removed")
         return payload
@@ -106,7 +106,7 @@ def open_mooncake_store(options: StoreOptions) -> MooncakeStore:
     "local_buffer_size", "local_hostname", "metadata_server", "protocol", "device_name".
     """
     extra = dict(options.extra)
-    extra.pop("path", None)  # of a variable for the file store
+    extra.pop("path", None)  # set from an environment variable for the file store
     texts = {key: _text(extra, key, default) for key, default in _TEXTS.items()}
     largest = max(options.page_bytes, default=0)
     if not texts["master_server_address"] or "global_segment_size" not in extra:
@@ -129,11 +129,16 @@ def open_mooncake_store(options: StoreOptions) -> MooncakeStore:
             hint="lend more, or 0 where others lend their memory",
         )
     kind = _client_kind()
-    _call(texts["master_server_address"])
+    _check_master(texts["master_server_address"])
     client = kind()
     status = client.setup(
-        *(texts["local_hostname"], texts["metadata_server"], lent, buffer),
-        *(texts["protocol"], texts["device_name"], texts["master_server_address"]),
+        texts["local_hostname"],
+        texts["metadata_server"],
+        lent,
+        buffer,
+        texts["protocol"],
+        texts["device_name"],
+        texts["master_server_address"],
     )
     if status:
         raise ConfigError(
@@ -156,8 +161,8 @@ def _client_kind() -> "type[MooncakeDistributedStore]":
     return MooncakeDistributedStore
 
 
-def _call(address: str) -> None:
-    """Its client would try for minutes to reach a master that is not there."""
+def _check_master(address: str) -> None:
+    """Fail at once if no master answers; Mooncake's client would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CALL_S).close()

@@ -1,8 +1,7 @@
-"""The store of --hicache-storage-backend nixl: the files of kv_transfer/file_store.py, whose
-bytes NIXL's POSIX plugin moves, asynchronously in the kernel. Its folders may be shared with the
-file store.
+"""--hicache-storage-backend nixl: the file store, with I/O by NIXL's POSIX plugin.
 
-An agent is used by one thread at a time, so there is one for writes and one for reads; each has a
+The plugin moves bytes asynchronously in the kernel. Folders may be shared with the file store. An
+agent is used by one thread at a time, so there is one for writes and one for reads, each with a
 buffer that is registered once.
 """
 
@@ -20,12 +19,12 @@ from banyan.kv_transfer.file_store import FileStore, open_files
 from banyan.kv_transfer.store import StoreOptions
 
 _HEAD_BYTES = 4096
-"""More than stands before a page in its file."""
+"""More than the head of a page in its file."""
 _LOOK_S = 20e-6
 
 
 class _Agent:
-    """One NIXL agent and its buffer; ConfigError where NIXL is not there."""
+    """One NIXL agent and its buffer; ConfigError if NIXL is missing."""
 
     def __init__(self, name: str, size_bytes: int) -> None:
         api = _api()
@@ -43,7 +42,7 @@ class _Agent:
             ) from None
 
     def move(self, way: str, descriptor: int, at: int, size: int) -> None:
-        """`size` bytes of the buffer to ("WRITE") or from ("READ") a file, from its byte `at` on.
+        """Copy `size` bytes of the buffer to ("WRITE") or from ("READ") a file at byte `at`.
 
         Raises:
             OSError: they were not moved.
@@ -58,7 +57,7 @@ class _Agent:
             while state == "PROC":
                 time.sleep(_LOOK_S)
                 state = agent.check_xfer_state(handle)
-        except Exception as error:  # the plugin's own kinds
+        except Exception as error:  # the plugin has its own exceptions
             raise OSError(errno.EIO, f"nixl: {error}") from None
         finally:
             if handle is not None:
@@ -99,7 +98,7 @@ class NixlIO:
 
     def read(self, descriptor: int, at: int, size: int) -> bytes:
         if not 0 < size <= self._size_bytes:
-            return b""  # no page is so long: whoever checks it finds that
+            return b""  # longer than any page; the caller's check fails
         self._reading.move("READ", descriptor, at, size)
         return self._reading.buffer[:size].tobytes()
 
@@ -109,8 +108,8 @@ class NixlIO:
 
 
 def open_nixl_files(options: StoreOptions) -> FileStore:
-    """The file store, by NIXL. Extra keys are those of the file store."""
-    plain = open_files(options)  # what is wrong with the folder is told first
+    """The file store with NIXL I/O. It has the extra keys of the file store."""
+    plain = open_files(options)  # report errors of the folder first
     plain.close()
     return open_files(options, NixlIO(max(options.page_bytes, default=0) + _HEAD_BYTES))
 

@@ -1,7 +1,8 @@
-"""Mover: carries pages between the device and a store, on threads of its own.
+"""Mover: copies pages between the device and a store, on its own threads.
 
-Each end is told once, through `ended`. A page that cannot be read or written is a failed copy; the
-log hears of the first of its kind, so that a store that is gone does not fill it.
+Every copy and lookup ends once, and `ended` returns its result. A page that cannot be read or
+written is a failed copy. Only the first error of each kind is logged, so that a store that is gone
+does not fill the log.
 """
 
 import threading
@@ -21,9 +22,9 @@ from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
 log = logger(__name__)
 
 _REPORTED_AT_ONCE = 16
-"""Pages whose coming is told together: each word wakes the engine."""
+"""Pages whose arrival is reported together, since each report wakes the engine."""
 _GRACE_S = 0.3
-"""For the page that a thread is at, when the engine ends."""
+"""Time for a thread to finish its current page when the engine ends."""
 LOOKED_UP, READ, WRITTEN = "looked up", "read", "written"
 _INSTEAD = {
     LOOKED_UP: "prompts are computed instead",
@@ -33,7 +34,7 @@ _INSTEAD = {
 
 
 class Pages(Protocol):
-    """The pages on the device (runner/kvstore.py)."""
+    """The pages on the device (runner/kvstore.py, runner/rank_pages.py)."""
 
     @property
     def groups(self) -> Sequence[object]: ...
@@ -43,31 +44,34 @@ class Pages(Protocol):
 
 
 class PageMover(Protocol):
-    """Carries pages beyond the device. Everything that begins ends, and is told once."""
+    """Copies pages to and from places outside the device. Everything that begins ends once."""
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is anywhere to carry pages to."""
+        """Whether there is a place to copy pages to."""
         ...
 
     def start(self, copies: list[PageCopy]) -> None:
-        """Begin the copies that do not stay on the device, in order. Returns once the bytes of
-        pages that go away are taken."""
+        """Begin the copies that leave or enter the device, in order. Returns once the bytes of
+        leaving pages are read, so the pages may be reused."""
         ...
 
     def look(self, lookups: list[Lookup]) -> None: ...
-    def obey(self, orders: list[KVTransferOp]) -> None: ...
-    def ended(self) -> list[CopyResult | Held | KVTransferEvent]: ...
+    def execute(self, ops: list[KVTransferOp]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
+        """Everything that has ended since the last call."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Worker(Protocol):
-    """Does one thing after another, elsewhere."""
+    """Runs functions one after another, outside the calling thread."""
 
     def do(self, work: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
     def join(self, timeout_s: float) -> bool:
-        """Wait for what it is at; whether that has ended."""
+        """Wait for the current function; whether it has ended."""
         ...
 
 
@@ -101,23 +105,23 @@ class Mover:
         return self._transfers is not None
 
     def page_bytes(self) -> list[int]:
-        """Of one page of each group, as a store has it."""
+        """Size of one page of each group."""
         return [self._pages.page_bytes(group) for group in range(len(self._pages.groups))]
 
     def attach(self, store: Store) -> None:
-        """Carry pages to and from `store`, from here on its only user. Nothing is under way."""
+        """Use `store`, which nothing else uses. No copy is running."""
         assert self._transfers is None
         self._transfers = _StoreTransfers(self._pages, store, self._end, self._open_worker)
 
     def detach(self) -> None:
-        """Let go of the store; what waits is not begun, and is not told."""
+        """Close the store. Queued copies are dropped, without a result."""
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
             transfers.close()
 
     def start(self, copies: list[PageCopy]) -> None:
         """Begin the copies to and from the store, in order. Returns once the bytes of pages that
-        go to the store are taken."""
+        go to the store are read."""
         transfers = self._transfers
         if transfers is not None:
             transfers.start(copies)
@@ -133,16 +137,16 @@ class Mover:
             else:
                 transfers.look(lookup)
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        """A store has no rooms."""
-        assert not orders
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        """A store has no KV transfers."""
+        assert not ops
 
     def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
         """What has ended since the last call."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def close(self) -> None:
-        """End the threads; what waits is not begun, and what hangs is left behind."""
+        """End the threads. Queued copies are dropped; a thread that hangs is abandoned."""
         self.detach()
 
     def _end(self, result: CopyResult | Held) -> None:
@@ -151,7 +155,7 @@ class Mover:
 
 
 class _StoreTransfers:
-    """What carries pages to and from one store. `end` is called from its threads."""
+    """Copies to and from one store. `end` is called from its threads."""
 
     def __init__(
         self,
@@ -195,7 +199,7 @@ class _StoreTransfers:
         for worker in self._workers:
             worker.close()
         if all([worker.join(_GRACE_S) for worker in self._workers]):
-            self._store.close()  # else something still runs in it
+            self._store.close()  # else a thread still uses it
 
     def _look(self, lookup: Lookup) -> None:
         count = 0
@@ -245,13 +249,16 @@ class _StoreTransfers:
         if kind not in self._warned:
             self._warned[kind] = None
             log.warning(
-                "pages of the cache store cannot be %s (%s: %s); %s, and this is not told again",
-                *(what, type(error).__name__, error, _INSTEAD[what]),
+                "pages of the cache store cannot be %s (%s: %s); %s, and this is not logged again",
+                what,
+                type(error).__name__,
+                error,
+                _INSTEAD[what],
             )
 
 
 class _WorkerThread:
-    """A lane that is a thread."""
+    """A Worker that is a thread."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

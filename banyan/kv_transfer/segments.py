@@ -1,9 +1,8 @@
-"""Segments: files of several pages, each behind a head that names it and a checksum.
+"""Segments: files of several pages; each page has a head with its name, and a checksum.
 
-A file of its own costs a page more to create than to fill. So up to PAGES pages are written one
-behind another into one file, which has a name (a hard link) for each of them: a page is there once
-its name is, whole, and gone without its name; the file goes with the last. Where a folder has no
-hard links, and where every page is flushed to the disk, a segment is one page.
+Creating a file costs more than writing a page. So up to PAGES pages are written to one file, which
+has a name (hard link) for each of them: a page exists while its name exists, and the file goes with
+its last name. Without hard links, or if every page is flushed to disk, a segment is one page.
 
     record: magic 8 | identity 32 | bytes of the page, u64 | bytes of its name, u8 | name
             | checksum SUM_BYTES | page
@@ -18,31 +17,31 @@ from typing import Protocol
 from banyan.kv_transfer.store import SUM_BYTES, checksum
 
 PAGES = 16
-"""Of one segment. They are evicted together, so those of one time belong together."""
+"""Pages of one segment. They are evicted together, so they should be of about the same age."""
 _MAGIC = b"BANYANP3"
 _FIXED = 8 + 32 + 8 + 1
 _LONGEST = _FIXED + 255 + SUM_BYTES
-"""Of what stands before a page."""
+"""Longest head and checksum of a page."""
 _OPEN_S = 60.0
-"""A segment takes no more pages so long after its first."""
+"""A segment takes no more pages this long after its first."""
 
 
 class PageIO(Protocol):
-    """How the bytes of files are moved. `write` and `read` may run at once, in two threads."""
+    """Moves the bytes of files. `write` and `read` may run at once, in two threads."""
 
     def write(self, descriptor: int, at: int, parts: Sequence[bytes | memoryview]) -> None:
-        """All of `parts`, one behind another, from byte `at` of a file on."""
+        """Write all `parts`, one after another, from byte `at` of a file on."""
         ...
 
     def read(self, descriptor: int, at: int, size: int) -> bytes:
-        """From byte `at` of a file, as much as there is of `size` bytes."""
+        """Read up to `size` bytes from byte `at` of a file on."""
         ...
 
     def close(self) -> None: ...
 
 
 class SystemIO:
-    """By calls of the system. Satisfies PageIO."""
+    """PageIO by system calls."""
 
     def write(self, descriptor: int, at: int, parts: Sequence[bytes | memoryview]) -> None:
         left = [memoryview(part) for part in parts]
@@ -62,18 +61,17 @@ class SystemIO:
 
 
 def head_of(identity: bytes, name: bytes, size: int) -> bytes:
-    """What stands before the checksum of a page of `size` bytes."""
+    """Head of a page of `size` bytes, before its checksum."""
     return _MAGIC + identity + size.to_bytes(8, "little") + bytes((len(name),)) + name
 
 
 def record_bytes(name: bytes, size: int) -> int:
-    """Of the record of a page of `size` bytes."""
+    """Size of the record of a page of `size` bytes."""
     return _FIXED + len(name) + SUM_BYTES + size
 
 
 def find_page(io: PageIO, descriptor: int, size: int, identity: bytes, name: bytes) -> bytes | None:
-    """The page of this name in a segment of `size` bytes, checked; None when it is not there as it
-    was written."""
+    """The page of this name in a segment of `size` bytes; None if it is missing or damaged."""
     at, before = 0, _MAGIC + identity
     for _ in range(PAGES):
         head = os.pread(descriptor, _LONGEST, at)
@@ -84,10 +82,10 @@ def find_page(io: PageIO, descriptor: int, size: int, identity: bytes, name: byt
         if page + held > size:
             return None
         if head[_FIXED : _FIXED + head[48]] == name:
-            told = head[page - at - SUM_BYTES : page - at]
+            stored = head[page - at - SUM_BYTES : page - at]
             content = io.read(descriptor, page, held)
             whole = len(content) == held
-            is_right = whole and told == checksum(head[: _FIXED + head[48]], content)
+            is_right = whole and stored == checksum(head[: _FIXED + head[48]], content)
             return content if is_right else None
         at = page + held
     return None
@@ -97,13 +95,13 @@ class Segment:
     """A file that is being filled, by one thread.
 
     Args:
-        draft: its name until it is full; not there yet.
-        most_bytes: none is begun behind so many.
-        is_shared: several pages, with hard links; else one, whose name the draft takes.
-        fsync: flush the page before it counts; needs not is_shared.
+        draft: its name while it is filled; the file does not exist yet.
+        most_bytes: no page begins after so many bytes.
+        is_shared: several pages, with hard links; else one page, to whose name it is renamed.
+        fsync: flush the page before it gets its name; excludes is_shared.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(
@@ -123,8 +121,8 @@ class Segment:
         self._descriptor = os.open(draft, flags, 0o600)
 
     def takes(self, name: bytes) -> bool:
-        """Whether a page of this name may be added. A name comes once: what was found damaged is
-        written elsewhere."""
+        """Whether a page of this name may be added. A name occurs once per segment: a page that was
+        found damaged is written again in another segment."""
         if not self._names:
             return True
         is_full = len(self._names) >= PAGES or self._at >= self._most_bytes
@@ -132,7 +130,7 @@ class Segment:
         return self._is_shared and is_young and not is_full and name not in self._names
 
     def add(self, name: bytes, payload: bytes | memoryview, path: str) -> None:
-        """Keep a page as `path`, if nobody else has meanwhile.
+        """Keep a page as `path`, unless that exists by now.
 
         Raises:
             OSError: it is not kept, and the segment must be closed.
@@ -147,19 +145,19 @@ class Segment:
         with suppress(FileExistsError):
             try:
                 place(self._draft, path)
-            except FileNotFoundError:  # the first page of its folder
+            except FileNotFoundError:  # first page in its folder
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 place(self._draft, path)
 
     def close(self) -> None:
-        """Take no more pages; those that have names stay."""
+        """Take no more pages; pages with names stay."""
         os.close(self._descriptor)
-        with suppress(OSError):  # it has the page's name, or was removed as old
+        with suppress(OSError):  # renamed to the page's name, or removed as stale
             os.unlink(self._draft)
 
 
 def can_link(draft: str) -> bool:
-    """Whether files get second names where `draft` lies, which is not there yet."""
+    """Whether the folder of `draft` has hard links; `draft` does not exist yet."""
     second = f"{draft}.link"
     try:
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))

@@ -1,6 +1,6 @@
-"""Store: pages of the cache outside the process that computed them. One protocol, one table.
+"""Store: KV pages outside the process that computed them, by name. One protocol, one table.
 
-Knows names and bytes; not tokens, not requests, and not which pages are worth keeping.
+Also the checksum that stores keep with each page.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ class Damaged(Exception):
 
 
 class Store(Protocol):
-    """Pages by name. A name stands for the page's content: it is never written differently.
+    """Pages by name. A name identifies the content, so a page is never overwritten.
 
-    `has` and `read` run in one thread, `write` and `delete` in another. What goes wrong is an
-    OSError; nothing is tried again here.
+    `has` and `read` run in one thread, `write` and `delete` in another. Failures are OSErrors; the
+    caller does not retry.
     """
 
     @property
     def capacity_bytes(self) -> int:
-        """What it keeps at most; the pages used longest ago go first. 0 = others say that."""
+        """Most bytes it keeps; the least recently used pages go first. 0 = limited elsewhere."""
         ...
 
     def has(self, name: bytes) -> bool: ...
@@ -45,7 +45,7 @@ class Store(Protocol):
         ...
 
     def write(self, name: bytes, payload: bytes | memoryview) -> None:
-        """Keep a page; nobody sees a part of it, whatever happens meanwhile."""
+        """Keep a page atomically: readers never see a part of it."""
         ...
 
     def delete(self, name: bytes) -> None:
@@ -57,12 +57,12 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """What a store is opened with.
+    """Options of a store.
 
     Attributes:
         identity: 32 bytes that differ whenever pages of equal tokens may hold other bytes.
-        page_bytes: per group.
-        extra: of --hicache-storage-backend-extra-config, what the engine does not take itself.
+        page_bytes: size of a page of each group.
+        extra: the store's own keys of --hicache-storage-backend-extra-config.
     """
 
     identity: bytes
@@ -71,7 +71,7 @@ class StoreOptions:
 
 
 OpenStore = Callable[[StoreOptions], Store]
-"""Opens a store; ConfigError when that cannot be."""
+"""Opens a store; ConfigError if it cannot."""
 
 STORES: Table[OpenStore] = Table(
     "cache store",
@@ -89,10 +89,16 @@ _WORD = 4
 
 
 def checksum(head: bytes, payload: bytes | memoryview | np.ndarray) -> bytes:
-    """SUM_BYTES that stand for a page under its name.
+    """Checksum of a page under its name, SUM_BYTES long.
+
+    It detects errors of memory, disks and networks. A cryptographic hash of a page would cost as
+    much as copying it five times. This is a multilinear hash (Lemire and Kaser, "Strongly
+    universal string hashing is fast", 2014): the sum of all 32-bit words, each times a random odd
+    64-bit number, modulo 2^64. A change in one word is always detected; any other change is missed
+    with probability 2^-32.
 
     Args:
-        head: what the page is called; all of it is hashed.
+        head: name of the page; all of it is hashed.
     """
     content = np.frombuffer(payload, np.uint8)
     whole = len(content) // _WORD * _WORD
@@ -107,8 +113,8 @@ def checksum(head: bytes, payload: bytes | memoryview | np.ndarray) -> bytes:
 _MASK = (1 << 64) - 1
 
 
-@lru_cache(maxsize=8)  # pages have as many sizes as there are groups
+@lru_cache(maxsize=8)  # one size of page for each cache group
 def _factors(count: int) -> np.ndarray:
-    """[count] uint64, odd; the same everywhere."""
+    """[count] odd uint64; the same in every process."""
     drawn = np.frombuffer(shake_128(b"banyan page checksum").digest(8 * count), "<u8")
     return drawn | np.uint64(1)

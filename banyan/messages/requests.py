@@ -42,8 +42,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
     hidden_from: int = NO_HIDDEN
     """First position whose hidden state is wanted."""
-    tells_experts: bool = False
-    """Of positions from `hidden_from` on the experts that they chose are wanted, and no states."""
+    wants_experts: bool = msgspec.field(name="tells_experts", default=False)
+    """The experts chosen at the positions from `hidden_from` on are wanted, not their states."""
     caller: bytes = b""
     """Whose share of the steps, and of the time that constraints take to compile, it is part of."""
     weight: float = 1.0
@@ -56,10 +56,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """host:port of the server that hands it over."""
     replica: int = -1
     """Which replica takes it; -1 = whichever is chosen."""
-    giver: int = -1
-    """Which replica of the other server hands it over; -1 = the one that has its room."""
-    stride: int = 0
-    """Its reader gets tokens in pieces of at least so many; 0 = all at the end."""
+    prefill_replica: int = msgspec.field(name="giver", default=-1)
+    """Replica of the prefill server that computes the prompt; -1 = chosen by the room."""
+    stream_interval: int = msgspec.field(name="stride", default=0)
+    """Least tokens per chunk for its reader; 0 = everything at the end."""
     pin_s: float = 0.0
     """Once it has ended, the whole pages of its prompt stay for so long; 0 = as any others."""
     pin_priority: int = 0

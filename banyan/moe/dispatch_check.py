@@ -8,17 +8,11 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.moe.dispatch_rules import LIMIT, is_fused, sends_rows
 from banyan.moe.rules import are_placed
 from banyan.platform.base import Traits
-from banyan.platform.dispatch import (
-    MIB,
-    buffer_bytes,
-    fused_buffer_bytes,
-    fusing_obstacle,
-    obstacle,
-)
 
 log = logger(__name__)
 
 _MODE = "--deepep-mode"
+_MIB = 1 << 20
 
 
 def exchanged_tokens(config: Config, traits: Traits) -> int:
@@ -39,13 +33,13 @@ def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Trai
     """
     experts, facts = config.experts, model_config.experts
     flag, hint = f"--moe-a2a-backend {experts.a2a} on {traits.name}", "give deepep"
-    if experts.fuse_mode > len(traits.fusing):
+    if experts.fuse_mode > len(traits.fused_dispatch):
         raise ConfigError(f"{flag}: only Ascend A3s have an operator that does so", hint=hint)
-    limits = traits.fusing[experts.fuse_mode - 1]
+    limits = traits.fused_dispatch[experts.fuse_mode - 1]
     assert facts is not None
     width, ranks = facts.latent or model_config.hidden_size, config.parallel.ep
     size = (experts.a2a_tokens, width, 2 * facts.inner, facts.per_token, ranks, facts.count)
-    why = _incompatible_feature(config) or fusing_obstacle(limits, *size)
+    why = _incompatible_feature(config) or limits.obstacle(*size)
     if not why and config.model.activation_dtype != "bfloat16":
         why = f"it computes in bfloat16, --dtype is {config.model.activation_dtype}"
     if not why and (config.device.offload_gib or config.device.offload_group > 0):
@@ -55,11 +49,9 @@ def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Trai
         raise ConfigError(
             f"{flag}: {why}" + (bound if experts.a2a_tokens > limits.tokens else ""), hint=hint
         )
-    needed = fused_buffer_bytes(
-        experts.fuse_mode, experts.a2a_tokens, width, facts.per_token, ranks, facts.count
-    )
+    needed = limits.buffer_bytes(experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
     told = "rows of %d tokens a rank are sent and computed in one over %d ranks: a buffer of %d MB"
-    log.info(told, experts.a2a_tokens, ranks, -(-needed // MIB))
+    log.info(told, experts.a2a_tokens, ranks, -(-needed // _MIB))
 
 
 def check_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
@@ -94,10 +86,10 @@ def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
         return why
     width = facts.latent or model_config.hidden_size
     size = (experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
-    if why := obstacle(traits.dispatch, *size):
+    if why := traits.dispatch.obstacle(*size):
         bound = f"; {LIMIT} is {experts.a2a_tokens}"
         return why + (bound if experts.a2a_tokens > traits.dispatch.tokens else "")
-    needed = -(-buffer_bytes(traits.dispatch, *size) // MIB)
+    needed = -(-traits.dispatch.buffer_bytes(*size) // _MIB)
     told = "rows of %d tokens a rank travel at once over %d ranks, which needs a buffer of %d MB"
     log.info(told, experts.a2a_tokens, ranks, needed)
     return ""

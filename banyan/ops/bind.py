@@ -194,7 +194,7 @@ TOOLKITS: Table[OpenToolkit] = Table(
     {
         "cpu": "banyan.ops.cpu:open_toolkit",
         "cuda": "banyan.ops.cuda:open_toolkit",
-        "npu": "banyan.ascend.ops:open_toolkit",
+        "npu": "banyan.ascend.ops.toolkit:open_toolkit",
     },
     plugins="banyan.toolkits",
 )

@@ -1,15 +1,17 @@
-"""PipelineStage: one rank's place in a line of stages, through which several plans go at once.
+"""PipelineStage: one rank's part of a pipeline through which several plans pass at once.
 
-The ranks take turns together. In a turn each stage runs another plan: the first one the plan that
-comes in, every other one what the stage before has run in the turn before. Then all ranks sample
-together what the last stage has run. A turn may bring no plan, so that those in the line go on.
+All ranks take turns together. In a turn, each stage runs another plan: the first stage the plan
+that comes in, every other stage the plan that the stage before ran in the last turn. Then all ranks
+sample together for the plan that has passed the last stage. A turn without a new plan moves the
+others on.
 
-A stage enters a plan into its tables when it runs it, so every rank meets plans in their order. A
-slot is left only when nothing of it is in the line (scheduler/request_table.py).
+A stage enters a plan into its tables when it runs it, so every rank enters plans in their order. A
+slot is left only when none of its steps is in the pipeline (scheduler/request_table.py).
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,19 +22,19 @@ from banyan.messages.plan import CopyResult, StepPlan
 from banyan.parallel.groups import Group
 from banyan.runner.batch import Batch
 from banyan.runner.control_ops import ControlOpExecutor, StepInFlight
-from banyan.runner.pending import BegunStep, PendingStep, after
 from banyan.runner.runner import MaskOf, ModelRunner
+from banyan.runner.step_outputs import BegunStep, LaunchedStep, finish_after
 
 
 @dataclass
 class _InFlight:
-    """A plan on its way."""
+    """A plan in the pipeline."""
 
     plan: StepPlan
     mask_of: MaskOf | None
     begun: BegunStep | None = None
-    left: Tensor | None = None
-    """What the next stage goes on with."""
+    output: Tensor | None = None
+    """Input of the next stage."""
     copies: CopyResult | None = None
     seconds: float = 0.0
 
@@ -40,78 +42,73 @@ class _InFlight:
 class PipelineStage:
     """
     Args:
-        runner: of the layers that are here.
-        obeying: the same runner, which carries out orders too.
-        stages: who has the layers before and behind.
+        runner: of the layers of this stage.
+        executor: runs control ops on the same runner.
+        stages: the ranks that hold the other stages' layers.
         world: all ranks of all stages.
-        like: an empty tensor of the number type and on the device of what stages hand on.
-        width: of what they hand on, for each token.
+        like: an empty tensor with the dtype and device of the stages' outputs.
+        width: numbers per token of the stages' outputs.
 
     Attributes:
-        turns: taken since the start.
-        ran: in how many of them a plan with rows ran here.
+        turns: turns taken since the start.
+        ran: turns in which this stage ran a plan with rows.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        obeying: ControlOpExecutor,
+        executor: ControlOpExecutor,
         stages: Group,
         world: Group,
         like: Tensor,
         width: int,
     ) -> None:
         self._runner = runner
-        self._obeying = obeying
+        self._executor = executor
         self._stages = stages
         self._world = world
         self._like = like
         self._width = width
-        self._line: deque[_InFlight | None] = deque([None] * stages.size, stages.size)
-        """By stage, in this turn."""
+        self._pipeline: deque[_InFlight | None] = deque([None] * stages.size, stages.size)
+        """The plan of each stage in this turn."""
         self.turns = 0
         self.ran = 0
 
     @torch.inference_mode()
     def turn(self, plan: StepPlan | None, mask_of: MaskOf | None = None) -> StepInFlight | None:
-        """Take a turn; `plan` comes in. Orders come alone, and are carried out at once.
+        """Take a turn; `plan` comes in. A plan with control ops comes alone and runs at once.
 
-        returns: the plan that has been through all stages, if there is one.
+        returns: the plan that has passed all stages, if any.
 
         Raises:
-            DeviceError: a plan cannot be run here; the ranks are no longer in step.
+            DeviceError: a plan cannot run here; the ranks are no longer in step.
         """
         self.turns += 1
         if plan is not None and plan.orders:
-            assert not any(self._line), "orders came while plans were in the line"
-            return self._obeying.launch(plan, mask_of)
-        self._line.appendleft(None if plan is None else _InFlight(plan, mask_of))
-        self._hand_on()
-        here = self._line[self._stages.rank]
+            assert not any(self._pipeline), "control ops came while plans were in the pipeline"
+            return self._executor.launch(plan, mask_of)
+        self._pipeline.appendleft(None if plan is None else _InFlight(plan, mask_of))
+        self._send_output()
+        here = self._pipeline[self._stages.rank]
         if here is not None:
             self._begin(here)
-        last = self._line[-1]
+        last = self._pipeline[-1]
         if last is None:
             return None
-        self._line[-1] = None
+        self._pipeline[-1] = None
         return self._end(last)
 
-    def _hand_on(self) -> None:
-        """To the next stage what the last turn has made here."""
+    def _send_output(self) -> None:
+        """Send the output of the last turn to the next stage."""
         stage = self._stages.rank
-        gone = self._line[stage + 1] if stage + 1 < self._stages.size else None
-        if gone is not None and gone.left is not None:
+        sending = self._pipeline[stage + 1] if stage + 1 < self._stages.size else None
+        if sending is not None and sending.output is not None:
             with self._runner.platform.stream():
-                self._stages.send(gone.left, stage + 1)
-            gone.left = None
+                self._stages.send(sending.output, stage + 1)
+            sending.output = None
 
-    def _meet(self) -> Tensor:
-        """Is there once all ranks have run what ends here: whoever hears of its end may read its
-        pages on any of them."""
-        return self._world.all_gather(self._like.new_zeros((1, 1)), self._world.size)
-
-    def _carry(self, batch: Batch) -> Tensor:
-        """What the stage before has made of a batch."""
+    def _receive(self, batch: Batch) -> Tensor:
+        """The previous stage's output for a batch."""
         x = self._like.new_empty((int(batch.offsets[-1]), self._width))
         return self._stages.recv(x, self._stages.rank - 1)
 
@@ -121,16 +118,16 @@ class PipelineStage:
         here.copies = runner.begin_copies(plan.copies)
         try:
             with runner.platform.stream():
-                here.begun = runner.begin(plan, self._carry if stage else None)
+                here.begun = runner.begin(plan, self._receive if stage else None)
                 runner.store.copy(plan.copies, "after")
         except Exception as error:
-            told = f"step {plan.step} in stage {stage}: {type(error).__name__}: {error}"
-            raise DeviceError(told, hint="the replica ends; start it again") from error
-        self._obeying.has_run(plan)
+            text = f"step {plan.step} in stage {stage}: {type(error).__name__}: {error}"
+            raise DeviceError(text, hint="the replica ends; start it again") from error
+        self._executor.has_run(plan)
         if here.begun.has_run:
             self.ran += 1
             if stage + 1 < self._stages.size:
-                here.left = runner.left(here.begun)
+                here.output = runner.stage_output(here.begun)
         here.seconds = time.perf_counter() - began
 
     def _end(self, last: _InFlight) -> StepInFlight:
@@ -138,9 +135,33 @@ class PipelineStage:
         assert last.begun is not None and last.copies is not None
         with runner.platform.stream():
             if last.begun.has_run:
-                runner.turn_to(last.begun)
+                runner.select(last.begun)
             finish = runner.end(last.begun, last.mask_of)
-            if not len(last.begun.batch.last):  # else the ranks have met at the logits
-                finish = after(runner.platform.fetch([self._meet()]), finish)
+            # When a step has ended, its pages may be read on any rank, so all ranks must have run
+            # it. Logits synchronise them; a step without outputs needs a barrier.
+            if not len(last.begun.batch.last):
+                finish = finish_after(runner.platform.fetch([self._barrier()]), finish)
         seconds = last.seconds + time.perf_counter() - began
-        return PendingStep(last.plan, last.copies, finish, seconds)
+        return LaunchedStep(last.plan, last.copies, finish, seconds)
+
+    def _barrier(self) -> Tensor:
+        """A tensor that is ready once all ranks have run their work up to here."""
+        return self._world.all_gather(self._like.new_zeros((1, 1)), self._world.size)
+
+
+def serve_stage(stage: PipelineStage, receive: Callable[[], list[StepPlan] | None]) -> None:
+    """Main loop of a pipeline rank other than 0: take turns until `receive` returns None.
+
+    Args:
+        receive: returns a list with the plan that comes in this turn, or an empty list.
+
+    Raises:
+        DeviceError: a step failed here. The ranks may no longer be in step, so this one ends.
+    """
+    while (coming := receive()) is not None:
+        plan = coming[0] if coming else None
+        pending = stage.turn(plan)
+        if pending is not None and (error := pending.result().error):
+            raise DeviceError(
+                f"a step failed on this rank: {error}", hint="the replica ends; start it again"
+            )

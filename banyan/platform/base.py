@@ -12,52 +12,11 @@ from torch import Tensor
 
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
+from banyan.platform.expert_exchange import Dispatch, FusedDispatch
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How work of a device can be done again without Python: a program for steps of any size, which its
 kernels' toolkit records, or a graph of one shape, which `Platform.capture` makes."""
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """What a device takes by which rows travel to the ranks of their experts and back in exchanges
-    of a fixed size, so that steps with them can be captured.
-
-    Attributes:
-        tokens: most of one rank in an exchange.
-        widths: of a row.
-        per_token: most experts of a token.
-        ranks: how many may take part.
-        takes_weights: those of a token's experts go along with its row.
-    """
-
-    tokens: int
-    widths: range
-    per_token: int
-    ranks: Sequence[int]
-    takes_weights: bool = False
-
-
-@dataclass(frozen=True)
-class Fusing:
-    """What one operator of a device takes that sends rows to the ranks of their experts, runs these
-    and brings the sums back.
-
-    Attributes:
-        tokens: most of one rank in a call.
-        widths: of a row.
-        inners: of what gate and up make of it, together.
-        per_token: most experts of a token.
-        experts: most of all ranks.
-        tile: columns of gate, and then of up, that its first weight has in turns; 0 = all of them.
-    """
-
-    tokens: int
-    widths: range
-    inners: range
-    per_token: int
-    experts: int
-    tile: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +65,7 @@ class Traits:
     has_own_forms: bool = False
     stacks_adapters: bool = False
     dispatch: Dispatch | None = None
-    fusing: tuple[Fusing, ...] = ()
+    fused_dispatch: tuple[FusedDispatch, ...] = ()
 
 
 @dataclass(frozen=True)

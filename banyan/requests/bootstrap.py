@@ -1,8 +1,6 @@
-"""Rooms: the fields by which two servers know the same sequence, one of which computes its prompt;
-and which replica of each does.
+"""Bootstrap fields: how a prefill and a decode server refer to the same prompt.
 
-The same body goes to both. A prompt has a room; of its n sequences each has a part of it, which
-both servers number alike.
+Both servers get the same body. A prompt has one room; its n sequences are numbered parts of it.
 """
 
 import re
@@ -14,12 +12,12 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import RequestError
 
 if TYPE_CHECKING:
-    from banyan.requests.generation import TextRequest
+    from banyan.requests.request_spec import RequestSpec
     from banyan.requests.sampling_params import Limits
 
 _ROOMS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _HERE = ("routed_dp_rank", "data_parallel_rank")
-"""Two names, the first one counts."""
+"""Two names for the same field; the first one counts."""
 _THERE = "disagg_prefill_dp_rank"
 HEADER = "x-data-parallel-rank"
 FIELDS = (*_ROOMS, *_HERE, _THERE)
@@ -27,40 +25,41 @@ DEFAULT_PORT = 8998
 _MOST_REPLICAS = 1 << 16
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]{2,45}\]|[\w.-]{1,253}", re.ASCII)
 _OWN_ROUTES = ("probe", "warm-up")
-"""What a server asks of itself; it does both parts then."""
+"""Routes of the server's own requests: it runs both prefill and decode for them."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where one prompt is handed over. Without a room it is not.
+class BootstrapRoom:
+    """KV transfer of one prompt between two servers.
 
     Attributes:
-        replica: who takes it of this server; -1 = whoever is chosen.
-        giver: who computes it of the other one; -1 = whoever has its room.
+        room: bootstrap_room; -1 = no transfer.
+        peer: host:port of the prefill server.
+        replica: replica of this server; -1 = any.
+        prefill_replica: replica of the prefill server; -1 = chosen by the room.
     """
 
     room: int = -1
     peer: str = ""
-    """host:port."""
     replica: int = -1
-    giver: int = -1
+    prefill_replica: int = -1
 
     def name(self, part: int) -> bytes:
-        """Of sequence `part` of the prompt; b"" without a room."""
+        """`Generate.room` of sequence `part`; b"" without a room."""
         return (
             b"" if self.room < 0 else self.room.to_bytes(8, "little") + part.to_bytes(4, "little")
         )
 
 
-NOWHERE = Meeting()
+NO_ROOM = BootstrapRoom()
 
 
-def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meeting]:
-    """Where each prompt is handed over.
+def bootstrap_rooms(fields: Callable[[str], object], num: int | None) -> list[BootstrapRoom]:
+    """The bootstrap room of each prompt.
 
     Args:
-        fields: gives the value of a field, None where the body has none.
-        num: prompts of a batch; None for a single prompt, whose fields are no lists.
+        fields: returns the value of a field, None if the body does not have it.
+        num: prompts of a batch; None for a single prompt, whose fields are not lists.
 
     Raises:
         RequestError: names the field, the rule and the value.
@@ -69,10 +68,10 @@ def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meetin
     here = next((rank for name in _HERE if (rank := _rank(fields(name), name)) >= 0), -1)
     there = _rank(fields(_THERE), _THERE)
     found = [
-        replace(_meeting(*given), replica=here, giver=there)
+        replace(_bootstrap_room(*given), replica=here, prefill_replica=there)
         for given in zip(hosts, ports, rooms, strict=True)
     ]
-    named = [meeting.room for meeting in found if meeting.room >= 0]
+    named = [found.room for found in found if found.room >= 0]
     if len(named) != len(dict.fromkeys(named)):
         raise RequestError(
             "bootstrap_room must be another number for each prompt", param="bootstrap_room"
@@ -81,8 +80,11 @@ def meetings_of(fields: Callable[[str], object], num: int | None) -> list[Meetin
 
 
 def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, object]:
-    """`fields` with the replica that the header X-Data-Parallel-Rank names, if it does: it counts
-    before theirs. RequestError when it is no number."""
+    """`fields` with the replica of the header X-Data-Parallel-Rank, which overrides the body.
+
+    Raises:
+        RequestError: the header is not a number.
+    """
     if not header:
         return fields
     if not (header.isascii() and header.isdecimal() and len(header) <= len(str(_MOST_REPLICAS))):
@@ -93,10 +95,16 @@ def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, obje
     return {**fields, _HERE[0]: int(header)}
 
 
-def check_room(request: "TextRequest", limits: "Limits") -> None:
-    """Whether a sequence goes with the role of this server; RequestError when it does not."""
+def check_room(request: "RequestSpec", limits: "Limits") -> None:
+    """RequestError if a sequence does not fit the disaggregation mode of this server."""
     if not limits.role:
-        name = _ROOMS[2] if request.room else _THERE if request.giver >= 0 else ""
+        name = (
+            _ROOMS[2]
+            if request.message.room
+            else _THERE
+            if request.message.prefill_replica >= 0
+            else ""
+        )
         if name:
             raise RequestError(
                 f"{name} asks for a server that shares the work with another one",
@@ -107,14 +115,14 @@ def check_room(request: "TextRequest", limits: "Limits") -> None:
         return
     if request.route in _OWN_ROUTES or not limits.has_rooms:
         return
-    if not request.room:
+    if not request.message.room:
         raise RequestError(
             f"This is a {limits.role} server, and the request names no bootstrap_room",
             param="bootstrap_room",
             code="no_room",
             hint="Send requests to the router of the two servers.",
         )
-    if limits.role == "decode" and not request.peer:
+    if limits.role == "decode" and not request.message.peer:
         raise RequestError(
             "bootstrap_host must name the server that computes the prompt", param="bootstrap_host"
         )
@@ -126,11 +134,13 @@ def check_room(request: "TextRequest", limits: "Limits") -> None:
         )
 
 
-def with_room(request: "TextRequest", limits: "Limits") -> "TextRequest":
-    """The request with a room of its own, where nothing is handed over really."""
-    if limits.has_rooms or not limits.role or request.room or request.route in _OWN_ROUTES:
+def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
+    """The request with a room of its own if --disaggregation-transfer-backend is fake."""
+    if limits.has_rooms or not limits.role:
         return request
-    return replace(request, room=Meeting(secrets.randbits(63)).name(0))
+    if request.message.room or request.route in _OWN_ROUTES:
+        return request
+    return request.with_message(room=BootstrapRoom(secrets.randbits(63)).name(0))
 
 
 def _spread(value: object, name: str, num: int | None) -> Sequence[object]:
@@ -159,16 +169,16 @@ def _rank(value: object, name: str) -> int:
     return value
 
 
-def _meeting(host: object, port: object, room: object) -> Meeting:
+def _bootstrap_room(host: object, port: object, room: object) -> BootstrapRoom:
     if room is None and host is None:
-        return NOWHERE
+        return NO_ROOM
     if type(room) is not int or not 0 <= room < 1 << 63:
         raise RequestError(
             f"bootstrap_room must be an integer in [0, 2^63), got {str(room)[:40]!r}",
             param="bootstrap_room",
         )
     if host is None:
-        return Meeting(room)
+        return BootstrapRoom(room)
     if not isinstance(host, str) or not _HOST.fullmatch(host):
         raise RequestError(
             f"bootstrap_host must be the name or address of a server, got {str(host)[:40]!r}",
@@ -180,4 +190,4 @@ def _meeting(host: object, port: object, room: object) -> Meeting:
             f"bootstrap_port must be an integer in [1, 65535], got {str(port)[:40]!r}",
             param="bootstrap_port",
         )
-    return Meeting(room, f"{host}:{port}")
+    return BootstrapRoom(room, f"{host}:{port}")

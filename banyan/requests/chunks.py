@@ -1,7 +1,7 @@
-"""Chunks: a growing answer, taken by whoever reads it, when it can.
+"""Chunks: a growing answer that its reader takes without waiting, or iterates.
 
-A reader takes what is there without waiting, and is told in the very call that brings more. So a
-token costs no task its turn; who would rather wait iterates. Knows nothing of what is taken.
+A reader registers a callback (`on_more`) that runs in the call that brings more. So a token needs
+no task switch. `async for` is for readers that prefer to wait.
 """
 
 import asyncio
@@ -14,33 +14,31 @@ T = TypeVar("T")
 
 
 class Chunks(ABC, Generic[T]):
-    """Whoever has it closes it; closing before the end aborts what brings more. All calls from one
-    event loop."""
+    """The owner closes it; closing before the end aborts the source. All calls come from one event
+    loop."""
 
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Nothing is there, and nothing will come."""
+        """Everything was taken, and nothing will arrive."""
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is certain that `take` would give None, though it is not over: then nobody has
-        to ask."""
+        """Whether `take` would certainly return None, so that the call can be spared."""
         return False
 
     @abstractmethod
     def take(self) -> T | None:
-        """What is there and was not taken before; None when that is nothing. Where it is not all,
-        the next call gives more."""
+        """The next part of what has arrived; None if there is nothing new."""
 
     @abstractmethod
-    def tell(self, more: Callable[[], None] | None) -> None:
-        """Call `more`, and nobody else, whenever there may be something to take after `take` gave
-        None. It must not raise. None = nobody."""
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        """Replace the callback that runs when there may be something to take after `take` returned
+        None. It must not raise. None = no callback."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it; a second time does nothing."""
+        """Release it; a second call does nothing."""
 
     def __aiter__(self) -> "Chunks[T]":
         return self
@@ -50,28 +48,24 @@ class Chunks(ABC, Generic[T]):
             if self.is_over:
                 raise StopAsyncIteration
             more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.tell(partial(_ring, more))
+            self.on_more(partial(_wake, more))
             try:
                 await more
             finally:
-                self.tell(None)
+                self.on_more(None)
         return found
 
     async def aclose(self) -> None:
         self.close()
 
 
-def _ring(bell: asyncio.Future[None]) -> None:
-    if not bell.done():
-        bell.set_result(None)
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
-class Through(Chunks[T]):
-    """Chunks that are looked at on their way.
-
-    Args:
-        inner: where they come from.
-    """
+class WrappedChunks(Chunks[T]):
+    """Base of chunks that pass on those of `inner`."""
 
     def __init__(self, inner: Chunks[T]) -> None:
         self.inner = inner
@@ -87,8 +81,8 @@ class Through(Chunks[T]):
     def take(self) -> T | None:
         return self.inner.take()
 
-    def tell(self, more: Callable[[], None] | None) -> None:
-        self.inner.tell(more)
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        self.inner.on_more(more)
 
     def close(self) -> None:
         self.inner.close()

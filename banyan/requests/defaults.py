@@ -1,4 +1,4 @@
-"""What the front takes from the Config: limits of a request, and what it leaves out stands for."""
+"""Request limits and default sampling parameters, from the Config and the loaded model."""
 
 import random
 
@@ -20,7 +20,7 @@ from banyan.tokenizer.tokenizer import Tokenizer
 
 
 def seed_source(server: ServerConfig) -> DrawSeed:
-    """Where requests without a seed get theirs; repeats from start to start under --random-seed."""
+    """Source of seeds for requests without one; reproducible under --random-seed."""
     if server.random_seed < 0:
         return fresh_seed
     source = random.Random(server.random_seed)
@@ -30,7 +30,7 @@ def seed_source(server: ServerConfig) -> DrawSeed:
 def limits_of(
     config: Config, model_config: ModelConfig, ready: Ready, tokenizer: Tokenizer | None
 ) -> Limits:
-    """What a request may ask of this model on the engine that said `ready`."""
+    """Limits of a request for this model on an engine that has reported `ready`."""
     return Limits(
         context_length=config.model.context_length or model_config.context_length,
         vocab_size=model_config.vocab_size,
@@ -60,7 +60,7 @@ def _expert_choices(config: Config, model_config: ModelConfig) -> int:
 
 
 def check_preferred(server: ServerConfig) -> None:
-    """Refuse --preferred-sampling-params that no request could have.
+    """Refuse --preferred-sampling-params that would be invalid in a request.
 
     Raises:
         ConfigError: names the parameter and what is wrong with it.
@@ -74,6 +74,6 @@ def check_preferred(server: ServerConfig) -> None:
 
 
 def sampling_defaults(server: ServerConfig) -> dict[str, object]:
-    """What sampling parameters mean that a request leaves out, on /generate and offline."""
+    """Sampling parameters of requests that leave them out, on /generate and offline."""
     given = server.preferred_sampling
     return {**NATIVE_DEFAULTS, "stream_interval": server.stream_interval, **given}

@@ -6,18 +6,22 @@ The form of embeddings, rerank and classify, for every route and for the offline
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.generation import Generator, TextRequest, Usage, collect
-from banyan.requests.long_texts import check_total, fitted_text
-from banyan.requests.sampling_params import Limits
+from banyan.requests.context import RequestContext
+from banyan.requests.generation import Generator, Usage, collect
+from banyan.requests.prompts import check_total, fitted_text
+from banyan.requests.request_spec import Fields, PromptSpec, RequestSpec, build_specs
+from banyan.requests.sampling_params import Limits, ParsedSampling
+from banyan.tokenizer.stop_strings import TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | list[int] | tuple[str, str]
+
+_NO_OUTPUT = ParsedSampling(SamplingParams(max_new_tokens=0), TextOptions())
 
 
 @dataclass(frozen=True)
@@ -26,17 +30,6 @@ class Vector:
 
     values: "array[float]"
     usage: Usage
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What the prompts of one request have in common; `rid` is numbered when there are several."""
-
-    rid: str
-    namespace: bytes = b""
-    caller: bytes = b""
-    priority: int = 0
-    route: str = "encode"
 
 
 def prompts_of(
@@ -112,12 +105,18 @@ class VectorService:
         self._clock = clock or WallClock()
 
     def read(
-        self, prompts: Sequence[Prompt], origin: Origin, adapters: Sequence[str] = ()
-    ) -> list[TextRequest]:
+        self,
+        context: RequestContext,
+        fields: Mapping[str, object],
+        prompts: Sequence[Prompt],
+        route: str,
+        adapters: Sequence[str] = (),
+    ) -> list[RequestSpec]:
         """One request for the vector of each prompt.
 
         Args:
-            adapters: the one of each prompt, "" for none; () = none at all.
+            fields: of the body; `build_specs` reads those that all APIs share.
+            adapters: one for each prompt, "" for none; () = none at all.
 
         Raises:
             RequestError: there are too many, or one is too long or not legal.
@@ -128,37 +127,24 @@ class VectorService:
                 f"at most {limits.max_sequences} prompts per request, got {len(prompts)}.",
                 param="input",
             )
-        ids: list[list[int]] = []
+        specs: list[PromptSpec] = []
         total = 0
-        for prompt in prompts:
-            ids.append(_ids(prompt, tokenizer, limits))
-            total += len(ids[-1])
+        for index, prompt in enumerate(prompts):
+            tokens = _ids(prompt, tokenizer, limits)
+            total += len(tokens)
             check_total(total, limits)
-        base = TextRequest(
-            id=RequestId(origin.rid),
-            prompt=[],
-            sampling=SamplingParams(max_new_tokens=0),
-            namespace=origin.namespace,
-            caller=origin.caller,
-            priority=origin.priority,
-            pool=True,
-            route=origin.route,
-        )
-        named = adapters or [""] * len(ids)
-        if len(ids) == 1:
-            return [replace(base, prompt=ids[0], adapter=named[0])]
-        return [
-            replace(base, id=RequestId(f"{origin.rid}_{i}"), prompt=prompt, adapter=adapter)
-            for i, (prompt, adapter) in enumerate(zip(ids, named, strict=True))
-        ]
+            adapter = adapters[index] if adapters else ""
+            specs.append(PromptSpec(tokens, _NO_OUTPUT, adapter=adapter, pool=True))
+        num = len(specs) if len(specs) > 1 else None
+        return build_specs(context, Fields(fields, num), specs, route)
 
-    async def vectors(self, requests: Sequence[TextRequest]) -> list[Vector]:
+    async def vectors(self, requests: Sequence[RequestSpec]) -> list[Vector]:
         """The vector of each request, in order; RequestError when one is refused or failed."""
         chunks = await collect(self._generator, requests)
         return [Vector(array("f", chunk.vector), chunk.usage) for chunk in chunks]
 
     async def answer(
-        self, requests: Sequence[TextRequest], dimensions: int | None = None
+        self, requests: Sequence[RequestSpec], dimensions: int | None = None
     ) -> list[dict[str, object]]:
         """The native form of the vectors; errors as of `vectors` and `shortened`."""
         began_s = self._clock.now()

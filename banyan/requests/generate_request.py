@@ -1,24 +1,28 @@
-"""The native request form (/generate and the offline API): a dictionary in, TextRequests out.
+"""The request form of /generate and the offline API: a dictionary in, RequestSpecs out.
 
-Every field is honoured, refused by name, or named in the answer under `not_honoured`. The answers
-are built in native_answer.
+Every field is honoured, refused by name, or named in the answer under `not_honoured`.
+generate_response builds the answers.
 """
 
-import hashlib
-import re
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
-from banyan.messages.requests import NO_HIDDEN
-from banyan.requests.bootstrap import FIELDS, meetings_of
-from banyan.requests.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.requests.input_embeds import PLACEHOLDER, namespace_with, parse_embeds
-from banyan.requests.long_texts import encode_texts
+from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
+from banyan.requests.request_spec import (
+    SHARED_FIELDS,
+    Fields,
+    PromptSpec,
+    RequestSpec,
+    ScoreOptions,
+    build_specs,
+    checked_boolean,
+    checked_integer,
+    checked_type,
+)
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,
     NOT_USED,
@@ -30,8 +34,6 @@ from banyan.requests.sampling_params import (
 )
 from banyan.tokenizer.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 FLOAT_BYTES = 4
 MAX_TOP = 256
 """Best alternatives per position."""
@@ -39,12 +41,8 @@ MAX_TOP = 256
 MAX_SCORE_IDS = 1024
 """Token ids scored at every position."""
 
-_RID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_SALT = re.compile(r"[\w.:=+-]{1,128}", re.ASCII)
-
 _HONOURED = frozenset(
     {
-        "rid",
         "text",
         "input_ids",
         "input_embeds",
@@ -55,15 +53,9 @@ _HONOURED = frozenset(
         "token_ids_logprob",
         "return_text_in_logprobs",
         "stream",
-        "priority",
-        "extra_key",
-        "cache_salt",
         "return_prompt_token_ids",
-        "return_hidden_states",
-        "return_routed_experts",
-        "routed_experts_start_len",
         "custom_logit_processor",
-        *FIELDS,
+        *SHARED_FIELDS,
         "lora_path",
     }
 )
@@ -101,7 +93,7 @@ _HARMLESS_DEFAULTS: Mapping[str, object] = {"log_metrics": True}
 class NativeSequence:
     """One sequence of a request, and how its answer is shown."""
 
-    request: TextRequest
+    request: RequestSpec
     show_scores: bool = False
     show_top: bool = False
     show_picked: bool = False
@@ -128,20 +120,20 @@ def parse_native(
     limits: Limits,
     defaults: Mapping[str, object] = NATIVE_DEFAULTS,
     draw_seed: DrawSeed = fresh_seed,
-    tenant: bytes = b"",
+    context: RequestContext | None = None,
     adapters: AdapterNames | None = None,
 ) -> NativeRequest:
     """Check a native request and tokenise its prompts.
 
     Args:
-        tenant: what the caller's credential stands for; part of the prefix-cache namespace.
-        adapters: those that may be named; None = none.
+        context: of the caller; None = a caller without a key.
+        adapters: adapters that may be named; None = none.
 
     Raises:
         RequestError: names the field, the rule and the value.
     """
     ignored = _sort_out(body)
-    fields = _Fields(body)
+    fields = Fields(body)
     embeds, is_batch = _embedded(fields, limits)
     if embeds:
         width = limits.hidden_size * FLOAT_BYTES
@@ -163,43 +155,34 @@ def parse_native(
             f"prompts x n must be in [1, {limits.max_sequences}], got {total}.", param="n"
         )
     is_list = fields.num is not None or total > 1
-    ids = _ids(fields, [p.n for p in parsed])
     shown = _scores(fields, prompts)
-    meetings = meetings_of(fields.get, fields.num)
-    salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
     chosen = _adapters(fields, len(prompts), adapters or AdapterNames())
-    hidden = fields.each("return_hidden_states", hidden_wanted)
-    experts_from = first_experts(fields.get)
-    priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
-    sequences = []
-    for i, (prompt, options) in enumerate(zip(prompts, parsed, strict=True)):
-        for j in range(options.n):
-            request = TextRequest(
-                id=next(ids),
-                prompt=prompt,
-                sampling=options.for_sequence(j),
-                text=options.text,
-                scores=shown[i].options,
-                grammar=options.grammar,
-                namespace=namespace_with(namespace_of(tenant, salts[i], keys[i]), embeds[i]),
-                caller=tenant,
-                embeds=embeds[i],
-                hidden=hidden[i],
-                experts_from=experts_from,
-                room=meetings[i].name(j),
-                peer=meetings[i].peer,
-                replica=meetings[i].replica,
-                giver=meetings[i].giver,
-                priority=priority,
-                adapter=chosen[i],
-                route="generate",
-                stride=options.stream_interval,
+    specs = build_specs(
+        context or RequestContext(),
+        fields,
+        [
+            PromptSpec(tokens, options, scores.options, adapter, embedded)
+            for tokens, options, scores, adapter, embedded in zip(
+                prompts, parsed, shown, chosen, embeds, strict=True
             )
-            unused = {**dict.fromkeys(ignored, NOT_USED), **options.ignored}
-            flags = (show_text, show_prompt_ids)
-            sequences.append(_shown(request, shown[i], *flags, unused))
+        ],
+        "generate",
+    )
+    owners = [i for i, options in enumerate(parsed) for _ in range(options.n)]
+    sequences = [
+        NativeSequence(
+            request=spec,
+            show_scores=shown[i].is_wanted,
+            show_top=shown[i].options.top > 0,
+            show_picked=bool(shown[i].options.ids),
+            show_score_text=show_text,
+            show_prompt_ids=show_prompt_ids,
+            not_honoured={**dict.fromkeys(ignored, NOT_USED), **parsed[i].ignored},
+        )
+        for spec, i in zip(specs, owners, strict=True)
+    ]
     return NativeRequest(sequences, is_list, fields.flag("stream"))
 
 
@@ -207,51 +190,6 @@ def parse_native(
 class _Shown:
     is_wanted: bool
     options: ScoreOptions
-
-
-def _shown(
-    request: TextRequest, shown: _Shown, text: bool, prompt_ids: bool, unused: Mapping[str, str]
-) -> NativeSequence:
-    return NativeSequence(
-        request=request,
-        show_scores=shown.is_wanted,
-        show_top=shown.options.top > 0,
-        show_picked=bool(shown.options.ids),
-        show_score_text=text,
-        show_prompt_ids=prompt_ids,
-        not_honoured=unused,
-    )
-
-
-class _Fields:
-    """The body's fields; those that may differ by prompt are spread over `num` prompts."""
-
-    def __init__(self, body: Mapping[str, object]) -> None:
-        self._body = body
-        self.num: int | None = None
-        """Prompts in the batch; None for a single prompt."""
-
-    def get(self, name: str) -> object:
-        return self._body.get(name)
-
-    def flag(self, name: str) -> bool:
-        return _boolean(self.get(name), name) or False
-
-    def each(self, name: str, check: Callable[[object, str], T]) -> list[T]:
-        """One checked value per prompt: the same for all, or from a list of that length."""
-        value = self.get(name)
-        if self.num is None:
-            return [check(value, name)]
-        if not isinstance(value, list):
-            return [check(value, name)] * self.num
-        return [check(v, name) for v in self.in_batch(name, value)]
-
-    def in_batch(self, name: str, values: list[object]) -> list[object]:
-        if len(values) != self.num:
-            raise RequestError(
-                f"{name} must be one value or {self.num} of them, got {len(values)}.", param=name
-            )
-        return values
 
 
 def _sort_out(body: Mapping[str, object]) -> list[str]:
@@ -277,19 +215,19 @@ def _asks_nothing(value: object) -> bool:
     return value is None or value is False or value == "" or value == {}
 
 
-def _is_batch(fields: _Fields) -> bool:
+def _is_batch(fields: Fields) -> bool:
     text, ids = fields.get("text"), fields.get("input_ids")
     return isinstance(text, list) or (isinstance(ids, list) and isinstance(ids[0], list))
 
 
-def _adapters(fields: _Fields, count: int, names: AdapterNames) -> list[str]:
+def _adapters(fields: Fields, count: int, names: AdapterNames) -> list[str]:
     """Who answers each prompt."""
     if _asks_nothing(fields.get("lora_path")):
         return [""] * count
     return fields.each("lora_path", names.named)
 
 
-def _sampling(fields: _Fields) -> list[dict[str, object]]:
+def _sampling(fields: Fields) -> list[dict[str, object]]:
     """The sampling parameters of each prompt; the processor stands beside them in a body."""
     params = fields.each("sampling_params", _dictionary)
     processors = fields.each("custom_logit_processor", lambda value, _: value)
@@ -299,7 +237,7 @@ def _sampling(fields: _Fields) -> list[dict[str, object]]:
     ]
 
 
-def _embedded(fields: _Fields, limits: Limits) -> tuple[list[bytes], bool]:
+def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
     """Prompts that are given as embeddings, and whether they are a batch; [] without any."""
     given = fields.get("input_embeds")
     if given is None:
@@ -312,7 +250,7 @@ def _embedded(fields: _Fields, limits: Limits) -> tuple[list[bytes], bool]:
     return parse_embeds(given, limits)
 
 
-def _prompts(fields: _Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+def _prompts(fields: Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
     text, ids = fields.get("text"), fields.get("input_ids")
     if (text is None) == (ids is None):
         raise RequestError(
@@ -374,28 +312,10 @@ def _check_ids(prompt: object, vocab_size: int) -> None:
         )
 
 
-def _ids(fields: _Fields, counts: list[int]) -> Iterator[RequestId]:
-    """Request ids in sequence order: fresh, or the caller's, numbered where one must do."""
-    given = fields.get("rid")
-    if given is None:
-        return (RequestId(uuid.uuid4().hex) for _ in range(sum(counts)))
-    if isinstance(given, list) and fields.num is not None:
-        stems = [checked_rid(r) for r in fields.in_batch("rid", given)]
-        return (
-            RequestId(stem if n == 1 else f"{stem}_{j}")
-            for stem, n in zip(stems, counts, strict=True)
-            for j in range(n)
-        )
-    stem, total = checked_rid(given), sum(counts)
-    if fields.num is None and total == 1:
-        return iter([RequestId(stem)])
-    return (RequestId(f"{stem}_{i}") for i in range(total))
-
-
-def _scores(fields: _Fields, prompts: list[list[int]]) -> list[_Shown]:
-    wanted = fields.each("return_logprob", _boolean)
-    starts = fields.each("logprob_start_len", _integer)
-    tops = fields.each("top_logprobs_num", _integer)
+def _scores(fields: Fields, prompts: list[list[int]]) -> list[_Shown]:
+    wanted = fields.each("return_logprob", checked_boolean)
+    starts = fields.each("logprob_start_len", checked_integer)
+    tops = fields.each("top_logprobs_num", checked_integer)
     picked = _score_ids(fields)
     shown = []
     for prompt, is_wanted, start, top, ids in zip(
@@ -418,7 +338,7 @@ def _scores(fields: _Fields, prompts: list[list[int]]) -> list[_Shown]:
     return shown
 
 
-def _score_ids(fields: _Fields) -> list[tuple[int, ...]]:
+def _score_ids(fields: Fields) -> list[tuple[int, ...]]:
     value = fields.get("token_ids_logprob")
     if (
         fields.num is not None
@@ -446,68 +366,5 @@ def _id_tuple(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def checked_rid(rid: object) -> str:
-    """A client's name for its request; RequestError unless short and plain."""
-    if not isinstance(rid, str) or not _RID.fullmatch(rid):
-        raise RequestError(
-            "rid must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="rid"
-        )
-    return rid
-
-
-def namespace_of(tenant: bytes, cache_salt: str | None, extra_key: str | None) -> bytes:
-    """Prefix-cache namespace: the credential's own, narrowed by what the body adds.
-
-    Requests without any of the three share the empty namespace.
-    """
-    if not (tenant or cache_salt or extra_key):
-        return b""
-    parts = (tenant.hex(), cache_salt or "", extra_key or "")
-    return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
-
-
-def checked_salt(value: object, name: str) -> str | None:
-    """A salt of the legal alphabet; null is none."""
-    if value is not None and (not isinstance(value, str) or not _SALT.fullmatch(value)):
-        raise RequestError(f"{name} must be 1 to 128 letters, digits or _ . : = + -", param=name)
-    return value
-
-
-def hidden_wanted(value: object, name: str) -> str:
-    """Which hidden states `return_hidden_states` asks for; "" for none."""
-    if value in (None, False):
-        return ""
-    if value is not True and value != LAST_HIDDEN:
-        raise RequestError(f'{name} must be true, false or "last".', param=name)
-    return ALL_HIDDEN if value is True else LAST_HIDDEN
-
-
-def first_experts(get: Callable[[str], object]) -> int:
-    """First position whose chosen experts are wanted; NO_HIDDEN for none."""
-    start_name = "routed_experts_start_len"
-    start = _integer(get(start_name), start_name) or 0
-    if start < 0:
-        raise RequestError(f"{start_name} must be at least 0, got {start}.", param=start_name)
-    return start if _boolean(get("return_routed_experts"), "return_routed_experts") else NO_HIDDEN
-
-
-def _boolean(value: object, name: str) -> bool | None:
-    return _typed(value, name, bool, "true or false")
-
-
-def _integer(value: object, name: str) -> int | None:
-    if type(value) is int and not -(2**31) <= value < 2**31:
-        raise RequestError(f"{name} must be a 32-bit integer, got {str(value)[:40]}.", param=name)
-    return _typed(value, name, int, "an integer")
-
-
 def _dictionary(value: object, name: str) -> dict[str, object] | None:
-    return _typed(value, name, dict, "an object")
-
-
-def _typed(value: object, name: str, kind: type[T], rule: str) -> T | None:
-    if value is None:
-        return None
-    if not isinstance(value, kind) or type(value) is not kind:
-        raise RequestError(f"{name} must be {rule}, got {type(value).__name__}.", param=name)
-    return value
+    return checked_type(value, name, dict, "an object")

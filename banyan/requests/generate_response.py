@@ -12,21 +12,22 @@ from typing import cast
 from banyan.base.clock import Clock, WallClock
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.messages.events import DraftReport
-from banyan.messages.requests import NO_HIDDEN
-from banyan.requests.cached_tokens import cache_miss, cached_details
+from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeRequest, NativeSequence, parse_native
 from banyan.requests.generation import (
-    LAST_HIDDEN,
     Finish,
     Generator,
     TextChunk,
     TokenScore,
+    cache_miss,
+    cached_details,
     collect,
     join,
     run,
     shown_bytes,
 )
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.request_spec import LAST_HIDDEN
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.tokenizer.tokenizer import Tokenizer
 
@@ -78,7 +79,10 @@ class NativeService:
         self._clock = clock or WallClock()
 
     async def read(
-        self, body: Mapping[str, object], tenant: bytes = b"", size: int | None = None
+        self,
+        body: Mapping[str, object],
+        context: RequestContext | None = None,
+        size: int | None = None,
     ) -> NativeRequest:
         """As `parse`, in a thread when the body is long.
 
@@ -90,7 +94,7 @@ class NativeService:
             size = len(text) if isinstance(text, str) else THREAD_BYTES + 1
         if self._tokenizer is not None and self._tokenizer.waits:
             size += THREAD_BYTES + 1
-        return await off_loop(size, lambda: self.parse(body, tenant))
+        return await off_loop(size, lambda: self.parse(body, context))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
         """The complete answer; RequestError with the status when a sequence failed."""
@@ -120,7 +124,9 @@ class NativeService:
                 answer = await off_loop(shown_bytes([chunk]), work)
                 yield {**answer, "index": i} if request.is_list else answer
 
-    def parse(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
+    def parse(
+        self, body: Mapping[str, object], context: RequestContext | None = None
+    ) -> NativeRequest:
         """Check a body and tokenise its prompts; RequestError when it is refused."""
         return parse_native(
             body,
@@ -128,7 +134,7 @@ class NativeService:
             limits=self.limits,
             defaults=self._defaults,
             draw_seed=self._draw_seed,
-            tenant=tenant,
+            context=context,
             adapters=self._adapters,
         )
 
@@ -156,7 +162,7 @@ class NativeService:
             meta |= self._scores(sequence, chunk)
         if sequence.request.hidden and chunk.finish is not None:
             meta["hidden_states"] = self._hidden_states(sequence, chunk)
-        if sequence.request.experts_from != NO_HIDDEN and chunk.finish is not None:
+        if sequence.request.message.wants_experts and chunk.finish is not None:
             meta["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
         if sequence.show_prompt_ids:
             meta["prompt_token_ids"] = sequence.request.prompt

@@ -1,105 +1,32 @@
-"""Generation: the one path from a prompt to text, for every route and for the offline API.
+"""Generation: the interface between APIs and the engine, and the chunks of text that pass it.
 
-Turns a TextRequest into engine messages, and engine events into TextChunks: detokenises, finds
-stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
+APIs call `run` or `collect` with RequestSpecs and get TextChunks. `Generator` is implemented by
+engine_client.text_generator, and wrapped by metrics, logs and traces (`observed`).
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
+from banyan.config.hicache import HOST
 from banyan.messages.events import DraftReport
-from banyan.messages.requests import NO_HIDDEN, NO_SCORES
-from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.chunks import Chunks, Through
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """How tokens become text, and which text ends the request."""
-
-    stop: tuple[str, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    shown: frozenset[int] = frozenset()
-    """Special tokens that are text all the same, because a parser looks for them."""
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """Which log-probabilities are wanted. `start` is the first position; NO_SCORES = none."""
-
-    start: int = NO_SCORES
-    top: int = 0
-    ids: tuple[int, ...] = ()
-
-
-ALL_HIDDEN = "all"
-"""TextRequest.hidden: hidden states of every position that went through the model."""
-LAST_HIDDEN = "last"
-"""TextRequest.hidden: that of the last such position alone."""
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """One sequence to generate (n > 1 is n of these)."""
-
-    id: RequestId
-    prompt: list[int]
-    sampling: SamplingParams
-    text: TextOptions = field(default_factory=TextOptions)
-    scores: ScoreOptions = field(default_factory=ScoreOptions)
-    grammar: str = ""
-    """What the output must look like, as requests.constraint makes it; "" for anything."""
-    namespace: bytes = b""
-    caller: bytes = b""
-    """Digest of the credential that asks."""
-    pool: bool = False
-    """The prompt's vector is wanted, and no text."""
-    hidden: str = ""
-    """Which hidden states are wanted; "" for none."""
-    experts_from: int = NO_HIDDEN
-    """First position whose chosen experts are wanted; NO_HIDDEN = none."""
-    embeds: bytes = b""
-    """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
-    room: bytes = b""
-    """Where it is handed over from one server to another; b"" = nowhere."""
-    peer: str = ""
-    """host:port of the server that computes its prompt."""
-    replica: int = -1
-    """Which replica of this server takes it; -1 = whichever is chosen."""
-    giver: int = -1
-    """Which replica of the other server computes its prompt; -1 = the one that has its room."""
-    priority: int = 0
-    adapter: str = ""
-    """Who answers; "" = the model by itself."""
-    route: str = ""
-    """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
-    stride: int = 1
-    """Tokens that a chunk has at least, unless it is the first or the last; 0 = all of them."""
-    pin_s: float = 0.0
-    """For how long the pages of its prompt stay once it has ended; 0 = as any others."""
-    pin_priority: int = 0
-    """What is pinned with a lower one gives way first."""
-
+from banyan.requests.chunks import Chunks, WrappedChunks
+from banyan.requests.request_spec import RequestSpec
 
 _SHOWN_BYTES = 32
-"""Of one log-probability as JSON."""
+"""Approximate JSON size of one log-probability."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log-probability of one token at one position. `logprob` is None for the very first token.
+    """Log-probability of one token at one position; None for the first token of a prompt.
 
-    There may be a million of them in an answer, so they are kept as numbers, not as objects.
+    An answer may have a million scores, so alternatives are arrays of numbers and not objects.
     """
 
     logprob: float | None
@@ -111,12 +38,12 @@ class TokenScore:
 
     @property
     def top(self) -> list[tuple[float, int]]:
-        """The best tokens of the position."""
+        """(log-probability, token) of the best alternatives."""
         return list(zip(self.top_logprobs, self.top_ids, strict=True))
 
     @property
     def picked(self) -> list[tuple[float, int]]:
-        """The tokens that were named."""
+        """(log-probability, token) of the tokens that the request named."""
         return list(zip(self.picked_logprobs, self.picked_ids, strict=False))
 
 
@@ -134,54 +61,57 @@ class Finish:
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Made for every chunk, like that: a frozen dataclass takes ten times as long to make."""
+    """Token counts of one request so far.
+
+    A struct, since every chunk has one: a frozen dataclass takes ten times as long to create.
+    """
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
     retractions: int = 0
     stored_tokens: int = 0
-    """How many of the cached tokens came from a store."""
+    """Cached tokens that came from a store."""
     cache_miss: str = ""
     """Why there were no more cached tokens (kv_cache/misses.py)."""
     queue_s: float = 0.0
-    """How long it waited for a place among those that run; known in the last chunk."""
+    """Seconds in the waiting queue; set in the last chunk."""
     drafts: DraftReport | None = None
-    """None before the end, and when nothing drafts."""
+    """None before the end, and without speculative decoding."""
 
 
 class TextChunk(msgspec.Struct, frozen=True):
-    """What became final since the chunk before. The last chunk has `finish`."""
+    """Output that became final since the previous chunk. The last chunk has `finish`."""
 
     text: str
-    """New text, already cut at a stop; deltas concatenate to the whole answer."""
+    """New text, cut at a stop. The texts of all chunks concatenate to the answer."""
     tokens: list[int]
     usage: Usage
     prompt_scores: list[TokenScore] = []
     output_scores: list[TokenScore] = []
     finish: Finish | None = None
     vector: bytes = b""
-    """float32 little-endian: the prompt's vector, in the last chunk of a request for it."""
+    """float32 little-endian: pooled vector of the prompt, in the last chunk."""
     hidden: bytes = b""
     """float32 little-endian [positions, hidden]: all hidden states, in the last chunk."""
     experts: bytes = b""
-    """int32 little-endian [positions, layers, per_token]: what they chose, in the last chunk."""
+    """int32 little-endian [positions, layers, per_token]: chosen experts, in the last chunk."""
 
 
 class Generator(Protocol):
-    """What routes and the offline API call. Closing the chunks early aborts the request."""
+    """Runs requests. Closing the chunks of one early aborts it."""
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
-        """Begin it; RequestError when it is refused."""
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
+        """Start the request; RequestError when it is refused."""
         ...
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
-        """RequestError when these sequences together ask for more than one request may."""
+    def check(self, requests: Sequence[RequestSpec]) -> None:
+        """RequestError when these sequences exceed the limits of one request."""
         ...
 
 
 def shown_bytes(chunks: Sequence[TextChunk]) -> int:
-    """About how large the log-probabilities of these chunks are in an answer, for `off_loop`."""
+    """Approximate JSON size of the log-probabilities of these chunks, for `off_loop`."""
     size = 0
     for chunk in chunks:
         scores = chunk.output_scores or chunk.prompt_scores
@@ -192,7 +122,7 @@ def shown_bytes(chunks: Sequence[TextChunk]) -> int:
 
 
 def join(chunks: Sequence[TextChunk]) -> TextChunk:
-    """The consecutive chunks of one request as one."""
+    """Consecutive chunks of one request as one chunk."""
     if len(chunks) == 1:
         return chunks[0]
     return TextChunk(
@@ -208,12 +138,12 @@ def join(chunks: Sequence[TextChunk]) -> TextChunk:
     )
 
 
-class InStrides(Through[TextChunk]):
-    """The same chunks in pieces of at least `stride` tokens; the first token is not held back."""
+class CoalescedChunks(WrappedChunks[TextChunk]):
+    """Joins chunks until they have `interval` tokens. The first token is not held back."""
 
-    def __init__(self, inner: Chunks[TextChunk], stride: int) -> None:
+    def __init__(self, inner: Chunks[TextChunk], interval: int) -> None:
         super().__init__(inner)
-        self._stride = stride
+        self._interval = interval
         self._held: list[TextChunk] = []
         self._missing = 1
 
@@ -223,17 +153,17 @@ class InStrides(Through[TextChunk]):
             self._missing -= len(chunk.tokens)
             if self._missing <= 0 or chunk.finish is not None:
                 whole = join(self._held)
-                self._held, self._missing = [], self._stride
+                self._held, self._missing = [], self._interval
                 return whole
         return None
 
 
 Arrival = tuple[int, TextChunk]
-"""A chunk of the request with that index."""
+"""(index of the request, its chunk)."""
 
 
-class _Numbered(Chunks[Arrival]):
-    """The chunks of one request of several; `take` raises RequestError when it has failed."""
+class _NumberedChunks(Chunks[Arrival]):
+    """Chunks of one request of several. `take` raises RequestError if the request failed."""
 
     def __init__(self, index: int, inner: Chunks[TextChunk]) -> None:
         self._index = index
@@ -256,24 +186,24 @@ class _Numbered(Chunks[Arrival]):
             raise RequestError(finish.text, status=finish.status, code=finish.code)
         return self._index, chunk
 
-    def tell(self, more: Callable[[], None] | None) -> None:
-        self._inner.tell(more)
+    def on_more(self, more: Callable[[], None] | None) -> None:
+        self._inner.on_more(more)
 
     def close(self) -> None:
         self._inner.close()
 
 
-class _SideBySide(Chunks[Arrival]):
-    """Those of several requests as they come. A reader who is slow holds all of them back."""
+class _MergedChunks(Chunks[Arrival]):
+    """Chunks of several requests as they arrive, taken in turns."""
 
     def __init__(self, parts: Sequence[Chunks[Arrival]]) -> None:
         self._parts = parts
         self._more: Callable[[], None] | None = None
         self._ready = dict.fromkeys(range(len(parts)))
-        """Those which may have something; of several that do, each has its turn."""
+        """Indices of parts that may have chunks, in the order in which they are taken."""
         self._open = set(self._ready)
         for index, part in enumerate(parts):
-            part.tell(partial(self._has_more, index))
+            part.on_more(partial(self._has_more, index))
 
     @property
     def is_over(self) -> bool:
@@ -293,12 +223,12 @@ class _SideBySide(Chunks[Arrival]):
                 self._open.discard(index)
         return None
 
-    def tell(self, more: Callable[[], None] | None) -> None:
+    def on_more(self, more: Callable[[], None] | None) -> None:
         self._more = more
 
     def close(self) -> None:
         for part in self._parts:
-            part.tell(None)
+            part.on_more(None)
             part.close()
         self._open.clear()
 
@@ -308,40 +238,119 @@ class _SideBySide(Chunks[Arrival]):
             self._more()
 
 
-def run(generator: Generator, requests: Sequence[TextRequest]) -> Chunks[Arrival]:
-    """What requests that run side by side bring, as it comes, each at its stride. Closing it ends
-    all of them.
+def run(generator: Generator, requests: Sequence[RequestSpec]) -> Chunks[Arrival]:
+    """Run requests concurrently; their chunks as they arrive. Closing the result aborts all.
 
     Raises:
-        RequestError: a request was refused, or fails (from `take`); the others are ended.
+        RequestError: a request was refused, or failed (from `take`). The others are aborted.
     """
     generator.check(requests)
-    parts: list[_Numbered] = []
+    parts: list[_NumberedChunks] = []
     try:
         for index, request in enumerate(requests):
-            parts.append(_Numbered(index, _in_pieces(generator, request)))
+            parts.append(_NumberedChunks(index, _coalesced(generator, request)))
     except BaseException:
         for part in parts:
             part.close()
         raise
-    return parts[0] if len(parts) == 1 else _SideBySide(parts)
+    return parts[0] if len(parts) == 1 else _MergedChunks(parts)
 
 
-def at_once(requests: Sequence[TextRequest]) -> list[TextRequest]:
-    """The same requests for a reader who takes nothing before the end."""
-    return [replace(request, stride=0) for request in requests]
+def unstreamed(requests: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """The same requests for a caller that needs nothing before the end."""
+    return [request.with_message(stream_interval=0) for request in requests]
 
 
-async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list[TextChunk]:
-    """The complete answer of each request as one chunk, in order; errors as of `run`."""
+async def collect(generator: Generator, requests: Sequence[RequestSpec]) -> list[TextChunk]:
+    """The complete answer of each request as one chunk, in order. Raises as `run`."""
     parts: list[list[TextChunk]] = [[] for _ in requests]
-    async with aclosing(run(generator, at_once(requests))) as chunks:
+    async with aclosing(run(generator, unstreamed(requests))) as chunks:
         async for index, chunk in chunks:
             parts[index].append(chunk)
     return [join(chunks) for chunks in parts]
 
 
-def _in_pieces(generator: Generator, request: TextRequest) -> Chunks[TextChunk]:
-    """Chunks of one request at its stride."""
+def _coalesced(generator: Generator, request: RequestSpec) -> Chunks[TextChunk]:
     chunks = generator.generate(request)
-    return InStrides(chunks, request.stride) if request.stride > 1 else chunks
+    interval = request.message.stream_interval
+    return CoalescedChunks(chunks, interval) if interval > 1 else chunks
+
+
+def cached_details(usages: Sequence[Usage], store: str) -> dict[str, object]:
+    """Cached tokens of these prompts by tier, as all APIs report them.
+
+    Args:
+        store: backend of the hierarchical cache; "" = none.
+    """
+    cached = sum(usage.cached_tokens for usage in usages)
+    stored = sum(usage.stored_tokens for usage in usages)
+    details: dict[str, object] = {
+        "device": cached - stored,
+        "host": stored if store == HOST else 0,
+    }
+    if store:
+        details["storage"] = 0 if store == HOST else stored
+        details["storage_backend"] = store
+    return details
+
+
+def cache_miss(usages: Sequence[Usage]) -> dict[str, object]:
+    """The field `cache_miss`: why no more of these prompts was cached (kv_cache/misses.py), each
+    reason once; {} if there was nothing to miss."""
+    reasons = dict.fromkeys(usage.cache_miss for usage in usages if usage.cache_miss)
+    return {"cache_miss": ",".join(reasons)} if reasons else {}
+
+
+class RequestObserver(Protocol):
+    """Follows one request on its way to the reader, for metrics, logs and traces."""
+
+    def take(self, chunk: TextChunk) -> None: ...
+
+    def refuse(self, error: RequestError) -> None:
+        """The request failed; `end` follows."""
+        ...
+
+    def end(self) -> None:
+        """The last chunk was taken, or the reader closed. Called exactly once."""
+        ...
+
+
+def observed(
+    observer: RequestObserver, begin: Callable[[], Chunks[TextChunk]]
+) -> Chunks[TextChunk]:
+    """The chunks of `begin`, reported to `observer`, as is a RequestError of `begin`."""
+    try:
+        return _ObservedChunks(begin(), observer)
+    except RequestError as error:
+        observer.refuse(error)
+        observer.end()
+        raise
+
+
+class _ObservedChunks(WrappedChunks[TextChunk]):
+    def __init__(self, inner: Chunks[TextChunk], observer: RequestObserver) -> None:
+        super().__init__(inner)
+        self._observer = observer
+        self._has_ended = False
+
+    def take(self) -> TextChunk | None:
+        try:
+            chunk = self.inner.take()
+        except RequestError as error:
+            self._observer.refuse(error)
+            self._end()
+            raise
+        if chunk is not None:
+            self._observer.take(chunk)
+            if chunk.finish is not None:
+                self._end()
+        return chunk
+
+    def close(self) -> None:
+        self.inner.close()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._observer.end()

@@ -18,8 +18,7 @@ from banyan.base.errors import RequestError
 from banyan.messages.constraint import KINDS
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.constraint import parse_constraint
-from banyan.requests.generation import TextOptions
-from banyan.tokenizer.stop_strings import MAX_STOPS, check_stops
+from banyan.tokenizer.stop_strings import MAX_STOPS, TextOptions, check_stops
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
 """What /generate and the offline API assume; the OpenAI routes bring their own."""

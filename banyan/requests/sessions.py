@@ -14,8 +14,8 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
-from banyan.requests.generate_request import checked_rid
-from banyan.requests.long_texts import encode_texts
+from banyan.requests.prompts import encode_texts
+from banyan.requests.request_spec import checked_rid
 from banyan.requests.sampling_params import Limits
 from banyan.tokenizer.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Batch: the rows of a plan that run, as arrays, and what follows from them alone."""
+"""Batch: the rows of a plan that run, as host arrays."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from banyan.runner.slots import SlotTable
 
 @dataclass(frozen=True)
 class WholeStep:
-    """The tokens of all shares of a step, those of the first one in front.
+    """The tokens of all context parallel shares of a step, share by share.
 
     Attributes:
         slots, positions: [tokens] int64.
@@ -33,21 +33,24 @@ class WholeStep:
 
 @dataclass(eq=False)
 class Batch:
-    """The rows of a plan that run, as host arrays of one entry per row. Nobody writes to it; frozen
-    classes of so many fields are made in twice the time, which each step would wait for.
+    """The rows of a plan that run, as host arrays with one entry per row.
+
+    Not frozen, because creating a frozen class of so many fields takes twice as long in each step;
+    but nothing writes to it.
 
     Attributes:
-        wanted: what any row wants, or-ed.
+        wanted: the wishes (SAMPLE, SCORE, …) of all rows, or-ed.
         indices: index into StepPlan.rows.
+        ends: position after the last one of each row.
         offsets: [rows + 1], first token of each row along the step's tokens.
-        sampling: the row of each output, as an index into the others. A row that samples has an
-            output for its last token, and one for each draft before that.
-        last: the token of each output, along the step's tokens.
-        to_slots: slot of each output; to_positions: where its token goes.
+        sampling: row of each output. A row that samples has an output for its last token, and one
+            for each draft before it.
+        last: token of each output, along the step's tokens.
+        to_slots, to_positions: where the sampled token of each output is written.
         carried: [tokens, width], `StepInputs.previous_states`.
-        everywhere: of a batch that is a rank's share of a step: all tokens of that, which `last`
-            refers to. None of a whole step.
-        branches: the rows whose drafts branch.
+        whole_step: all tokens of the step, if this batch is one context parallel share of it;
+            `last` then refers to them.
+        branches: draft trees, by row.
     """
 
     rows: list[Row]
@@ -57,7 +60,6 @@ class Batch:
     starts: np.ndarray
     counts: np.ndarray
     ends: np.ndarray
-    """Position after the last one of each row."""
     offsets: np.ndarray
     sampling: np.ndarray
     last: np.ndarray
@@ -95,14 +97,14 @@ class Batch:
                 [ends[at] - back for at, back in back],
             ),
         )
-        return replace(found, branches=branches)._standing() if branches else found
+        return replace(found, branches=branches)._with_tree_positions() if branches else found
 
-    def _standing(self) -> "Batch":
-        """With the tokens of what branches going to where they stand."""
+    def _with_tree_positions(self) -> "Batch":
+        """Write sampled tokens of draft trees to their tree positions."""
         return replace(self, to_positions=self.positions[self.last] + 1)
 
     def filled_up(self, rows: int) -> "Batch":
-        """With rows of padding behind the others, `rows` of one token each in all."""
+        """Append rows of padding, up to `rows` rows of one token each."""
         missing = rows - len(self.slots)
         none, one = np.zeros(missing, np.int64), np.ones(missing, np.int64)
         return replace(
@@ -117,14 +119,14 @@ class Batch:
         )
 
     def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The outputs whose tokens go to these positions of these rows; all [n] int64."""
+        """Outputs whose tokens are written to these positions of these rows; all [n] int64."""
         drafts = np.array([row.drafts for row in self.rows], np.int64)
         first = np.searchsorted(self.sampling, rows)
         return first + positions - (self.ends[rows] - drafts[rows])
 
     @property
     def positions(self) -> np.ndarray:
-        """Of each of the step's tokens; [tokens]."""
+        """Position of each of the step's tokens in its request; [tokens]."""
         found = self._in_rows()
         for at, branches in self.branches.items():
             found[self.offsets[at] : self.offsets[at + 1]] = branches.positions
@@ -132,20 +134,20 @@ class Batch:
 
     @property
     def places(self) -> np.ndarray:
-        """Where each of the step's tokens lies; [tokens]."""
+        """Where each token is stored, which differs from its position in draft trees; [tokens]."""
         found = self._in_rows()
         for at, branches in self.branches.items():
             found[self.offsets[at] : self.offsets[at + 1]] = branches.places
         return found
 
     def _in_rows(self) -> np.ndarray:
-        """One behind another from where each row starts; [tokens]."""
+        """Consecutive positions from the start of each row; [tokens]."""
         shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
         return np.arange(self.offsets[-1], dtype=np.int64) + shifts
 
     @property
     def rollback_checkpoints(self) -> np.ndarray:
-        """Of each row, how many drafts come before its own, and how many are its; [rows, 2]."""
+        """(drafts of earlier rows, drafts of this row) of each row; [rows, 2]."""
         drafts = np.array([row.drafts if row.want & SAMPLE else 0 for row in self.rows], np.int64)
         return np.stack([np.cumsum(drafts) - drafts, drafts], axis=1)
 
@@ -155,26 +157,26 @@ class Batch:
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Tokens and rows that every rank needs room for."""
+        """Tokens and rows that every rank must have capacity for."""
         if self.whole_step is None:
             return int(self.offsets[-1]), len(self.slots)
         return self.whole_step.most_tokens, self.whole_step.most_rows
 
     @property
     def written(self) -> int:
-        """Tokens that go into the cache."""
+        """Tokens written to the KV cache."""
         return int(self.offsets[-1]) if self.whole_step is None else len(self.whole_step.slots)
 
     def wanting(self, what: int) -> list[int]:
-        """The rows that want it."""
+        """Rows with this wish."""
         return [at for at, row in enumerate(self.rows) if row.want & what]
 
 
 def _arrays(*columns: list[int]) -> Iterator[np.ndarray]:
     """Each list as int64, all in one piece of memory.
 
-    A step's weights sweep the code of numpy out of the caches, so that in a short step each kind
-    of array operation costs tens of microseconds; plain numbers cost less.
+    One array and plain Python are faster than many small arrays: reading a step's weights evicts
+    numpy's code from the CPU caches, so each kind of array operation costs tens of microseconds.
     """
     packed, at = np.array([value for column in columns for value in column], np.int64), 0
     for column in columns:
@@ -183,8 +185,11 @@ def _arrays(*columns: list[int]) -> Iterator[np.ndarray]:
 
 
 def histories(batch: Batch, table: SlotTable) -> Tensor | None:
-    """What each output of the batch comes behind, where the slot table alone does not tell: rows
-    that branch and whose requests look back. [outputs, longest + 1] int32, on the host."""
+    """The tokens before each output, for draft trees whose requests use them (penalties, logit
+    processors); the slot table has no contiguous history of a tree.
+
+    returns: [outputs, longest + 1] int32 on the host; None = the slot table suffices.
+    """
     looks_back = table.params["penalised"]
     if not any(looks_back[s] or s in table.processed for s in batch.branching_slots):
         return None

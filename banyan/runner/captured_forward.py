@@ -1,20 +1,21 @@
-"""CapturedForward: decode steps as graphs of a few numbers of rows, the smallest that fits padded.
+"""CapturedForward: decode steps as graphs of a few sizes; a step is padded to the next size.
 
-A graph reads slot numbers and nothing else that changes: positions, tokens and page tables are
-gathered from the slot table inside it, and its best tokens and new lengths are entered there. So
-one small copy and one launch are a step. Padding is slot 0, whose pages are page 0.
+A graph reads only slot numbers. Inside it, positions, tokens and page tables are gathered from the
+slot table, and its best tokens and new lengths are written there. So a step is one small copy and
+one launch. Padding is slot 0, whose pages are page 0.
 
-Where drafts are verified there are graphs of rows of that many tokens too. A row with fewer drafts
-runs positions behind its own, whose numbers nobody reads, and which later rows write again.
+With drafts there are also graphs whose rows have that many tokens. A row with fewer drafts runs
+extra positions after its own; nothing reads their results, and later rows overwrite them.
 
-Ranks that work on one step together take the same graph, so that they exchange the same numbers of
-rows: replicas the smallest that fits each of them, by the counts that they have agreed on, and
-shares of a divided step the smallest that fits the largest share. In a line of stages a graph is
-the layers of one stage: what comes in and goes out is handed on outside of it, and logits are made
-behind the last one.
+Ranks that compute a step together use the same graph, so they exchange the same numbers of rows.
+DP attention replicas choose the smallest graph that fits the largest of the agreed row counts,
+context parallel ranks the smallest that fits the largest share. With pipeline parallelism a graph
+holds the layers of one stage; inputs and outputs are sent outside the graph, and logits are
+computed after the last stage.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,20 +24,31 @@ from torch import Tensor
 from banyan.base.log import logger
 from banyan.layers.step_inputs import StepInputs
 from banyan.messages.plan import SCORE
-from banyan.models.base import Model
 from banyan.ops.api import OpTime
 from banyan.ops.host import sent
-from banyan.parallel.groups import ALONE, Groups
-from banyan.platform.base import Graph, Platform
-from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
+from banyan.platform.base import Graph
+from banyan.runner.attention.base import GroupView, StepGeometry
 from banyan.runner.batch import Batch
-from banyan.runner.forward import EagerForward, is_sampled_plainly
+from banyan.runner.forward import EagerForward, ForwardContext, is_sampled_plainly
 from banyan.runner.inputs import BoundStates, StepTensors, has_embedded
-from banyan.runner.kvstore import KVStore
+from banyan.runner.multi_step import MultiStepRunner
 from banyan.runner.sampling.sampler import Sampled
-from banyan.runner.slots import SlotTable
 
 log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class CaptureSizes:
+    """
+    Attributes:
+        shapes: rows of the graphs, ascending; with context parallelism rows of one share.
+        is_unpadded: steps of other numbers of rows go to `eager` instead of being padded.
+        verified: tokens of a row with all its drafts; 0 = rows have no drafts.
+    """
+
+    shapes: tuple[int, ...]
+    is_unpadded: bool = False
+    verified: int = 0
 
 
 class CapturedForward:
@@ -44,56 +56,48 @@ class CapturedForward:
 
     Args:
         step: inputs with room for the largest shape.
-        shapes: rows of the graphs, rising; of a divided step, those of each share.
-        is_unpadded: a step of another number of rows goes to `eager`, none is filled up.
-        verified: tokens of a row with all its drafts, 0 = rows have none.
-        groups: the ranks that work on steps together.
     """
 
     how = "captured"
     is_recorded = False
     results_are_final = True
+    multi_steps: MultiStepRunner | None = None
 
     def __init__(
         self,
+        context: ForwardContext,
         eager: EagerForward,
-        model: Model,
-        table: SlotTable,
-        store: KVStore,
-        attention: AttentionBackend,
-        platform: Platform,
         step: StepTensors,
-        shapes: tuple[int, ...],
-        is_unpadded: bool = False,
-        verified: int = 0,
-        groups: Groups = ALONE,
+        sizes: CaptureSizes,
     ) -> None:
-        self.watch: Callable[[list[OpTime]], None] | None = None
+        model, platform, groups = context.model, context.platform, context.build.groups
+        shapes, verified = sizes.shapes, sizes.verified
+        self.on_op_times: Callable[[list[OpTime]], None] | None = None
         self._eager = eager
         self._model = model
-        self._table = table
-        self._store = store
-        self._attention = attention
+        self._table = context.table
+        self._store = context.store
+        self._attention = context.attention
         self._platform = platform
         self._step = step
         self._shapes = shapes
-        self._is_unpadded = is_unpadded
-        # What an indexer chooses for is told its lengths on the device.
+        self._is_unpadded = sizes.is_unpadded
+        # Sparse attention: the indexer reads the lengths on the device.
         is_sparse = model.model_config.latent is not None and bool(
             model.model_config.latent.index_heads
         )
         self._on_host = platform.traits.lengths_on_host and not is_sparse
-        self._joint, self._divided, self._stages = groups.joint, groups.divided, groups.stages
-        divided = groups.divided
-        self._shares, self._share = (1, 0) if divided is None else (divided.replicas, divided.share)
-        is_alone = (groups.joint or divided) is None and self._stages.size == 1
+        self._dp, self._cp, self._stages = groups.joint, groups.divided, groups.stages
+        cp = groups.divided
+        self._cp_size, self._cp_rank = (1, 0) if cp is None else (cp.replicas, cp.share)
+        is_alone = context.rows_of_all is None and self._stages.size == 1
         self._verified = verified if is_alone else 0
         most = min(step.max_tokens, step.max_outputs)
         self._wide = tuple(
             rows for rows in shapes if self._verified > 1 and rows * verified <= most
         )
         """Rows of the graphs that verify drafts."""
-        room = self._shares * shapes[-1]
+        room = self._cp_size * shapes[-1]
         self._most = max([room, *(rows * verified for rows in self._wide)])
         where = step.tokens.device
         self._hidden = self._logits = torch.empty(0)
@@ -102,27 +106,26 @@ class CapturedForward:
             torch.zeros(self._most, dtype=torch.int64, device=where) for _ in range(3)
         )
         self._slots = step.slots
-        """Of the rows of all shares."""
-        if divided is not None:
+        """Slots of the rows of all context parallel shares."""
+        if cp is not None:
             self._slots = torch.zeros(room, dtype=torch.int64, device=where)
         self._contexts = step.context_lengths
         if platform.traits.lengths_on_host:  # where the step has them
             self._contexts = torch.zeros(shapes[-1], dtype=torch.int32, device=where)
         self._brought = torch.zeros(2, room, dtype=torch.int64, device=where)
-        """Where rows start and how many tokens they run, of a step that verifies drafts or is
-        divided."""
+        """First position and number of tokens of each row, for drafts or context parallelism."""
         self._is_replayed = False
-        """A graph has run the step, else it was eager."""
+        """A graph ran the last step; else it was eager."""
         self._size = 0
-        """Its outputs."""
+        """Outputs of the last step."""
         self._places: np.ndarray | None = None
-        """Where its tokens are among those of the graph; None = in the same places."""
+        """Index of each token of the step among the graph's tokens; None = the same indices."""
         self._outputs: np.ndarray | None = None
-        """The same of its outputs."""
+        """Index of each output among the graph's outputs; None = the first ones."""
         self._is_sampled = False
-        # The largest first: the others fit into the memory that it took.
+        # The largest first: the others fit into its memory.
         self._graphs: dict[tuple[int, int], Graph] = {}
-        """By rows and tokens of a row."""
+        """By number of rows and tokens per row."""
         with torch.inference_mode():
             for rows in reversed(self._wide):
                 self._graphs[rows, verified] = platform.capture(self._work(rows, verified))
@@ -131,28 +134,29 @@ class CapturedForward:
                 self._graphs[rows, 1] = platform.capture(self._work(rows))
         log.info("captured decode steps of %s rows", ", ".join(map(str, shapes)))
         if self._wide:
-            told = ", ".join(map(str, self._wide))
-            log.info("captured steps of %s rows that verify %d tokens each", told, verified)
+            wide = ", ".join(map(str, self._wide))
+            log.info("captured steps of %s rows that verify %d tokens each", wide, verified)
 
     def _agree_on(self, rows: int) -> None:
-        """A step comes to which all who work on it bring so many rows."""
-        for joint in (self._joint, self._divided):
-            if joint is not None:
-                joint.tokens.enter([rows] * joint.replicas)
-                joint.outputs.enter([rows] * joint.replicas)
-        if self._divided is not None:
-            self._divided.context.enter([rows] * self._shares)
+        """Enter the row counts of a step to which every rank brings `rows` rows."""
+        for every in (self._dp, self._cp):
+            if every is not None:
+                every.tokens.enter([rows] * every.replicas)
+                every.outputs.enter([rows] * every.replicas)
+        if self._cp is not None:
+            self._cp.context.enter([rows] * self._cp_size)
 
     def _work(self, rows: int, count: int = 1) -> Callable[[], None]:
-        """What a step of so many rows of `count` tokens does; of a divided one, of so many rows of
-        each share, of which those of this one go through the model here."""
+        """One decode step of `rows` rows with `count` tokens each, for the graph.
+
+        With context parallelism `rows` is per share, and only this rank's share runs here.
+        """
         table, step, size = self._table, self._step, rows * count
-        whole = self._shares * size
-        """Its outputs."""
-        mine = slice(self._share * rows, (self._share + 1) * rows)
+        outputs = self._cp_size * size
+        mine = slice(self._cp_rank * rows, (self._cp_rank + 1) * rows)
         slots = self._slots[mine]
         views = tuple(
-            GroupView(pages[:rows], locations[:whole])
+            GroupView(pages[:rows], locations[:outputs])
             for pages, locations in zip(step.page_tables, step.locations, strict=True)
         )
         on_host = self._on_host
@@ -161,16 +165,18 @@ class CapturedForward:
         contexts = torch.zeros(rows, dtype=torch.int32) if on_host else self._contexts[:rows]
         geometry = StepGeometry(starts, contexts, views)
         inputs = StepInputs(
-            *(step.tokens[:size], step.positions[:size], self._attention.bind(geometry)),
-            BoundStates(self._store, geometry),
+            tokens=step.tokens[:size],
+            positions=step.positions[:size],
+            attention=self._attention.bind(geometry),
+            states=BoundStates(self._store, geometry),
             previous_states=None if step.previous_states is None else step.previous_states[:size],
         )
-        firsts, counts = self._brought[:, : self._shares * rows]
+        firsts, counts = self._brought[:, : self._cp_size * rows]
         steps = torch.arange(count, device=slots.device)
 
         def work() -> None:
-            slot_of = self._slots[:whole]
-            if self._shares > 1:
+            slot_of = self._slots[:outputs]
+            if self._cp_size > 1:
                 firsts_now = positions = firsts
                 step.place(slots, positions[mine], slots, table.max_length)
                 step.locate_all(slot_of, positions)
@@ -185,19 +191,19 @@ class CapturedForward:
                 table.lengths[slots] = firsts + counts
                 step.place(slot_of, positions, slots, table.max_length)
             if not on_host:
-                self._contexts[:rows] = firsts_now[mine] if self._shares > 1 else firsts_now
-            table.lengths[:1].zero_()  # padding stays at its beginning
+                self._contexts[:rows] = firsts_now[mine] if self._cp_size > 1 else firsts_now
+            table.lengths[:1].zero_()  # padding stays at position 0
             hidden = self._model.forward(inputs)
             if not len(self._hidden):
                 self._hidden = hidden.new_zeros(self._most, hidden.shape[1])
-            self._hidden[:whole] = hidden
+            self._hidden[:outputs] = hidden
             if self._stages.size == 1:
                 self._choose(hidden, slot_of, positions + 1)
 
         return work
 
     def _choose(self, hidden: Tensor, slot_of: Tensor, ends: Tensor) -> None:
-        """Enter the best token behind each; all of as many tokens."""
+        """Write the best next token after each position; [size] each."""
         size = len(hidden)
         self._to_slots[:size] = slot_of
         self._to_positions[:size] = ends
@@ -213,8 +219,8 @@ class CapturedForward:
     def run(self, batch: Batch) -> None:
         shape, count = self._shape_of(batch)
         self._is_replayed = bool(shape)
-        if shape and self._joint is not None and has_embedded(batch, self._table):
-            # The others take their graphs: this replica brings as many rows as they count on.
+        if shape and self._dp is not None and has_embedded(batch, self._table):
+            # The other replicas replay graphs: this one must bring as many rows as they expect.
             self._is_replayed = False
             self._agree_on(shape)
             batch = batch.filled_up(shape)
@@ -229,23 +235,21 @@ class CapturedForward:
             self._graphs[shape, count].replay()
         self._find(batch, shape, count)
         params = self._table.params[batch.to_slots]
-        is_scored = bool(
-            batch.wanted & SCORE
-        )  # the scores are of the logits, which are then asked for
+        is_scored = bool(batch.wanted & SCORE)  # scoring needs the logits afterwards
         is_best = not is_scored and bool((params["greedy"] & ~params["penalised"]).all())
         is_plain = is_best and is_sampled_plainly(batch, self._table)
         self._is_sampled = is_plain and bool(self._size) and self._stages.size == 1
 
     def _bring(self, batch: Batch, shape: int, count: int) -> None:
-        """Enter what its graph reads."""
+        """Copy the inputs of the graph to the device."""
         rows, step = len(batch.slots), self._step
         moves = self._table.moves(batch.rows)
         if count > 1 or batch.whole_step is not None:
-            parts = np.zeros((3, self._shares * shape), np.int64)
+            parts = np.zeros((3, self._cp_size * shape), np.int64)
             if batch.whole_step is None:
                 parts[:, :rows] = batch.slots, batch.starts, batch.counts
             else:
-                at = self._places_of_shares(shape)
+                at = self._places_of_cp_shares(shape)
                 parts[:2, at] = batch.whole_step.slots, batch.whole_step.positions
             packed = self._platform.pinned(parts.shape, torch.int64)
             packed.copy_(torch.from_numpy(parts))
@@ -261,18 +265,18 @@ class CapturedForward:
             self._slots[:shape].copy_(packed, non_blocking=True)
         step.carry(batch)
 
-    def _places_of_shares(self, shape: int) -> np.ndarray:
-        """Where the tokens of a divided step are among those of its graph; [tokens]."""
-        assert self._divided is not None
-        counts = self._divided.tokens.counts
+    def _places_of_cp_shares(self, shape: int) -> np.ndarray:
+        """Index of each token of a context parallel step among the graph's tokens; [tokens]."""
+        assert self._cp is not None
+        counts = self._cp.tokens.counts
         return np.concatenate([at * shape + np.arange(n) for at, n in enumerate(counts)])
 
     def _find(self, batch: Batch, shape: int, count: int) -> None:
-        """Where tokens and outputs of the batch lie among those of its graph."""
+        """Map tokens and outputs of the batch to those of its graph."""
         tokens = int(batch.offsets[-1])
         self._size, self._places, self._outputs = len(batch.last), None, None
         if batch.whole_step is not None:
-            self._places = self._places_of_shares(shape)
+            self._places = self._places_of_cp_shares(shape)
         elif tokens < len(batch.slots) * count:
             first = np.arange(len(batch.slots)) * count - batch.offsets[:-1]
             self._places = np.repeat(first, batch.counts) + np.arange(tokens)
@@ -281,25 +285,20 @@ class CapturedForward:
         elif self._size < tokens:  # rows that failed are padding
             self._outputs = batch.last
 
-    def multi_step(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+    def multi_step(
+        self, batch: Batch, steps: int, step_id: int, report_every: int, wake_fd: int
+    ) -> None:
         return None
-
-    def told(self, number: int) -> None:
-        return None
-
-    def interrupt(self, number: int) -> None:
-        """There is nothing to end."""
 
     def _shape_of(self, batch: Batch) -> tuple[int, int]:
-        """Rows and tokens of a row of the graph that runs a batch; rows are 0 where none does. The
-        same on all ranks."""
-        if self._joint is not None:
-            counts, outputs = self._joint.tokens.counts, self._joint.outputs.counts
+        """(rows, tokens per row) of the graph for a batch; 0 rows = none. Equal on all ranks."""
+        if self._dp is not None:
+            counts, outputs = self._dp.tokens.counts, self._dp.outputs.counts
             return self._shape_for(counts) if counts == outputs else 0, 1
         is_embedded = has_embedded(batch, self._table)
-        if self._divided is not None:
+        if self._cp is not None:
             is_decode = len(batch.last) == batch.written == len(batch.rows) and not is_embedded
-            return self._shape_for(self._divided.tokens.counts) if is_decode else 0, 1
+            return self._shape_for(self._cp.tokens.counts) if is_decode else 0, 1
         rows, tokens = len(batch.rows), int(batch.offsets[-1])
         if len(batch.last) != tokens or not rows or is_embedded:
             return 0, 1
@@ -312,20 +311,20 @@ class CapturedForward:
         return (0 if is_odd or is_long else shape), count
 
     def _shape_for(self, counts: list[int]) -> int:
-        """Rows of the graph for those who bring so many each; 0 = there is none."""
+        """Rows of the graph for ranks that bring `counts` rows each; 0 = no graph fits."""
         shape = next((shape for shape in self._shapes if shape >= max(counts)), 0)
         is_odd = self._is_unpadded and any(count != shape for count in counts)
         return 0 if is_odd or not max(counts) else shape
 
-    def left(self, batch: Batch) -> Tensor:
+    def stage_output(self, batch: Batch) -> Tensor:
         if not self._is_replayed:
-            return self._eager.left(batch)
+            return self._eager.stage_output(batch)
         return self._hidden[: batch.offsets[-1]]
 
-    def turn_to(self, batch: Batch) -> None:
+    def select(self, batch: Batch) -> None:
         shape, count = self._shape_of(batch)
         self._is_replayed, self._is_sampled = bool(shape), False
-        self._eager.turn_to(batch)
+        self._eager.select(batch)
         if shape:
             self._find(batch, shape, count)
 
@@ -340,7 +339,7 @@ class CapturedForward:
         return self._mine(self._logits) if self._stages.size == 1 else self.logits(batch.last)
 
     def _mine(self, found: Tensor) -> Tensor:
-        """Of the step's own outputs; found: of those of the graph."""
+        """The rows of the step's outputs; found: one row for each output of the graph."""
         if self._outputs is None:
             return found[: self._size]
         return found[sent(self._outputs, found.device)]
@@ -356,11 +355,11 @@ class CapturedForward:
         if self._places is not None:
             tokens = self._places[tokens]
         found = self._hidden[sent(tokens, self._hidden.device)]
-        return self._stages.broadcast(found, self._stages.size - 1)  # else of other tokens
+        return self._stages.broadcast(found, self._stages.size - 1)  # only the last stage is right
 
-    def tapped(self, tokens: np.ndarray) -> Tensor:
-        assert not self._is_replayed, "graphs have no taps"
-        return self._eager.tapped(tokens)
+    def aux_hidden(self, tokens: np.ndarray) -> Tensor:
+        assert not self._is_replayed, "graphs keep no auxiliary hidden states"
+        return self._eager.aux_hidden(tokens)
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self._is_replayed or self._stages.size > 1:

@@ -1,9 +1,4 @@
-"""How a runner goes through a model: the quickest way that its ops and its device allow, for steps
-of the sizes that it holds.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+"""open_forward: chooses the fastest way through a model that its ops and its device allow."""
 
 from banyan.base.log import logger
 from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
@@ -16,56 +11,15 @@ from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.batch import Batch
-from banyan.runner.captured_forward import CapturedForward
-from banyan.runner.forward import EagerForward, Forward, RecordedForward
-from banyan.runner.inputs import StepTensors
-from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.rank_page_access import RankAddress
+from banyan.runner.captured_forward import CapturedForward, CaptureSizes
+from banyan.runner.forward import EagerForward, Forward, ForwardContext
+from banyan.runner.inputs import StepSizes, StepTensors
+from banyan.runner.kvstore import KVStore
+from banyan.runner.recorded_forward import RecordedForward
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.slots import SlotTable
 
 log = logger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """How much the runner holds.
-
-    Attributes:
-        max_slots: slots are numbered 1 … max_slots; 0 is padding.
-        max_length: longest request in tokens, prompt and output.
-        groups: cache groups, in the order of the plans' group numbers.
-        max_tokens: tokens of the largest step that is worth recording.
-        shapes: rows of the decode steps to capture, where steps are captured by shape.
-        is_unpadded: steps of other numbers of rows are launched anew.
-        attention: name of the attention backend; "" = what the model takes.
-        draft_room: drafts that one step verifies at most, beside the tokens of its rows.
-        verified: tokens of a row with all the drafts that it may have; 0 = rows have none.
-        shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
-        places: where ranks of other machines bring theirs, by rank.
-        burst: decode steps that one plan may hold.
-        carried: width of what comes with each token beside its id, 0 = nothing.
-        taps: layers whose inputs are kept of each step.
-        branching: longest path of drafts that branch, from the newest token on; 0 = none do.
-        reads_all: more is read of every token than of outputs alone: hidden states, or choices of
-            experts, by one rank at least.
-    """
-
-    max_slots: int
-    max_length: int
-    groups: tuple[GroupLayout, ...]
-    max_tokens: int = 0
-    shapes: tuple[int, ...] = ()
-    is_unpadded: bool = False
-    attention: str = ""
-    draft_room: int = 0
-    verified: int = 0
-    shares_pages: bool = False
-    places: Mapping[int, RankAddress] = field(default_factory=dict[int, RankAddress])
-    multi_step: int = 1
-    carried: int = 0
-    taps: tuple[int, ...] = ()
-    branching: int = 0
-    reads_all: bool = False
 
 
 def open_forward(
@@ -73,108 +27,110 @@ def open_forward(
     table: SlotTable,
     store: KVStore,
     build: Build,
-    sizes: RunnerConfig,
+    config: RunnerConfig,
     attention: AttentionBackend,
     platform: Platform,
 ) -> Forward:
-    """The quickest way through the model that its ops and its device allow."""
-    divided = build.groups.divided
-    if divided is None:
-        return _open(model, table, store, build, sizes, attention, platform)
-    attention = GatheredAttention(attention, build.groups.context)
-    inner = _open(model, table, store, build, sizes, attention, platform)
-    return ContextParallelForward(inner, divided)
+    """Recorded if the ops can be recorded, captured if the device has graphs, else eager."""
+    context_parallel = build.groups.divided
+    if context_parallel is not None:
+        attention = GatheredAttention(attention, build.groups.context)
+    prunes = _prunes_outputs(model, build, config)
+    context = ForwardContext(model, table, store, attention, platform, build, prunes)
+    forward = _open(context, config)
+    if context_parallel is None:
+        return forward
+    return ContextParallelForward(forward, context_parallel)
 
 
-def _open(
-    model: Model,
-    table: SlotTable,
-    store: KVStore,
-    build: Build,
-    sizes: RunnerConfig,
-    attention: AttentionBackend,
-    platform: Platform,
-) -> Forward:
-    divided, stages = build.groups.divided, build.groups.stages
-    carried = model.model_config.hidden_size if stages.rank else sizes.carried
-    outputs = sizes.max_slots + sizes.draft_room
-    max_tokens, max_rows = sizes.max_tokens, sizes.max_slots
-    shares = 1
-    if divided is not None:
-        shares = divided.replicas
-        max_tokens, max_rows = share_capacity(max_tokens, max_rows, shares, divided.split)
+def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
+    model, build, platform = context.model, context.build, context.platform
+    context_parallel, every = build.groups.divided, context.rows_of_all
+    carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
+    outputs = config.max_slots + config.draft_room
+    max_tokens, max_rows, shares = config.max_tokens, config.max_slots, 1
+    if context_parallel is not None:
+        shares = context_parallel.replicas
+        split = context_parallel.split
+        max_tokens, max_rows = share_capacity(max_tokens, max_rows, shares, split)
 
     def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, max_rows, max_outputs, carried, build.dtype, sizes.taps, shares)
-        more = (sizes.branching, build.adapters is not None)
-        return StepTensors(table, store, platform, build.device, *size, *more)
+        sizes = StepSizes(
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            max_outputs=max_outputs,
+            carried=carried,
+            dtype=build.dtype,
+            aux_hidden_layers=config.aux_hidden_layers,
+            shares=shares,
+            branching=config.branching,
+            has_adapters=build.adapters is not None,
+        )
+        return StepTensors(context.table, context.store, platform, build.device, sizes)
 
     def larger(batch: Batch) -> StepTensors:
         tokens, rows = batch.largest
         return tensors(tokens, max(max_rows, rows), max(outputs, len(batch.last)))
 
-    # A recording tells its sizes apart by their numbers.
-    joint = build.groups.joint or divided
-    max_rows += bool(build.groups.joint and sizes.draft_room)  # one of padding for missing drafts
+    # With DP attention, missing drafts are replaced by one row of padding.
+    max_rows += bool(build.groups.joint and config.draft_room)
+    # A recording tells its sizes apart by their values, so no two of them may be equal.
     max_tokens = max(max_tokens, outputs + 1)
-    if joint is not None and max_tokens == joint.replicas * outputs:
+    if every is not None and max_tokens == every.replicas * outputs:
         max_tokens += 1
     step = tensors(max_tokens, max_rows, outputs)
-    prunes_to_outputs = _narrows(model, build, sizes)
-    eager = EagerForward(
-        model, step, attention, larger, build.device, joint, stages, prunes_to_outputs
-    )
+    eager = EagerForward(context, step, larger)
     recorder = build.ops.recorder
     try:
-        if recorder is not None and sizes.max_tokens:
-            return RecordedForward(
-                *(eager, model, build.ops, recorder, table, attention, step, joint, stages),
-                prunes_to_outputs=prunes_to_outputs,
-            )
+        if recorder is not None and config.max_tokens:
+            return RecordedForward(context, eager, step, recorder)
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
-    if (
-        platform.traits.programs != BY_SHAPE
-        or not sizes.shapes
-        or model.model_config.pooling is not None
-    ):
+    has_graphs = platform.traits.programs == BY_SHAPE and bool(config.shapes)
+    if not has_graphs or model.model_config.pooling is not None:
         return eager
-    why = _obstacle(model, build.ops, platform)
-    if build.sends_rows and not build.exchanged:
-        why = "rows go to the ranks of their experts by counts that the host waits for"
-    if sizes.taps or sizes.carried:
-        why = "drafts are made of what layers read beside tokens"
-    if build.groups.joint is not None and sizes.draft_room:
-        why = "joined replicas do not tell each other how many rows have drafts"
-    if why:
+    if why := _why_not_captured(model, build, config, platform):
         log.info("steps are not captured: %s", why)
         return eager
-    shapes = sorted({-(-shape // shares) for shape in sizes.shapes})
+    shapes = sorted({-(-shape // shares) for shape in config.shapes})
     shapes = tuple(shape for shape in shapes if shape <= max_rows)
-    if build.exchanged:  # others would wait for the counts of their rows
-        most = build.exchanged * build.groups.attention.size // max(1, sizes.verified)
+    if build.exchanged:  # with more rows than fit the exchange, other ranks wait for row counts
+        most = build.exchanged * build.groups.attention.size // max(1, config.verified)
         shapes = tuple(shape for shape in shapes if shape <= most)
         max_rows = min(max_rows, most)
-    captured = (model, table, store, attention, platform, step, shapes or (max_rows,))
-    return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified, build.groups)
+    sizes = CaptureSizes(shapes or (max_rows,), config.is_unpadded, config.verified)
+    return CapturedForward(context, eager, step, sizes)
 
 
-def _narrows(model: Model, build: Build, sizes: RunnerConfig) -> bool:
-    """Whether steps may go on with the tokens of outputs alone behind the last attention. Not where
-    replicas or shares of a step go through feed-forward blocks together, adapters are told of all
-    tokens, or somebody reads more of each token."""
+def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
+    """Whether the model may keep only output tokens after the last attention layer.
+
+    Not if replicas or context parallel ranks run feed-forward blocks together, if adapters need
+    all tokens, or if something reads every token.
+    """
     groups = build.groups
     is_shared = (groups.joint or groups.divided) is not None
-    is_told = build.adapters is not None or sizes.reads_all
+    needs_all = build.adapters is not None or config.reads_all
     return (
         model.prunes_to_outputs
         and model.model_config.pooling is None
-        and not (is_shared or is_told)
+        and not (is_shared or needs_all)
     )
 
 
-def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
-    """Why steps of this model cannot be captured, "" when they can."""
+def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:
+    """Why steps of this runner cannot be captured; "" = they can."""
+    if build.groups.joint is not None and config.draft_room:
+        return "with DP attention, replicas do not exchange how many rows have drafts"
+    if config.aux_hidden_layers or config.carried:
+        return "the drafter reads auxiliary hidden states"
+    if build.sends_rows and not build.exchanged:
+        return "rows go to the ranks of their experts by counts that the host waits for"
+    return _waiting_op(model, build.ops, platform)
+
+
+def _waiting_op(model: Model, ops: Ops, platform: Platform) -> str:
+    """Which op of this model makes the host wait for the device; "" = none."""
     model_config, traits = model.model_config, platform.traits
     latent = model_config.latent
     attends = ["paged_attention"]
@@ -191,4 +147,4 @@ def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
         return "attention over this model's cache waits for the device"
     needed = [*attends, *(["experts"] if model_config.experts is not None else [])]
     waiting = [op for op in needed if isinstance(ops, BoundOps) and ops.waits(op)]
-    return f"what computes {', '.join(waiting)} waits for the device" if waiting else ""
+    return f"{', '.join(waiting)} waits for the device" if waiting else ""

@@ -1,8 +1,7 @@
-"""ControlOpExecutor: carries out the orders of a plan together with the other ranks, around a
-runner.
+"""ControlOpExecutor: runs the control ops of a plan on all ranks (load weights, profile, …).
 
-Every rank gets ready, all of them tell each other whether they are, and only when all are does it
-happen. Knows nothing of what the orders are: one carrier for each kind does.
+A control op has two phases. Every rank prepares it, the ranks exchange whether they could, and only
+if all could do they finish it. A table of functions, one for each kind of op, prepares them.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,19 +26,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class RankReply:
-    """What one rank has to say once an order is carried out."""
+    """What one rank replies after a control op."""
 
     text: str
     body: bytes = b""
     size_bytes: int = 0
-    """As ControlOpReply has it."""
+    """As in ControlOpReply."""
 
 
 class NoRoom(CapacityError):
-    """What is to be taken needs more memory than it may have.
+    """An adapter or model needs more memory than it may have.
 
     Attributes:
-        size_bytes: that it needs on this rank.
+        size_bytes: bytes that it needs on this rank.
     """
 
     def __init__(self, text: str, size_bytes: int) -> None:
@@ -48,17 +47,17 @@ class NoRoom(CapacityError):
 
 
 Finish = Callable[[], RankReply]
-"""Carries out what has been got ready; called on every rank or on none. If it raises, the ranks are
-no longer alike, and the step fails."""
+"""Finishes a prepared control op; called on every rank or on none. If it raises, the ranks are no
+longer in the same state, and the step fails."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """A Finish that needs every rank to have got ready the same.
+    """A Finish that requires every rank to have prepared the same thing.
 
     Attributes:
-        what: is got ready, for whoever asked.
-        mark: equal where it is the same.
+        what: description, for the error message.
+        mark: equal on all ranks if they prepared the same.
     """
 
     finish: Finish
@@ -70,7 +69,7 @@ class Alike:
 
 
 PrepareOp = Callable[[ControlOp], Finish]
-"""Gets ready for an order and changes nothing yet; raises what stands in the way."""
+"""Prepares a control op without changing anything; raises if it is not possible."""
 
 
 class StepInFlight(Protocol):
@@ -85,14 +84,14 @@ class PlanRunner(Protocol):
 
 
 class ControlOpExecutor:
-    """A runner that takes orders as well.
+    """A runner that also runs control ops.
 
     Args:
         runner: runs the rest of each plan.
-        carriers: by the kind of order.
-        ranks: that get the same plans.
-        device: whose memory they can tell each other things in.
-        stepped: called whenever a step with rows has run.
+        preparers: by kind of control op.
+        ranks: ranks that get the same plans.
+        device: of the tensors with which the ranks exchange replies.
+        stepped: called after each step with rows.
     """
 
     def __init__(
@@ -115,52 +114,54 @@ class ControlOpExecutor:
             self.has_run(plan)
             return pending
         replies: list[ControlOpReply] = []
-        with torch.inference_mode(mode=False):  # what they make, others may write to
-            for order in plan.orders:
-                replies.append(self._carry_out(order))
+        with torch.inference_mode(mode=False):  # tensors made here are written to later
+            for op in plan.orders:
+                replies.append(self._execute(op))
                 if not replies[-1].ok:
                     break
-        return _Answered(self._runner.launch(plan, mask_of), replies)
+        return _StepWithReplies(self._runner.launch(plan, mask_of), replies)
 
     def has_run(self, plan: StepPlan) -> None:
-        """A plan without orders has been through the layers that are here."""
+        """Report that a plan without control ops has run through this rank's layers."""
         if self._stepped is not None and plan.rows:
             self._stepped()
 
-    def _carry_out(self, order: ControlOp) -> ControlOpReply:
+    def _execute(self, op: ControlOp) -> ControlOpReply:
         finish: Finish | None = None
         try:
-            finish = self._prepare(order)
+            finish = self._prepare(op)
         except NoRoom as error:
             mine = ControlOpReply(False, str(error), size_bytes=error.size_bytes)
         except BanyanError as error:
             mine = ControlOpReply(False, str(error))
-        except Exception as error:  # what failed is told to whoever asked; the engine goes on
-            log.exception("an order cannot be carried out: %s", type(order).__name__)
+        except Exception as error:  # the caller gets the error; the engine continues
+            log.exception("a control op failed: %s", type(op).__name__)
             mine = ControlOpReply(False, f"{type(error).__name__}: {error}")
         else:
             mark = finish.mark if isinstance(finish, Alike) else b""
             mine = ControlOpReply(True, body=mark)
-        told = self._gather(mine)
-        if finish is None or not all(reply.ok for reply in told):
-            why = _joined([(r, t.text) for r, t in enumerate(told) if not t.ok])
-            return ControlOpReply(False, why, size_bytes=_most(told))
-        if odd := [rank for rank, reply in enumerate(told) if reply.body != told[0].body]:
+        replies = self._gather(mine)
+        if finish is None or not all(reply.ok for reply in replies):
+            why = _joined(
+                [(rank, reply.text) for rank, reply in enumerate(replies) if not reply.ok]
+            )
+            return ControlOpReply(False, why, size_bytes=_most(replies))
+        if odd := [rank for rank, reply in enumerate(replies) if reply.body != replies[0].body]:
             what = finish.what if isinstance(finish, Alike) else "it"
             return ControlOpReply(False, f"{what} of {_ranks(odd)} is not that of rank 0")
-        said = finish()
-        told = self._gather(ControlOpReply(True, said.text, said.body, said.size_bytes))
-        text = _joined([(r, t.text) for r, t in enumerate(told)])
-        return ControlOpReply(True, text, told[0].body, _most(told))
+        own = finish()
+        replies = self._gather(ControlOpReply(True, own.text, own.body, own.size_bytes))
+        text = _joined([(rank, reply.text) for rank, reply in enumerate(replies)])
+        return ControlOpReply(True, text, replies[0].body, _most(replies))
 
-    def _prepare(self, order: ControlOp) -> Finish:
-        prepare = self._preparers.get(type(order))
+    def _prepare(self, op: ControlOp) -> Finish:
+        prepare = self._preparers.get(type(op))
         if prepare is None:
-            raise DeviceError(f"nothing here carries out {type(order).__name__}")
-        return prepare(order)
+            raise DeviceError(f"nothing here carries out {type(op).__name__}")
+        return prepare(op)
 
     def _gather(self, mine: ControlOpReply) -> list[ControlOpReply]:
-        """What every rank says, in their order."""
+        """Replies of all ranks, in their order."""
         if self._ranks.size == 1:
             return [mine]
         mine = msgspec.structs.replace(mine, text=mine.text[:_MAX_TEXT])
@@ -171,13 +172,15 @@ class ControlOpExecutor:
             length = int(self._ranks.broadcast(size, source))  # sync: between steps
             padded = content.ljust(-(-length // _WORD_BYTES) * _WORD_BYTES, b"\0")
             words = torch.frombuffer(bytearray(padded), dtype=torch.int64).to(self._device)
-            heard = self._ranks.broadcast(words, source).cpu().numpy().tobytes()  # sync: as above
-            found.append(msgspec.msgpack.decode(heard[:length], type=ControlOpReply))
+            received = (
+                self._ranks.broadcast(words, source).cpu().numpy().tobytes()
+            )  # sync: as above
+            found.append(msgspec.msgpack.decode(received[:length], type=ControlOpReply))
         return found
 
 
-class _Answered:
-    """A step with the replies to its orders."""
+class _StepWithReplies:
+    """A step with the replies to its control ops."""
 
     def __init__(self, pending: StepInFlight, replies: list[ControlOpReply]) -> None:
         self._pending = pending
@@ -195,16 +198,33 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > _SHOWN)}"
 
 
-def _most(told: list[ControlOpReply]) -> int:
-    return max(reply.size_bytes for reply in told)
+def _most(replies: list[ControlOpReply]) -> int:
+    return max(reply.size_bytes for reply in replies)
 
 
-def _joined(told: list[tuple[int, str]]) -> str:
-    """What the ranks say, by number; once what all of them say alike, or rank 0 alone."""
-    told = [(rank, text) for rank, text in told if text]
-    if not told:
+def _joined(texts: list[tuple[int, str]]) -> str:
+    """The texts with rank numbers; the text alone if all are equal or only rank 0 has one."""
+    texts = [(rank, text) for rank, text in texts if text]
+    if not texts:
         return ""
-    texts = {text for _, text in told}
-    if len(texts) == 1 and (len(told) > 1 or told[0][0] == 0):
-        return texts.pop()
-    return "; ".join(f"rank {rank}: {text}" for rank, text in told)
+    different = {text for _, text in texts}
+    if len(different) == 1 and (len(texts) > 1 or texts[0][0] == 0):
+        return different.pop()
+    return "; ".join(f"rank {rank}: {text}" for rank, text in texts)
+
+
+def serve_rank(runner: PlanRunner, receive: Callable[[], StepPlan | None]) -> None:
+    """Main loop of a rank other than 0: run plans in order until `receive` returns None.
+
+    Only rank 0 replies to the engine.
+
+    Raises:
+        DeviceError: a step failed here. The ranks may no longer be in step, so this one ends.
+    """
+    while (plan := receive()) is not None:
+        result = runner.launch(plan).result()
+        if result.error:
+            raise DeviceError(
+                f"step {plan.step} failed on this rank: {result.error}",
+                hint="the replica ends; start it again",
+            )

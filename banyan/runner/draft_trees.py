@@ -1,5 +1,8 @@
-"""Rows whose drafts branch. They lie one behind another in the pages and in the slot table, and
-stand below each other: where each stands, what it follows, and what lies where once some stand.
+"""Draft trees: positions, storage places and attention paths of rows whose drafts branch.
+
+The drafts of a tree are stored one after another in the pages and the slot table, although
+siblings have the same position. After verification, `Compaction` moves accepted tokens to their
+positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +22,12 @@ from banyan.runner.slots import SlotTable
 
 @dataclass(frozen=True)
 class Branches:
-    """One row.
+    """The draft tree of one row.
 
     Attributes:
-        base: position behind which it branches; up to it every token lies where it stands.
-        paths: of each token of the row: how far behind the base those lie that lead to it, from the
-            base itself on, and itself the last.
+        base: position of the root; up to it every token is stored at its position.
+        paths: for each token of the row the distances from the base of its ancestors, from the base
+            itself (0) to the token.
     """
 
     base: int
@@ -32,17 +35,17 @@ class Branches:
 
     @property
     def positions(self) -> list[int]:
-        """Of each token of the row."""
+        """Position of each token of the row."""
         return [self.base + len(path) - 1 for path in self.paths]
 
     @property
     def places(self) -> list[int]:
-        """Where each token of the row lies."""
+        """Where each token of the row is stored."""
         return [self.base + path[-1] for path in self.paths]
 
 
 class Mutual(Branches):
-    """A row whose tokens stand one behind another, and all read each other."""
+    """A row with consecutive positions whose tokens all attend to each other (DFLASH blocks)."""
 
     @classmethod
     def of(cls, base: int, count: int) -> "Mutual":
@@ -60,21 +63,21 @@ class Mutual(Branches):
 def branches_of(
     rows: Sequence[tuple[int, Row]], parents: Mapping[int, Sequence[int]]
 ) -> dict[int, Branches]:
-    """The rows that branch, by their index; parents: of the drafts of slots where they do."""
+    """Draft trees by row index; parents: of the drafts of each slot that has a tree."""
     found: dict[int, Branches] = {}
     for at, (_, row) in enumerate(rows if parents else ()):
         mine = parents.get(row.slot, ())[: row.drafts]
         if not is_chain(mine):
-            assert row.count == row.drafts + 1, "drafts branch behind the newest token"
+            assert row.count == row.drafts + 1, "a tree starts at the newest token"
             found[at] = Branches(row.start, paths_of(mine))
     return found
 
 
 class Compaction:
-    """Brings what layers have written of the drafts that stand to where they stand.
+    """Moves keys and values of accepted tree tokens to their positions.
 
     Args:
-        layers: of the model that verifies.
+        layers: number of layers of the target model.
     """
 
     def __init__(self, table: SlotTable, store: KVStore, layers: int, ops: Ops) -> None:
@@ -84,14 +87,14 @@ class Compaction:
         self._ops = ops
 
     def move(self, slots: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Positions `sources` of slots to `targets`, all at once; a token may be in both."""
+        """Move places `sources` of slots to `targets`, all at once; a place may be in both."""
         places = [
             [self._locate(group, slots, positions) for positions in (sources, targets)]
             for group in range(len(self._store.groups))
         ]
         for layer in self._layers:
             group = self._store.group_of(layer)
-            assert self._store.groups[group].kind != STATE, "a state does not branch"
+            assert self._store.groups[group].kind != STATE, "states cannot be moved"
             tensors = dict(self._store.tensors(layer))
             if "k" in tensors:
                 self._ops.move_kv(tensors.pop("k"), tensors.pop("v"), *places[group])

@@ -1,5 +1,6 @@
-"""What sees or changes the outputs of a model's layers: hooks of the operator's own, dumps of
-tensors into files, and inputs that take the place of others. Knows no plans and no requests.
+"""Debugging of a model's layers: custom forward hooks, tensor dumps, and injected inputs.
+
+These serve --forward-hooks, --debug-tensor-dump-output-folder and --debug-tensor-dump-inject.
 """
 
 import os
@@ -27,42 +28,41 @@ from banyan.models.decoder import DecoderLM
 log = logger(__name__)
 
 _CALLED = re.compile(r"embedding|head|layers\.\d+(\.(?!\w*norm$)\w+)?")
-"""Modules that are called as such; norms of the stream are asked to add, and have no hooks."""
+"""Modules whose hooks run. Norms are called by another method than forward, so theirs would not."""
 
 Hook = Callable[[nn.Module, tuple[object, ...], object], object]
 
 
 def watch_layers(model: Model, config: LoadConfig, rank: int) -> None:
-    """Hang on `model` what the flags ask for.
+    """Install what the flags ask for.
 
     Raises:
-        ConfigError: it is a model without such layers, or a hook is none.
+        ConfigError: the model has no such layers, or a hook is not callable.
     """
     if not config.is_watched:
         return
     if not isinstance(model, DecoderLM):
         raise ConfigError(
-            f"--forward-hooks and --debug-tensor-dump-*: {model.model_config.architecture} has "
-            "no layers "
-            "that can be watched",
+            f"--forward-hooks and --debug-tensor-dump-*: {model.model_config.architecture} has no "
+            "layers that can be watched",
             hint="decoders have",
         )
     if config.injects:
-        Injection(model, config.dump_input).hang()
+        Injection(model, config.dump_input).install()
     for spec in hook_specs(config.hooks):
-        _hang_hook(model, spec, config.path)
+        _install_hook(model, spec, config.path)
     if config.dump_folder:
         layers = config.dump_layers or range(model.model_config.num_layers)
         folder = Path(config.dump_folder) / f"rank{rank}-pid{os.getpid()}"
-        Dump(model, folder, frozenset(layers)).hang()
+        Dump(model, folder, frozenset(layers)).install()
 
 
-def _hang_hook(model: nn.Module, spec: HookSpec, checkpoint: str) -> None:
+def _install_hook(model: nn.Module, spec: HookSpec, checkpoint: str) -> None:
     flag = "--forward-hooks"
     factory = load_named(flag, spec.factory, checkpoint)
     try:
         made = factory(dict(spec.options))
-    except Exception as error:  # whatever the operator's code does
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{flag}: {printable(spec.factory)} fails with {type(error).__name__}: "
             f"{printable(str(error))}"
@@ -82,12 +82,12 @@ def _hang_hook(model: nn.Module, spec: HookSpec, checkpoint: str) -> None:
 
 
 class Dump:
-    """Writes the tensors of each forward pass into a file: the ids and positions of its tokens, and
-    of each chosen layer what it gets, what its parts make of it, and what it adds to the stream.
-    Logits come in files beside. All are float32 but for the ids.
+    """Writes the tensors of each forward pass to a file: token ids, positions, and for each chosen
+    layer its inputs, the outputs of its parts, and its outputs. Logits go to separate files. All
+    are float32 except ids and positions.
 
     Args:
-        folder: gets `pass-000000.safetensors` and so on.
+        folder: for `pass-000000.safetensors` and so on.
     """
 
     def __init__(self, model: DecoderLM, folder: Path, layers: frozenset[int]) -> None:
@@ -96,10 +96,11 @@ class Dump:
         self._layers = layers
         self._found: dict[str, np.ndarray] = {}
         self._pass = len(list(folder.glob("pass-??????.safetensors")))
-        """Of the next file; other weights may have come into the place of those of the start."""
+        """Number of the next file; an earlier model (before a weight update) may have written
+        some."""
         self._logits = 0
 
-    def hang(self) -> None:
+    def install(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -158,9 +159,8 @@ class Dump:
 
 
 class Injection:
-    """Inputs of layers in the place of their own, in each pass that has the tokens of their file
-    and no others. A file has them under the names that dumps have; `input` without `residual` is
-    the whole stream."""
+    """Replaces inputs of layers in passes whose tokens are exactly those of the file. The file uses
+    the names of dumps; `input` without `residual` is the whole residual stream."""
 
     def __init__(self, model: DecoderLM, path: str) -> None:
         self._model = model
@@ -188,7 +188,7 @@ class Injection:
                 hint="they are called layers.N.input, and are float32",
             )
 
-    def hang(self) -> None:
+    def install(self) -> None:
         for number in self._model.stage:
             self._model.layers[number].register_forward_pre_hook(partial(self._enter, number))
 

@@ -1,4 +1,4 @@
-"""From a plan's rows and the slot table to the tensors of one step.
+"""StepTensors: the input tensors of one step, made from a plan's rows and the slot table.
 
 One pass over the rows, and one copy to the device.
 """
@@ -24,8 +24,10 @@ from banyan.runner.slots import SlotTable
 
 @dataclass(frozen=True)
 class BoundStates:
-    """Satisfies `layers.step.StepStates`. A request has one page in a group of states: the first
-    entry of its page table."""
+    """Satisfies `layers.step_inputs.StepStates`: finds the states of a step's rows.
+
+    A request has one page in a group of states, the first entry of its page table.
+    """
 
     store: KVStore
     step: StepGeometry
@@ -39,26 +41,42 @@ class BoundStates:
 
 
 _FEW = 4
-"""Rows up to which plain numbers are entered in less time than arrays are: a step's weights sweep
-the code of numpy out of the caches, so that each kind of operation costs some ten microseconds."""
+"""Up to so many rows, plain Python is faster than numpy: reading a step's weights evicts numpy's
+code from the CPU caches, so each kind of numpy operation then costs about ten microseconds."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """
+    Attributes:
+        max_tokens, max_rows, max_outputs: of the largest step; a row has an output for each
+            position that is sampled.
+        carried: width of the extra input of each token (hidden states); 0 = none.
+        dtype: of that input.
+        aux_hidden_layers: layers whose inputs are kept.
+        shares: context parallel shares of a step; this rank computes one of them.
+        branching: longest path of a draft tree; 0 = drafts are chains.
+        has_adapters: the model that reads the inputs may have LoRA adapters.
+    """
+
+    max_tokens: int
+    max_rows: int
+    max_outputs: int
+    carried: int = 0
+    dtype: torch.dtype = torch.float32
+    aux_hidden_layers: tuple[int, ...] = ()
+    shares: int = 1
+    branching: int = 0
+    has_adapters: bool = True
 
 
 class StepTensors:
-    """The inputs of a step, in memory that stays where it is: one set for steps that call the
-    model and for those that replay it.
+    """The inputs of a step in memory that stays in place, so that recorded and captured steps can
+    read it too.
 
-    A device whose memory is the host's is filled through numpy. To any other goes one copy of what
-    plans decide (slots, counts); positions come from the lengths on the device, tokens and page
-    tables are gathered there. Both give the same numbers.
-
-    Args:
-        max_tokens, max_rows, max_outputs: of the largest step; a row has an output for each of its
-            positions that is sampled.
-        carried: width of what comes with each token beside its id, 0 = nothing; dtype: its type.
-        taps: layers whose inputs are wanted.
-        shares: that a step is divided into, of which this rank computes one.
-        branching: longest path of drafts that branch; 0 = none do.
-        has_adapters: adapters of slots lie beside the model that reads the inputs.
+    On host devices numpy fills it. On other devices one copy brings slots and counts; positions
+    come from the lengths on the device, and tokens and page tables are gathered there, because the
+    host does not yet have the tokens of the step before. Both ways give the same numbers.
     """
 
     def __init__(
@@ -67,16 +85,10 @@ class StepTensors:
         store: KVStore,
         platform: Platform,
         device: torch.device,
-        max_tokens: int,
-        max_rows: int,
-        max_outputs: int,
-        carried: int = 0,
-        dtype: torch.dtype = torch.float32,
-        taps: tuple[int, ...] = (),
-        shares: int = 1,
-        branching: int = 0,
-        has_adapters: bool = True,
+        sizes: StepSizes,
     ) -> None:
+        max_tokens, max_rows, max_outputs = sizes.max_tokens, sizes.max_rows, sizes.max_outputs
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -96,16 +108,20 @@ class StepTensors:
         self.slots = zeros(max_rows)
         self.row_starts, self.context_lengths = lengths(max_rows + 1), lengths(max_rows)
         self.page_tables = [zeros(max_rows, p.shape[1], dtype=torch.int32) for p in table.pages]
-        self.locations = [zeros(max_tokens * shares) for _ in store.groups]
+        self.locations = [zeros(max_tokens * sizes.shares) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
-        self.carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
-        self._taps = taps
-        self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
+        self.carried = None
+        if sizes.carried:
+            self.carried = zeros(max_tokens, sizes.carried, dtype=sizes.dtype)
+        self._aux_hidden_layers = sizes.aux_hidden_layers
+        self.paths = None
+        if sizes.branching:
+            self.paths = zeros(max_tokens, 2 + sizes.branching, dtype=torch.int32)
         self.rollback_checkpoints = (
             zeros(max_rows, 2, dtype=torch.int32) if store.rollback_checkpoints else None
         )
-        slots = table.adapters if has_adapters else None
+        slots = table.adapters if sizes.has_adapters else None
         self._adapters = None if slots is None else slots.new_step(max_tokens, max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
@@ -117,7 +133,7 @@ class StepTensors:
         )
 
     def holds(self, batch: Batch) -> bool:
-        """The same on all ranks."""
+        """Whether the batch fits; the same on all ranks."""
         tokens, rows = batch.largest
         return (
             tokens <= self.max_tokens
@@ -126,39 +142,40 @@ class StepTensors:
         )
 
     def fill(self, batch: Batch) -> None:
-        """Enter a batch; one without rows takes part in what other replicas do."""
+        """Enter a batch. With DP attention a batch without rows still runs the collectives."""
         self._fill(batch)
         self.carry(batch)
 
     def carry(self, batch: Batch) -> None:
-        """Enter what comes with a batch's tokens beside their ids."""
+        """Enter the extra inputs of a batch's tokens."""
         if batch.carried is not None and self.carried is not None:
             self.carried[: len(batch.carried)] = batch.carried
 
-    def whole(self, attention: AttentionBackend, prunes_to_outputs: bool = False) -> StepInputs:
-        """Inputs of the full size. prunes_to_outputs: keep only `StepInputs.output_tokens`."""
+    def whole(self, attention: AttentionBackend, prunes: bool = False) -> StepInputs:
+        """Inputs of the full size. prunes: keep only output tokens (`StepInputs.output_tokens`)."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.use(self._adapters)
             self._table.adapters.use_outputs(self._adapters.outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(
-            *(self.row_starts, self.context_lengths, tuple(views)),
+            self.row_starts,
+            self.context_lengths,
+            tuple(views),
             paths=self.paths,
             rollback_checkpoints=self.rollback_checkpoints,
         )
-        states = BoundStates(self._store, geometry)
-        bound, carried = attention.bind(geometry), self.carried
         return StepInputs(
-            *(self.tokens, self.positions, bound, states),
-            previous_states=carried,
+            tokens=self.tokens,
+            positions=self.positions,
+            attention=attention.bind(geometry),
+            states=BoundStates(self._store, geometry),
+            previous_states=self.carried,
             aux_hidden_states=self._new_aux_hidden_states(),
-            output_tokens=OutputTokens(self.chosen) if prunes_to_outputs else None,
+            output_tokens=OutputTokens(self.chosen) if prunes else None,
         )
 
-    def part(
-        self, batch: Batch, attention: AttentionBackend, prunes_to_outputs: bool = False
-    ) -> StepInputs:
-        """The inputs of the batch that was entered; prunes_to_outputs: as for `whole`."""
+    def part(self, batch: Batch, attention: AttentionBackend, prunes: bool = False) -> StepInputs:
+        """The inputs of the batch that was entered. prunes: as for `whole`."""
         rows, tokens = len(batch.slots), int(batch.offsets[-1])
         longest = max(batch.ends.tolist(), default=0)
         views = tuple(
@@ -168,12 +185,15 @@ class StepTensors:
             )
         )
         paths = None if self.paths is None else self.paths[:tokens]
-        lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
         rollback_checkpoints = (
             None if self.rollback_checkpoints is None else self.rollback_checkpoints[:rows]
         )
         geometry = StepGeometry(
-            *lengths, views, paths=paths, rollback_checkpoints=rollback_checkpoints
+            self.row_starts[: rows + 1],
+            self.context_lengths[:rows],
+            views,
+            paths=paths,
+            rollback_checkpoints=rollback_checkpoints,
         )
         return StepInputs(
             tokens=self.tokens[:tokens],
@@ -183,23 +203,23 @@ class StepTensors:
             input_embeddings=_input_embeddings(batch, self._table),
             previous_states=None if self.carried is None else self.carried[:tokens],
             aux_hidden_states=self._new_aux_hidden_states(),
-            output_tokens=self._output_tokens_of(batch) if prunes_to_outputs else None,
+            output_tokens=self._output_tokens_of(batch) if prunes else None,
         )
 
     def _output_tokens_of(self, batch: Batch) -> OutputTokens:
-        """The tokens of its outputs. Without any the first one: not every device launches work on
-        no rows at all."""
+        """The output tokens. Without outputs the first token: some devices cannot launch work on
+        zero rows."""
         count = len(batch.last)
         return OutputTokens(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
 
     def _new_aux_hidden_states(self) -> AuxHiddenStates | None:
-        return AuxHiddenStates(self._taps) if self._taps else None
+        return AuxHiddenStates(self._aux_hidden_layers) if self._aux_hidden_layers else None
 
     def choose(self, tokens: np.ndarray) -> None:
-        """Let the logits that are computed next be of these tokens of the step.
+        """Prepare the adapters' inputs for logits of these tokens.
 
-        tokens: [n], indices along the step's tokens, more than there is room for where the step is
-            not recorded.
+        tokens: [n], indices along the step's tokens; in eager steps they may be more than
+            `max_outputs`.
         """
         adapters = self._table.adapters
         if adapters is not None and self._adapters is not None and adapters.has_outputs:
@@ -208,8 +228,8 @@ class StepTensors:
             adapters.fill_outputs(outputs, tokens)
 
     def choose_of(self, batch: Batch) -> None:
-        """Enter where a batch samples, which has been entered before and need not be the last one
-        that was. It has no drafts."""
+        """Enter the outputs of a batch that was entered before, perhaps not as the last one
+        (pipeline parallelism). It has no drafts."""
         count = len(batch.last)
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.select_step(np.repeat(batch.slots, batch.counts))
@@ -219,7 +239,7 @@ class StepTensors:
         self.to_positions[:count] = sent(batch.to_positions, self._device)
 
     def targets(self, count: int) -> tuple[Tensor, Tensor]:
-        """Slots and positions that the tokens of the first outputs go to."""
+        """Slots and positions that the first `count` sampled tokens are written to."""
         return self.to_slots[:count], self.to_positions[:count]
 
     def _fill_on_host(self, batch: Batch) -> None:
@@ -228,7 +248,7 @@ class StepTensors:
         if num_tokens == num_rows <= _FEW and self._is_plain and batch.whole_step is None:
             self._fill_few(batch)
             return
-        # A step has ended before the next one is prepared: what its plan says of the start is true.
+        # On the host a step ends before the next is prepared, so the plan's starts are exact.
         if num_tokens == num_rows:
             slot_of, positions = batch.slots, batch.starts
         else:
@@ -263,7 +283,7 @@ class StepTensors:
         host.to_positions[:count] = batch.to_positions
 
     def _fill_few(self, batch: Batch) -> None:
-        """The same for a few rows of one token each."""
+        """As `_fill_on_host`, for a few rows of one token each."""
         few = self._few
         longest, output = max((row.start for row in batch.rows), default=-1) + 1, 0
         for line, row in enumerate(batch.rows):
@@ -281,9 +301,11 @@ class StepTensors:
                 few.to_positions[output] = position + 1
                 output += 1
 
-    def foresee(self, batch: Batch, steps: int) -> np.ndarray:
-        """Enter the pages that decode steps behind this one need, on the host; where the tokens of
-        each lie: [groups, steps, rows] int64."""
+    def locate_steps(self, batch: Batch, steps: int) -> np.ndarray:
+        """Enter the pages of this decode step and the following ones, on the host.
+
+        returns: location of each step's tokens, [groups, steps, rows] int64.
+        """
         host, slots = self._host, batch.slots
         positions = batch.starts + np.arange(steps)[:, None]  # [steps, rows]
         longest = int(batch.ends.max()) + steps - 1
@@ -302,8 +324,13 @@ class StepTensors:
         rows, count = len(batch.rows), len(batch.last)
         moves = np.array(self._table.moves(batch.rows), np.int64).reshape(-1, 2)
         parts = [
-            *(moves[:, 0], moves[:, 1], batch.slots, batch.counts, batch.offsets),
-            *(batch.last, batch.sampling),
+            moves[:, 0],
+            moves[:, 1],
+            batch.slots,
+            batch.counts,
+            batch.offsets,
+            batch.last,
+            batch.sampling,
         ]
         sizes = [len(part) for part in parts]
         packed = self._platform.pinned((sum(sizes),), torch.int64)
@@ -319,7 +346,7 @@ class StepTensors:
         ends = contexts + counts
         lengths[slots] = ends
         if self._lengths_on_host:
-            self.enter_lengths(batch.offsets, batch.starts)
+            self._enter_lengths(batch.offsets, batch.starts)
         else:
             self.row_starts[: rows + 1] = offsets
             self.context_lengths[:rows] = contexts
@@ -334,13 +361,18 @@ class StepTensors:
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
 
     def _gather_share(self, batch: Batch, whole_step: WholeStep) -> None:
-        """The same of a share of a step, whose rows begin where the plan says."""
-        assert self._lengths_on_host, "the lengths on the device are those of whole rows"
+        """As `_gather`, for one context parallel share; its rows begin where the plan says."""
+        assert self._lengths_on_host, "the device has the lengths of whole rows only"
         rows, count = len(batch.slots), len(batch.last)
         parts = [
-            *(batch.slots, np.repeat(batch.slots, batch.counts), batch.positions),
-            *(whole_step.slots, whole_step.positions),
-            *(batch.last, batch.to_slots, batch.to_positions),
+            batch.slots,
+            np.repeat(batch.slots, batch.counts),
+            batch.positions,
+            whole_step.slots,
+            whole_step.positions,
+            batch.last,
+            batch.to_slots,
+            batch.to_positions,
         ]
         sizes = [len(part) for part in parts]
         packed = self._platform.pinned((sum(sizes),), torch.int64)
@@ -349,21 +381,21 @@ class StepTensors:
         slots, slot_of, positions, all_slots, all_positions = there[:5]
         self.slots[:rows] = slots
         self.chosen[:count], self.to_slots[:count], self.to_positions[:count] = there[5:]
-        self.enter_lengths(batch.offsets, batch.starts)
+        self._enter_lengths(batch.offsets, batch.starts)
         self.place(slot_of, positions, slots, max(batch.ends.tolist(), default=0))
         self.locate_all(all_slots, all_positions)
 
-    def enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
-        """Lengths that kernels take from the host: what plans say of starts is true where nothing
-        is drafted, and a kernel has read them when its launch returns."""
+    def _enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
+        """Lengths that kernels read on the host. Without drafts the plan's starts are exact, and a
+        kernel has read them when its launch returns."""
         self.row_starts.numpy()[: len(offsets)] = offsets
         self.context_lengths.numpy()[: len(starts)] = starts
 
     def place(self, slot_of: Tensor, positions: Tensor, slots: Tensor, longest: int) -> None:
-        """Gather what stands at some positions.
+        """Gather tokens, page tables and cache locations on the device.
 
-        slot_of, positions: [tokens] int64; slots: [rows] int64, whose page tables are taken for
-        `longest` positions.
+        slot_of, positions: [tokens] int64; slots: [rows] int64; longest: positions that the page
+        tables cover.
         """
         tokens, rows = len(slot_of), len(slots)
         self.tokens[:tokens] = self._table.tokens[slot_of, positions]
@@ -373,23 +405,23 @@ class StepTensors:
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
-        self.locate(slot_of, positions)
+        self._locate(slot_of, positions)
 
     def locate_all(self, slot_of: Tensor, positions: Tensor) -> None:
-        """The same of a divided step, of the positions of all shares."""
-        self.locate(slot_of, positions)
+        """Enter the cache locations of all context parallel shares' tokens."""
+        self._locate(slot_of, positions)
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.fill_all_on_device(self._adapters, slot_of)
 
-    def locate(self, slot_of: Tensor, positions: Tensor) -> None:
-        """Enter where keys and values of these positions go."""
+    def _locate(self, slot_of: Tensor, positions: Tensor) -> None:
+        """Enter the cache locations of these positions."""
         for index, layout in enumerate(self._groups):
             pages = self._table.pages[index][slot_of, layout.column(positions)].long()
             self.locations[index][: len(pages)] = layout.locate(pages, positions)
 
 
 class _HostViews:
-    """The same memory as numpy sees it."""
+    """The tensors of a step as numpy arrays."""
 
     def __init__(self, step: StepTensors, table: SlotTable) -> None:
         self.tokens, self.positions = step.tokens.numpy(), step.positions.numpy()
@@ -404,7 +436,7 @@ class _HostViews:
 
 
 class _FewViews:
-    """The same memory as Python sees it; tables of pages by slot, and by a few lines."""
+    """The same memory as Python buffers; page tables by slot and by row."""
 
     def __init__(self, host: _HostViews) -> None:
         self.tokens, self.positions = host.tokens.data, host.positions.data
@@ -419,7 +451,7 @@ class _FewViews:
 
 
 def _input_embeddings(batch: Batch, table: SlotTable) -> InputEmbeddings | None:
-    """The tokens of a step that come as embeddings; None when there are none."""
+    """The tokens of a step whose inputs are embeddings; None = there are none."""
     where, rows = [], []
     for at, slot in enumerate(batch.slots.tolist() if table.embeds else ()):
         given = table.embeds.get(slot)
@@ -446,7 +478,7 @@ def has_embedded(batch: Batch, table: SlotTable) -> bool:
 
 
 def enter_paths(paths: np.ndarray, batch: Batch) -> None:
-    """Fill in what `paged_attention` takes; paths: [tokens, 2 + most] int32."""
+    """Fill in the `paths` of `paged_attention`; [tokens, 2 + longest path] int32."""
     paths[: batch.offsets[-1], 1] = 0
     for at, branches in batch.branches.items():
         for line, path in enumerate(branches.paths, int(batch.offsets[at])):

@@ -1,6 +1,6 @@
-"""KVStore: the bytes of the pages, the tensors that each layer has declared.
+"""KVStore: the page tensors of one rank, as each layer declares them.
 
-Knows pages by number only; who owns a page is the engine's business.
+Pages are numbers here; the engine decides which request owns a page.
 """
 
 import math
@@ -24,17 +24,18 @@ from banyan.model_config.model_config import STATE
 
 
 def private_zeros(size_bytes: int) -> mmap.mmap:
-    """Of this process. Not in huge pages: the first token of a layer would take one of 2 MiB."""
+    """Zeroed memory of this process that is allocated when written. Not in huge pages: the first
+    token of a layer would then take 2 MiB."""
     return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def viewed(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """All of `memory`, which stays as long as the tensor."""
+    """A tensor over all of `memory`, which it keeps alive."""
     return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch makes them; those of another device take its memory at once."""
+    """As torch.zeros, but host memory is allocated only when written; torch writes its zeros."""
     size_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -46,12 +47,12 @@ Positions = TypeVar("Positions", int, np.ndarray, Tensor)
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The pages of one cache group; rank 0 decides it, every rank finds its own layers in it.
+    """The pages of one cache group. Rank 0 decides it; every rank finds its own layers in it.
 
     Attributes:
-        kind, window: of `layers.cache.PageGroup`; which layers belong to the group.
+        kind, window: as in `layers.cache_spec.PageGroup`; which layers belong to the group.
         page_size: tokens per page; in a STATE group the distance between checkpoints.
-        num_pages: pages of the group, the padding page 0 included.
+        num_pages: pages of the group, including the padding page 0.
     """
 
     kind: str
@@ -64,12 +65,11 @@ class GroupLayout:
         return 1 if self.kind == STATE else -(-length // self.page_size)
 
     def column(self, positions: Positions) -> Positions:
-        """Where a request's page table has the page of each position."""
+        """Index of each position's page in the request's page table."""
         return positions * 0 if self.kind == STATE else positions // self.page_size
 
     def locate(self, pages: Positions, positions: Positions) -> Positions:
-        """Where the tokens at `positions` lie in their pages: page · page_size + offset, and in a
-        STATE group the page."""
+        """Cache locations of `positions`: page · page_size + offset; in a STATE group the page."""
         if self.kind == STATE:
             return pages
         return pages * self.page_size + positions % self.page_size
@@ -83,15 +83,15 @@ class KVStore:
     keeps a state [num_pages, …].
 
     Args:
-        caches: what the layers of this rank declare.
-        is_shared: rank 0 moves the pages of all ranks; of the host it maps them.
-        stream: what steps of the device are ordered by; pages are put there in their turn.
-        trails: pages behind those of a STATE group that no plan names: what states were after
-            tokens that may not stand.
+        caches: cache tensors that the layers of this rank declare.
+        is_shared: rank 0 moves the pages of all ranks; it maps pages in host memory.
+        stream: the stream of the steps; pages are written in its order.
+        rollback_checkpoints: extra STATE pages that hold the state after each draft token, for
+            rollback when drafts are rejected.
 
     Attributes:
-        file: what they map; -1 where they may not.
-        places: layer -> name -> where its pages begin in the file.
+        file: descriptor of the mapped memory; -1 = not mapped.
+        places: layer -> name -> first byte of its pages in the file.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class KVStore:
         )
         self.caches = tuple(caches)
         self.is_host = device.type == "cpu"
-        """The pages lie in memory of the host."""
+        """The pages are in host memory."""
         self.is_shared = is_shared
         is_mapped = is_shared and self.is_host
         self.file = anonymous_memory("banyan-pages") if is_mapped else -1
@@ -117,22 +117,21 @@ class KVStore:
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._maps: list[mmap.mmap] = []
-        """Memory of the host that the pages lie in."""
+        """Host memory of the pages."""
         self._bytes: dict[int, list[Tensor]] = {}
         self._on_host: dict[int, list[np.ndarray]] = {}
-        """The same memory as `_bytes` where it is the host's; empty where it is not, and where it
-        is said how pages are carried."""
+        """`_bytes` as numpy arrays, for host memory in the default arrangement; else empty."""
         self.device, self.stream = device, stream
         self._is_by_name = self._is_apart = self._is_arranged = False
         for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
             tokens = () if group.kind == STATE else (group.page_size,)
-            behind = self.rollback_checkpoints if group.kind == STATE else 0
+            checkpoints = self.rollback_checkpoints if group.kind == STATE else 0
             self._group_of[cache.layer] = index
             self._tensors[cache.layer], self.places[cache.layer] = {}, {}
             for name, tensor in cache.tensors.items():
-                shape = (group.num_pages + behind, *tokens, *tensor.shape)
+                shape = (group.num_pages + checkpoints, *tokens, *tensor.shape)
                 if is_mapped:
                     self.places[cache.layer][name] = os.fstat(self.file).st_size
                 self._tensors[cache.layer][name] = self._zeros(shape, tensor.dtype, device)
@@ -151,7 +150,7 @@ class KVStore:
         return 1 + max(self._group_of, default=-1)
 
     def of_layers_from(self, first: int) -> "KVStore":
-        """The same pages, of the layers from `first` on, numbered from 0."""
+        """A view of the layers from `first` on, numbered from 0."""
         part = KVStore(self.groups, (), torch.device("cpu"))
         for layer, tensors in self._tensors.items():
             if layer >= first:
@@ -169,30 +168,29 @@ class KVStore:
 
     @property
     def first_rollback_checkpoint(self) -> int:
-        """The first of the pages for trails; where there are any."""
+        """The first rollback checkpoint page. Only if there are STATE groups."""
         return next(group.num_pages for group in self.groups if group.kind == STATE)
 
-    def go_back(self, pages: Sequence[int], rollback_checkpoints: Sequence[int]) -> None:
-        """States are what these pages of trails have."""
-        targets, sources = torch.tensor(pages), torch.tensor(rollback_checkpoints)
+    def roll_back(self, pages: Sequence[int], checkpoints: Sequence[int]) -> None:
+        """Copy states from rollback checkpoint pages to `pages`."""
+        targets, sources = torch.tensor(pages), torch.tensor(checkpoints)
         for group, layout in enumerate(self.groups):
             for held in self._pages_of(group) if layout.kind == STATE else ():
                 held[targets] = held[sources]
 
     def scribble(self) -> None:
-        """Write finite numbers into every page: on a host, memory that nobody has written is one
-        page of zeros, which is never read from further away than the nearest cache."""
+        """Write finite numbers into every page, for timing: unwritten host memory is one shared
+        page of zeros, which stays in the nearest CPU cache."""
         for group in range(len(self.groups)):
             for pages in self._bytes_of(group):
                 pages.fill_(0x3C)
 
     def arrange(self, is_by_name: bool, is_apart: bool) -> None:
-        """Say how pages are carried between a device and the host, before any is.
+        """Set how pages are copied between a device and the host. Call it before the first copy.
 
         Args:
-            is_by_name: what all layers keep under one name lies together, instead of all that a
-                layer keeps.
-            is_apart: each tensor is copied by itself, instead of all of a page in one piece.
+            is_by_name: order by tensor name, then layer, instead of by layer.
+            is_apart: copy each tensor separately, instead of a page in one piece.
         """
         self._is_by_name, self._is_apart, self._is_arranged = is_by_name, is_apart, True
         self._bytes.clear()
@@ -204,27 +202,26 @@ class KVStore:
 
     def take(self, group: int, page: PageId) -> np.ndarray:
         """The bytes of a page as they are now: layers in order, tensors as declared (but see
-        `arrange`). On a device that is not the host it waits for what the stream has been told
-        before."""
+        `arrange`). On a device it waits for the work that the stream has queued."""
         if group not in self._on_host:
             rows = self._bytes_of(group)
             is_host = all(each.device.type == "cpu" for each in rows) and not self._is_arranged
             self._on_host[group] = [each.numpy() for each in rows] if is_host else []
-        if on_host := self._on_host[group]:  # in half the time of as many small tensors
+        if on_host := self._on_host[group]:  # twice as fast as many small tensors
             return np.concatenate([rows[page] for rows in on_host])
         parts = [rows[page] for rows in self._bytes_of(group)]
-        # sync: whoever carries the page elsewhere reads it in memory of the host
+        # sync: the page is read in host memory
         if self._is_apart:
             parts = [part.cpu() for part in parts]
         return torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.uint8)
 
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
-        """Fill a page with what `take` gave. Nobody else may use the page meanwhile."""
+        """Fill a page with bytes from `take`. Nothing else may use the page meanwhile."""
         at = 0
         whole = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
         with torch.inference_mode(), self.stream():
             if not self._is_apart:
-                whole = whole.to(self.device)  # sync: its memory may be used again then
+                whole = whole.to(self.device)  # sync: the caller may reuse the payload's memory
             for rows in self._bytes_of(group):
                 rows[page] = whole[at : at + rows.shape[1]]
                 at += rows.shape[1]
@@ -251,10 +248,10 @@ class KVStore:
         return [pages for _, pages in held]
 
     def release(self) -> None:
-        """Give the pages' memory back to the system; they stay where they are, and are zero.
+        """Return the pages' memory to the system. Addresses stay valid, and the pages read as zero.
 
         Raises:
-            ConfigError: they are not in memory of the host.
+            ConfigError: they are not in host memory.
         """
         if not self._maps:
             raise ConfigError("the pages of this device cannot be released while the server runs")
@@ -262,7 +259,7 @@ class KVStore:
             memory.madvise(mmap.MADV_DONTNEED if self.file < 0 else mmap.MADV_REMOVE)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed pages. On the host they take memory only once written."""
+        """Zeroed pages; host memory is allocated only when written."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or not size_bytes:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -277,11 +274,14 @@ class KVStore:
 
 
 _BLOCK_BYTES = 2 << 20
-"""It begins and ends where a piece of this size does: engines register no less."""
+"""Alignment of the memory: the smallest piece that transfer engines register."""
 
 
 class DeviceMemory:
-    """Satisfies Memory of the transfer room. Zeros at first."""
+    """Device memory that a transfer engine reads and writes by address.
+
+    Satisfies `disaggregation.transfer_engine.TransferMemory`. Zeros at first.
+    """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -291,10 +291,10 @@ class DeviceMemory:
         self.address = self._bytes.data_ptr()
 
     def read(self, at: int, size_bytes: int) -> np.ndarray:
-        # sync: whoever checks the bytes reads them in memory of the host
+        # sync: the bytes are checked in host memory
         return self._bytes[at : at + size_bytes].cpu().numpy()
 
     def write(self, at: int, payload: np.ndarray) -> None:
         given = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
-        # sync: an engine that is no part of the stream reads them next
+        # sync: an engine outside the stream reads them next
         self._bytes[at : at + len(payload)].copy_(given)

@@ -1,7 +1,7 @@
-"""MultiStepRunner: decode steps of a recorded model that run one after another in one call.
+"""MultiStepRunner: several decode steps of a recorded model in one call.
 
-The inputs of a step stay where they are, so between two steps little has to change: tokens become
-what was sampled, positions go on by one. Where those lie in their pages is worked out before.
+The inputs of a step stay in place, so little changes between two steps: tokens become the sampled
+ones, positions advance by one. The cache locations of all steps are computed before the first.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from banyan.runner.inputs import StepTensors
 from banyan.runner.slots import SlotTable
 
 _PACE_NS = 8_000_000
-"""Between two events of a stream: 125 a second. Each costs wake-ups of the loop, the front and the
-reader, on cores that compute the next step."""
+"""Shortest time between two reports: 125 a second. Each report wakes the engine loop, the API
+process and the client, on cores that compute the next step."""
 
 
 @dataclass(frozen=True)
 class MultiStep:
-    """What steps before the last one came to.
+    """The result of the steps before the last one.
 
     Attributes:
-        steps: how many have run, the last one included.
+        steps: how many have run, including the last one.
         earlier: [rows, steps - 1] int32, the tokens of each row before its last one.
     """
 
@@ -34,23 +34,23 @@ class MultiStep:
 
 @dataclass(frozen=True)
 class _Running:
-    """A burst while it runs, as other threads see it.
+    """A multi-step plan while it runs, as other threads see it.
 
     Attributes:
-        number: of the plan.
-        told: [1] int32, steps whose tokens stand.
+        step_id: of the plan.
+        completed: [1] int32, steps whose tokens are final.
     """
 
-    number: int
+    step_id: int
     batch: Batch
-    told: np.ndarray
+    completed: np.ndarray
 
 
 class MultiStepRunner:
     """
     Args:
         step: the inputs of the recording.
-        sampled, best: [outputs], what it samples and their logits.
+        sampled, best: [outputs], the tokens it samples and their logits.
     """
 
     def __init__(
@@ -68,41 +68,54 @@ class MultiStepRunner:
         self._interrupt = np.full(1, -1, np.int64)
         self._running: _Running | None = None
 
-    def interrupt(self, number: int) -> None:
-        """End the steps of plans up to this number after the current one; from any thread."""
-        self._interrupt[0] = number
+    def interrupt(self, step_id: int) -> None:
+        """End plans up to this one after their current step; from any thread."""
+        self._interrupt[0] = step_id
 
-    def told(self, number: int) -> dict[int, bytes] | None:
-        """What the rows of plan `number` have sampled in steps that others have followed: index in
-        the plan -> int32 ids. None when its burst does not run. From any thread."""
+    def tokens_so_far(self, step_id: int) -> dict[int, bytes] | None:
+        """Tokens of a running plan's completed steps; from any thread.
+
+        returns: index in the plan -> int32 ids; None if that plan is not running.
+        """
         now = self._running
-        if now is None or now.number != number or not now.told[0]:
+        if now is None or now.step_id != step_id or not now.completed[0]:
             return None
-        tokens = self.earlier(now.batch, int(now.told[0]) + 1)
+        tokens = self.earlier(now.batch, int(now.completed[0]) + 1)
         return {int(i): row.tobytes() for i, row in zip(now.batch.indices, tokens, strict=True)}
 
-    def run(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> int:
-        """Run up to `steps` decode steps of a batch that has been entered (`StepTensors.fill`);
-        returns how many have run. number: of the plan. tell, bell: as in MultiStepInputs."""
-        at = self._step.foresee(batch, steps)
+    def run(self, batch: Batch, steps: int, step_id: int, report_every: int, wake_fd: int) -> int:
+        """Run up to `steps` decode steps of a batch that has been entered (`StepTensors.fill`).
+
+        Args:
+            step_id: of the plan.
+            report_every, wake_fd: as `tell` and `bell` of MultiStepInputs.
+
+        Returns:
+            How many steps have run.
+        """
+        at = self._step.locate_steps(batch, steps)
         stops = [self._table.join_of(row.slot).sampling.stop_ids for row in batch.rows]
         counts = np.cumsum([0, *map(len, stops)], dtype=np.int32)
         step = self._step
         inputs = MultiStepInputs(
-            *(self._sampled, self._best, step.tokens.numpy(), step.positions.numpy()),
-            *(step.to_positions.numpy(), step.context_lengths.numpy()),
-            [locations.numpy() for locations in step.locations],
-            at,
-            counts,
-            np.array([id for ids in stops for id in ids], np.int32),
-            self._interrupt,
-            number,
-            np.zeros(1, np.int32),
-            tell,
-            bell,
-            _PACE_NS,
+            sampled=self._sampled,
+            best=self._best,
+            tokens=step.tokens.numpy(),
+            positions=step.positions.numpy(),
+            to_positions=step.to_positions.numpy(),
+            lengths=step.context_lengths.numpy(),
+            places=[locations.numpy() for locations in step.locations],
+            at=at,
+            first_stop=counts,
+            stops=np.array([id for ids in stops for id in ids], np.int32),
+            interrupt=self._interrupt,
+            number=step_id,
+            told=np.zeros(1, np.int32),
+            tell=report_every,
+            bell=wake_fd,
+            pace_ns=_PACE_NS,
         )
-        self._running = _Running(number, batch, inputs.told)
+        self._running = _Running(step_id, batch, inputs.told)
         try:
             return self._recording.multi_step(len(batch.rows), inputs)
         finally:

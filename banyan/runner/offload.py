@@ -1,10 +1,10 @@
-"""Weights that do not fit: those of some blocks lie in pinned memory of the host, and come to the
-device ahead of their turn in each forward pass.
+"""Weight offloading: weights of some blocks stay in pinned host memory, and are copied to the
+device just before they are used in each forward pass.
 
-The tensors of such a block are views into one of a few buffers on the device, which the blocks take
-in turns. Its addresses never change, so a captured step replays what it has captured: the copies
-too, because each pass begins them itself and waits for all of them. Knows no kernels: whatever a
-block has packed is found by looking for its tensors.
+The tensors of such a block are views into one of a few device buffers, which the blocks use in
+turns. The addresses never change, so captured steps replay correctly; they include the copies,
+because each pass starts and awaits its own. A block's tensors are found by walking its attributes,
+so packed weights of any kernel work.
 """
 
 from collections import Counter
@@ -31,18 +31,19 @@ log = logger(__name__)
 _FLAGS = "--cpu-offload-gb and --offload-group-size"
 _GIB = 1 << 30
 _ALIGNED = 512
-"""Bytes; more than any kernel asks of an address."""
+"""Alignment in bytes; more than any kernel requires."""
 _DEEPEST = 6
-"""Objects within objects that hold a layer's weights."""
+"""Most levels of nested objects that are searched for weights."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """
+    """The offloading flags.
+
     Attributes:
-        asked_bytes: device memory that weights give up; 0 where groups say which of them do.
-        group, of_group: of so many layers the last ones lie in memory of the host.
-        ahead: layers that are on their way while one runs.
+        asked_bytes: device memory to save; 0 = `group` decides which layers are offloaded.
+        group, of_group: of each `group` layers the last `of_group` are offloaded.
+        ahead: layers that are prefetched while one runs.
     """
 
     platform: Platform
@@ -56,18 +57,19 @@ class Offload:
         return self.ahead + 1
 
     def is_of_group(self, layer: int) -> bool:
-        """Whether a layer is one of those that groups say."""
+        """Whether `group` selects this layer."""
         return self.group > 0 and layer % self.group >= self.group - self.of_group
 
 
 def open_offload(device: DeviceConfig, platform: Platform) -> Offload | None:
-    """None where all weights stay where they are."""
+    """None = nothing is offloaded."""
     if not device.offload_gib and device.offload_group < 1:
         return None
     if not platform.traits.async_launch:
         log.info(
-            "%s have no effect on %s: its weights lie in the memory of the host",
-            *(_FLAGS, platform.traits.name),
+            "%s have no effect on %s: its weights are in host memory already",
+            _FLAGS,
+            platform.traits.name,
         )
         return None
     asked = round(device.offload_gib * _GIB)
@@ -76,7 +78,7 @@ def open_offload(device: DeviceConfig, platform: Platform) -> Offload | None:
 
 
 def not_streamed(model_config: ModelConfig) -> ConfigError:
-    """What says so of a model whose blocks are not ours, or none of a decoder."""
+    """The error for models whose blocks cannot be offloaded."""
     return ConfigError(
         f"{_FLAGS}: layers of {model_config.architecture} are not streamed, those of decoders are",
         hint="leave them out, and --model-impl at auto",
@@ -84,11 +86,12 @@ def not_streamed(model_config: ModelConfig) -> ConfigError:
 
 
 class OffloadedBlocks:
-    """What of one model lies in memory of the host. Told of its blocks while they are filled, so
-    that the device never holds all of them; `settle` when all are.
+    """Offloads blocks of one model while it is loaded, so that the device never holds all weights.
+
+    Call `begin`, `filled` for each block, then `settle`.
 
     Args:
-        build: what layers have in common, which is no block's own.
+        build: objects that all layers share; they belong to no block.
     """
 
     def __init__(self, offload: Offload, build: Build) -> None:
@@ -96,14 +99,14 @@ class OffloadedBlocks:
         self._platform = offload.platform
         self._build = build
         self._blocks: dict[int, list[nn.Module]] = {}
-        """The modules that no other block has, by layer."""
-        self._away: dict[int, _Away] = {}
+        """By layer, the modules that belong to no other block."""
+        self._away: dict[int, _HostBlock] = {}
 
     def begin(self, model: Model) -> None:
-        """Look at a model that is still empty.
+        """Take a model whose weights are not loaded yet.
 
         Raises:
-            ConfigError: it has no blocks that could be streamed.
+            ConfigError: its blocks cannot be offloaded.
         """
         if not isinstance(model, DecoderLM):
             raise not_streamed(model.model_config)
@@ -119,16 +122,16 @@ class OffloadedBlocks:
         }
 
     def filled(self, layer: int) -> None:
-        """All weights of a block are here."""
+        """All weights of a block are loaded."""
         if layer not in self._blocks or not self._goes_now(layer):
             return
         self._take(layer)
 
     def settle(self, model: Model) -> None:
-        """All weights of the model are here: it can run behind this.
+        """All weights are loaded. Choose the final layers and install the hooks.
 
         Raises:
-            ConfigError: the device would not hold less than without.
+            ConfigError: offloading would save no device memory.
         """
         assert isinstance(model, DecoderLM)
         offload = self._offload
@@ -155,25 +158,31 @@ class OffloadedBlocks:
         if saved < offload.asked_bytes:
             log.warning(
                 "--cpu-offload-gb %.3f: all %d layers of this rank give up %.3f GiB, no more",
-                *(offload.asked_bytes / _GIB, len(layers), saved / _GIB),
+                offload.asked_bytes / _GIB,
+                len(layers),
+                saved / _GIB,
             )
         slots = [self._buffer(largest) for _ in range(buffers)]
         away = [self._away[layer] for layer in layers]
         for at, one in enumerate(away):
-            one.lie_in(slots[at % buffers])
-        _Turns(away, slots, self._platform.lane()).hang(
+            one.use(slots[at % buffers])
+        _Prefetcher(away, slots, self._platform.lane()).hang(
             model.layers[model.stage[0]], [model.layers[layer] for layer in layers]
         )
         log.info(
             "weights of %d of %d layers, %.3f GiB, lie in memory of the host and come through %d "
             "buffers of %.1f MiB: the device holds %.3f GiB less",
-            *(len(layers), len(self._blocks), sum(sizes) / _GIB, buffers, largest / (1 << 20)),
+            len(layers),
+            len(self._blocks),
+            sum(sizes) / _GIB,
+            buffers,
+            largest / (1 << 20),
             saved / _GIB,
         )
 
     def _goes_now(self, layer: int) -> bool:
-        """Of what is to be given up in all, as many layers as come first: which ones it will be is
-        known when all sizes are."""
+        """Whether to offload this layer while loading. With `asked_bytes` the first layers go,
+        until enough is saved; `settle` chooses again when all sizes are known."""
         offload = self._offload
         if not offload.asked_bytes:
             return offload.is_of_group(layer)
@@ -182,7 +191,7 @@ class OffloadedBlocks:
 
     def _take(self, layer: int) -> None:
         tensors = list(_tensors_of(self._blocks[layer], self._build))
-        self._away[layer] = _Away(_parts_of(tensors), self._platform)
+        self._away[layer] = _HostBlock(_parts_of(tensors), self._platform)
 
     def _size_of(self, layer: int) -> int:
         if layer in self._away:
@@ -194,12 +203,11 @@ class OffloadedBlocks:
 
 
 def spread(sizes: Mapping[int, int], asked_bytes: int, buffers: int) -> list[int]:
-    """The fewest layers, evenly spread, that give up as many bytes as are asked for; all where no
-    choice does.
+    """The fewest layers, evenly spread, that save `asked_bytes`; all layers if none do.
 
     Args:
         sizes: bytes by layer, in the order in which they run.
-        buffers: that stay on the device, each as large as the largest of those layers.
+        buffers: buffers on the device, each as large as the largest chosen layer.
     """
     layers = list(sizes)
     for count in range(1, len(layers)):
@@ -211,28 +219,27 @@ def spread(sizes: Mapping[int, int], asked_bytes: int, buffers: int) -> list[int
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One piece of device memory, and the tensors that look at it."""
+class _Storage:
+    """One piece of device memory, and the tensors that are views of it."""
 
     bytes: Tensor
     """[size] uint8"""
     views: list[Tensor]
 
     @property
-    def room(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes that it takes in a buffer."""
         return -(-self.bytes.numel() // _ALIGNED) * _ALIGNED
 
 
-class _Away:
-    """The weights of one block in pinned memory of the host; until they lie in a buffer, the
-    block's tensors are empty."""
+class _HostBlock:
+    """The weights of one block in pinned host memory. The block's tensors are empty until `use`."""
 
-    def __init__(self, parts: Sequence[_Part], platform: Platform) -> None:
+    def __init__(self, parts: Sequence[_Storage], platform: Platform) -> None:
         self.size = _size(parts)
         self.host = platform.pinned((self.size,), torch.uint8)
         self._views: list[tuple[Tensor, int, torch.Size, tuple[int, ...]]] = []
-        """Each with its place in the block's bytes, in items of its type, shape and strides."""
+        """(tensor, offset in the block in items of its dtype, shape, strides)"""
         at = 0
         with torch.inference_mode():
             for part in parts:
@@ -241,41 +248,42 @@ class _Away:
                     first = at // view.element_size() + int(view.storage_offset())
                     self._views.append((view, first, view.size(), view.stride()))
                     view.set_(view.new_empty(0).untyped_storage(), 0, (0,), (1,))
-                at += part.room
+                at += part.padded_bytes
 
-    def lie_in(self, buffer: Tensor) -> None:
+    def use(self, buffer: Tensor) -> None:
+        """Make the block's tensors views of `buffer`."""
         with torch.inference_mode():
             for view, first, size, stride in self._views:
                 view.set_(buffer.untyped_storage(), first, size, stride)
 
     def come_back(self, device: torch.device) -> None:
-        """Stay on the device, in memory of its own."""
-        self.lie_in(self.host.to(device))
+        """Move the weights back to the device for good."""
+        self.use(self.host.to(device))
 
 
-class _Turns:
-    """The blocks of a pass, one after another through the buffers.
+class _Prefetcher:
+    """Copies the blocks of a pass into the buffers, one after another.
 
-    Block k lies in buffer k modulo their number. As soon as it has run, the block that takes the
-    buffer after it is on its way, on a stream of its own.
+    Block k uses buffer k modulo their number. As soon as it has run, the copy of the next block for
+    that buffer starts on a side stream.
     """
 
-    def __init__(self, blocks: Sequence[_Away], slots: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(self, blocks: Sequence[_HostBlock], slots: Sequence[Tensor], lane: Lane) -> None:
         self._blocks = blocks
         self._slots = slots
         self._lane = lane
         self._there: list[object] = [None] * len(blocks)
-        """Marks behind the copies of this pass."""
+        """Stream events after the copies of this pass."""
 
     def hang(self, first: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """first: the block that a pass begins with, be it one of `blocks` or not."""
+        """Install the hooks. first: the block with which a pass begins, offloaded or not."""
         first.register_forward_pre_hook(self._begin)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._enter, number))
             block.register_forward_hook(partial(self._leave, number))
 
     def _begin(self, *_: object) -> None:
-        mark = self._lane.mark()  # what the pass before has read
+        mark = self._lane.mark()  # the last pass must have read the buffers
         for number in range(len(self._slots)):
             self._send(number, mark)
 
@@ -293,8 +301,8 @@ class _Turns:
 
 
 def _tensors_of(modules: Iterable[nn.Module], build: Build) -> Iterator[Tensor]:
-    """The tensors with which layers multiply: those of more than one dimension. Vectors stay: they
-    are small, and adapters read some of them outside of a pass."""
+    """The weight matrices: tensors of more than one dimension. Vectors stay on the device: they are
+    small, and adapters read some of them outside of a pass."""
     groups = build.groups
     common = (build, *_values(build), *_values(groups))
     seen = {id(value) for value in common}
@@ -305,7 +313,7 @@ def _tensors_of(modules: Iterable[nn.Module], build: Build) -> Iterator[Tensor]:
 
 
 def _within(value: object, device: torch.device, seen: set[int], depth: int) -> Iterator[Tensor]:
-    """Those tensors of the device that are a value, or in it; each once."""
+    """The device tensors in a value, each once."""
     if id(value) in seen or not depth:
         return
     if isinstance(value, Tensor):
@@ -327,26 +335,26 @@ def _within(value: object, device: torch.device, seen: set[int], depth: int) -> 
 
 
 def _values(value: object) -> list[object]:
-    """Of an object's attributes."""
+    """The values of an object's attributes."""
     if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
-def _parts_of(tensors: Iterable[Tensor]) -> list[_Part]:
-    """The memory that tensors look at, each piece once."""
+def _parts_of(tensors: Iterable[Tensor]) -> list[_Storage]:
+    """The memory of some tensors, each piece once."""
     found: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    return [_Part(_bytes_of(views[0]), views) for views in found.values()]
+    return [_Storage(_bytes_of(views[0]), views) for views in found.values()]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory of a tensor; [size] uint8."""
+    """All memory of a tensor, [size] uint8."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _size(parts: Sequence[_Part]) -> int:
-    return sum(part.room for part in parts)
+def _size(parts: Sequence[_Storage]) -> int:
+    return sum(part.padded_bytes for part in parts)

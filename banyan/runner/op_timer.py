@@ -1,7 +1,7 @@
-"""OpTimer: what each op of a step takes, on a runner that serves nothing else.
+"""OpTimer: times the ops of a step, on a runner that serves nothing else.
 
-The steps are made up: rows over pages that hold any numbers, so that any batch at any context can
-be timed at once.
+Steps are synthetic: rows over pages with arbitrary numbers, so any batch at any context length can
+be timed.
 """
 
 from array import array
@@ -12,7 +12,8 @@ from banyan.base.ids import PageId, SlotId, StepId
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.ops.api import OpTime, Peaks
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 
 _RUNS = 9
 
@@ -20,7 +21,7 @@ _RUNS = 9
 class OpTimer:
     """
     Args:
-        threads: that share the work of an op.
+        threads: threads that compute an op together.
         probe: measures `peaks`.
     """
 
@@ -44,14 +45,14 @@ class OpTimer:
         return self._runner.is_recorded
 
     def peaks(self) -> Peaks:
-        """What these kernels can do at most on this machine, now."""
+        """Peak performance of the kernels on this machine, measured now."""
         return self._probe()
 
     def measure(self, rows: int, start: int, count: int) -> list[OpTime]:
-        """The stages of a step in which each of `rows` rows runs positions start … start+count−1.
+        """Op times of a step in which each of `rows` rows runs positions start … start+count−1.
 
-        The middle one of several runs counts, as it does of the steps that they stand beside: of
-        times that scatter, the least would leave a part of every step to nobody.
+        The median of several runs, as for the steps that they are compared with: with minima, part
+        of every step's time would belong to no op.
 
         Raises:
             ConfigError: the batch does not fit, or the steps of this model are not recorded.

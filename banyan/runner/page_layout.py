@@ -16,13 +16,13 @@ class PageLayout(msgspec.Struct, frozen=True):
     """The pages of one tensor of one layer on one rank.
 
     Attributes:
-        at: where it begins in the rank's file.
-        page_bytes: of one page.
-        dtype, shape: of what is kept of one token, or of one state.
-        shared: what ranks share of it, () where each of them has it whole: shape[axis] then counts
-            what all of them have.
-        is_state: it is kept once in a page, and not for each token.
-        is_spread: it is kept once in a page too, spread over its tokens.
+        at: first byte in the rank's memory.
+        page_bytes: size of one page.
+        dtype, shape: of one token's entry, or of one state.
+        shared: which parts of it ranks share; () = each rank has it whole. With parts, shape[axis]
+            counts those of all ranks together.
+        is_state: one entry per page, not per token.
+        is_spread: one entry per page, spread over the page's tokens.
     """
 
     group: int
@@ -39,14 +39,14 @@ class PageLayout(msgspec.Struct, frozen=True):
 
     @property
     def fact(self) -> tuple[object, ...]:
-        """What it is on any number of ranks, and in pages of any size."""
+        """The properties that do not depend on the number of ranks or the page size."""
         sizes = tuple(part.size for part in self.shared)
         shape = () if self.is_spread else self.shape
         return self.group, self.layer, self.name, self.dtype, shape, sizes, self.axis
 
 
 def page_layouts_of(store: KVStore) -> list[PageLayout]:
-    """Of one rank, by layer."""
+    """The layouts of one rank, by layer."""
     return [
         _page_layout(store.groups, store.group_of(cache.layer), cache, name, store.places)
         for cache in store.caches
@@ -55,7 +55,7 @@ def page_layouts_of(store: KVStore) -> list[PageLayout]:
 
 
 def window_layouts(page_layouts: Sequence[PageLayout]) -> list[PageLayout]:
-    """Where they lie in one page of a window."""
+    """The same tensors in a window, which holds one page."""
     ends: dict[int, int] = {}
     moved: list[PageLayout] = []
     for page_layout in page_layouts:
@@ -94,25 +94,25 @@ def _page_layout(
 def layout_facts(
     page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout]
 ) -> tuple[object, ...]:
-    """What two servers have in common whose pages are cut for different numbers of ranks and for
-    different numbers of tokens."""
+    """Facts that must be equal on two servers whose pages may be cut for different numbers of
+    ranks and tokens."""
     kinds = [(group.kind, group.window) for group in groups]
     return (kinds, sorted(dict.fromkeys(page_layout.fact for page_layout in page_layouts)))
 
 
 PartsOfHead = Callable[[str, int, torch.dtype], tuple[tuple[int, int], ...]]
-"""(name, width, dtype) of a tensor whose heads lie one behind another -> `Block.parts` of one."""
+"""(name, width, dtype) of a tensor with consecutive heads -> `Block.parts` of one head."""
 
 
 def forms_of(
     page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout], by_head: PartsOfHead | None
 ) -> tuple[PageForm, ...]:
-    """How the tokens lie in pages of each group, as they travel: layers in order, tensors as
-    declared, all heads.
+    """Layout of tokens in transferred pages of each group: layers in order, tensors as declared,
+    all heads.
 
     Args:
-        shelves: of all ranks.
-        by_head: None = the heads of a token lie side by side, as all else does.
+        page_layouts: of all ranks.
+        by_head: None = the heads of one token are stored together.
     """
     found = {(page_layout.layer, page_layout.name): page_layout for page_layout in page_layouts}
     names = list(dict.fromkeys(page_layout.name for page_layout in page_layouts))

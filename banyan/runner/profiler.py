@@ -1,6 +1,6 @@
-"""Profiler: records what the steps of one rank do, from one order to another.
+"""Profiler: records a trace of one rank's steps, between a start and a stop control op.
 
-What is recorded lies in memory until it ends; then it is one file.
+The trace is kept in memory and written to one file at the end.
 """
 
 import os
@@ -22,9 +22,9 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 class Profiler:
     """
     Args:
-        marks: of the threads that are recorded.
-        folder: where files go unless an order names another; "" = that of temporary files.
-        name: of this rank, for the name of the file.
+        marks: profiler spans of the recorded threads.
+        folder: default folder of the files; "" = the folder of temporary files.
+        name: of this rank, for file names.
     """
 
     def __init__(self, marks: Sequence[Marks], folder: str = "", name: str = "engine") -> None:
@@ -35,9 +35,9 @@ class Profiler:
         self._path = ""
         self._steps = 0
         self._most_steps = 0
-        """Steps after which the recording ends by itself; 0 = it does not."""
-        self._told = ""
-        """What became of the last recording."""
+        """Steps after which the recording ends by itself; 0 = never."""
+        self._summary = ""
+        """Result of the last recording, until a stop reports it."""
 
     def stepped(self) -> None:
         """A step with rows has run."""
@@ -47,27 +47,28 @@ class Profiler:
         if self._steps == self._most_steps:
             self._end()
 
-    def prepare_start(self, order: ControlOp) -> Finish:
-        """
+    def prepare_start(self, op: ControlOp) -> Finish:
+        """Check that a recording can start.
+
         Raises:
-            RequestError: it cannot be recorded.
+            RequestError: it cannot.
         """
-        assert isinstance(order, StartProfile)
-        folder = order.folder or self._folder
+        assert isinstance(op, StartProfile)
+        folder = op.folder or self._folder
         if self._trace is not None:
             raise RequestError("A profile is being recorded already.")
-        if not _PREFIX.fullmatch(order.prefix):
+        if not _PREFIX.fullmatch(op.prefix):
             raise RequestError(
                 "profile_prefix must be at most 64 letters, digits, '.', '_' or '-'."
             )
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise RequestError(f"output_dir {folder[:200]!r} is not a folder that can be written.")
-        name = f"{order.prefix}banyan-{self._name}-{order.stamp}.trace.json"
+        name = f"{op.prefix}banyan-{self._name}-{op.stamp}.trace.json"
 
         def start() -> RankReply:
             self._path = os.path.join(folder, name)
-            self._steps, self._most_steps = 0, order.steps
-            self._told = ""
+            self._steps, self._most_steps = 0, op.steps
+            self._summary = ""
             self._trace = Trace()
             for marks in self._marks:
                 marks.trace = self._trace
@@ -75,19 +76,19 @@ class Profiler:
 
         return start
 
-    def prepare_stop(self, order: ControlOp) -> Finish:
+    def prepare_stop(self, op: ControlOp) -> Finish:
         """
         Raises:
-            RequestError: nothing is recorded, and nothing has been since the last stop.
+            RequestError: nothing has been recorded since the last stop.
         """
-        if self._trace is None and not self._told:
+        if self._trace is None and not self._summary:
             raise RequestError("No profile is being recorded.")
 
         def stop() -> RankReply:
             if self._trace is not None:
                 self._end()
-            told, self._told = self._told, ""
-            return RankReply(told)
+            summary, self._summary = self._summary, ""
+            return RankReply(summary)
 
         return stop
 
@@ -99,8 +100,8 @@ class Profiler:
         try:
             spans = trace.write(self._path)
         except OSError as error:
-            self._told = f"The profile could not be written: {error}"
+            self._summary = f"The profile could not be written: {error}"
         else:
             more = f", {trace.dropped} more were dropped" if trace.dropped else ""
-            self._told = f"Profile of {self._steps} steps: {self._path} ({spans} spans{more})"
-        log.info("%s", self._told)
+            self._summary = f"Profile of {self._steps} steps: {self._path} ({spans} spans{more})"
+        log.info("%s", self._summary)

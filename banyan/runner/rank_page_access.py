@@ -32,17 +32,22 @@ from banyan.runner.page_layout import PageLayout, page_layouts_of, window_layout
 log = logger(__name__)
 
 _BRING, _PUT = 1, 2
-_ASKED = struct.Struct("<BIQ")
-"""What to do, the group, the page."""
+_REQUEST = struct.Struct("<BIQ")
+"""A request: operation, group, page."""
 _DONE, _FAILED = b"\0", b"\1"
-_LOOK_MS = 100
-"""How often whoever waits for another machine looks whether that lives."""
+_CHECK_MS = 100
+"""How often a wait for another machine checks whether that machine is lost."""
 
 
 class PageWindow:
-    """
+    """Host memory for one page of this rank, which rank 0 maps.
+
+    Rank 0 asks over a socket to copy a page into the window, or out of it. A thread of the rank
+    does that in the order of its steps' stream, whatever the thread that takes plans is doing.
+    Between machines both ends have such memory, and its bytes travel with the request or the reply.
+
     Attributes:
-        file: what rank 0 maps.
+        file: descriptor of the memory.
         memory: the same, uint8.
     """
 
@@ -53,7 +58,7 @@ class PageWindow:
         self.memory = np.frombuffer(mmap.mmap(self.file, max(size, 1)), np.uint8)
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None:
-        """Bring a page here, or put it away."""
+        """Copy a page into the window, or (is_put) from the window to its place."""
         if is_put:
             size = self._store.page_bytes(group)
             self._store.put(group, page, self.memory[:size])
@@ -63,27 +68,27 @@ class PageWindow:
         self.memory[: len(payload)] = payload
 
     def wait(self) -> None:
-        """It is done when `ask` returns."""
+        """`ask` has already done it."""
 
-    def serve(self, door: str) -> None:
-        """Do what rank 0 asks for at `door`, in a thread of its own, until it goes."""
+    def serve(self, address: str) -> None:
+        """Serve rank 0's requests at this socket path in a thread, until it disconnects."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(door)
+        listener.bind(address)
         listener.listen(1)
         threading.Thread(target=self._serve, args=(listener,), name="window", daemon=True).start()
 
     def _serve(self, listener: socket.socket) -> None:
         with listener:
             rank_0, _ = listener.accept()
-        with rank_0, suppress(ConnectionError):  # rank 0 waits no more, and tells why
-            while asked := rank_0.recv(_ASKED.size):
-                rank_0.send(self._answer(*_ASKED.unpack(asked)))
+        with rank_0, suppress(ConnectionError):  # rank 0 has given up and reports why
+            while request := rank_0.recv(_REQUEST.size):
+                rank_0.send(self._answer(*_REQUEST.unpack(request)))
 
-    def serve_afar(self, rank_0: "zmq.Socket[bytes]") -> None:
-        """Do what rank 0 of another machine asks for, for as long as this process lives."""
+    def serve_remote(self, rank_0: "zmq.Socket[bytes]") -> None:
+        """Serve requests of rank 0 on another machine, as long as this process lives."""
         while True:
-            asked, *parts = rank_0.recv_multipart()
-            what, group, page = _ASKED.unpack(asked)
+            request, *parts = rank_0.recv_multipart()
+            what, group, page = _REQUEST.unpack(request)
             if what == _PUT:
                 self.memory[: len(parts[0])] = np.frombuffer(parts[0], np.uint8)
             answer = self._answer(what, group, page)
@@ -100,26 +105,28 @@ class PageWindow:
 
 
 class WindowClient(Protocol):
-    """A window, from rank 0."""
+    """A rank's window, as rank 0 uses it."""
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None: ...
     def wait(self) -> None: ...
 
 
 class LocalWindowClient:
-    """Another rank's, at `door`. OSError when the rank has gone, or cannot.
+    """The window of a rank on this machine. OSError if the rank has gone, or cannot copy the page.
 
-    One whose answer does not come in time is not asked again: what it then does is about a page
-    that nobody means any more.
+    After a timeout the connection is closed: a late answer would be taken for the next page's.
+
+    Args:
+        address: socket path of the window.
     """
 
-    def __init__(self, door: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float) -> None:
         self._rank = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._rank.settimeout(timeout_s)
-        self._rank.connect(door)
+        self._rank.connect(address)
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None:
-        self._rank.send(_ASKED.pack(_PUT if is_put else _BRING, group, page))
+        self._rank.send(_REQUEST.pack(_PUT if is_put else _BRING, group, page))
 
     def wait(self) -> None:
         try:
@@ -133,11 +140,11 @@ class LocalWindowClient:
 
 
 class RemoteWindowClient:
-    """That of a rank of another machine. OSError when the rank has gone, or cannot.
+    """The window of a rank on another machine. OSError if the rank has gone or cannot copy.
 
     Args:
-        is_lost: whether ranks of other machines are known to be gone; asked while one is waited
-            for, whose end nothing else tells.
+        is_lost: whether other machines are known to be lost; checked while waiting, because the
+            connection itself does not report it.
     """
 
     def __init__(
@@ -145,77 +152,78 @@ class RemoteWindowClient:
     ) -> None:
         self._rank, self._timeout_s, self._is_lost = rank, timeout_s, is_lost
         self._sizes: Mapping[int, int] = {}
-        self._asked = 0
-        """Bytes that the answer brings."""
+        self._expected = 0
+        """Bytes that the answer must have."""
         self.memory = np.empty(0, np.uint8)
 
     def hold(self, sizes: Mapping[int, int]) -> None:
-        """Make room for a page of any group: group -> bytes."""
+        """Allocate memory for one page of any group. sizes: group -> bytes."""
         self._sizes = sizes
         self.memory = np.zeros(max(sizes.values(), default=0), np.uint8)
 
     def ask(self, is_put: bool, group: int, page: PageId) -> None:
         size = self._sizes.get(group, 0)
-        asked = _ASKED.pack(_PUT if is_put else _BRING, group, page)
+        request = _REQUEST.pack(_PUT if is_put else _BRING, group, page)
         payload = [self.memory[:size].tobytes()] if is_put else []
-        self._asked = 0 if is_put else size
+        self._expected = 0 if is_put else size
         try:
-            self._rank.send_multipart([asked, *payload], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # nobody is there, or it was closed
+            self._rank.send_multipart([request, *payload], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # not connected, or closed after a timeout
             raise OSError(f"another rank of this server has gone: {error}") from None
 
     def wait(self) -> None:
-        answer, payload = self._hear()
+        answer, payload = self._receive()
         if answer != _DONE:
             raise OSError("another rank of this server cannot move a page of its device")
-        if len(payload) != self._asked:
+        if len(payload) != self._expected:
             raise OSError(
-                f"another rank of this server says {len(payload):,} bytes, not {self._asked:,}"
+                f"another rank of this server sent {len(payload):,} bytes, not {self._expected:,}"
             )
         self.memory[: len(payload)] = np.frombuffer(payload, np.uint8)
 
-    def hear(self) -> bytes:
-        """What the rank says first."""
-        (said,) = self._hear()
-        return said
+    def receive(self) -> bytes:
+        """The rank's first message."""
+        (message,) = self._receive()
+        return message
 
-    def _hear(self) -> list[bytes]:
+    def _receive(self) -> list[bytes]:
         until = time.monotonic() + self._timeout_s
-        while not self._rank.poll(_LOOK_MS):
+        while not self._rank.poll(_CHECK_MS):
             is_lost = self._is_lost()
             if is_lost or time.monotonic() >= until:
-                self._rank.close()  # what it may still say is about a page that nobody means
+                self._rank.close()  # a late answer would be taken for the next page's
                 if is_lost:
                     raise OSError("another rank of this server has gone")
                 raise TimeoutError(f"another rank of this server is silent for {self._timeout_s} s")
         return self._rank.recv_multipart()
 
 
-_LOOK_S = 0.005
-_MAX_SAID_BYTES = 1 << 30
-"""Of what a rank of another machine says at once: a page."""
+_POLL_S = 0.005
+_MAX_MESSAGE_BYTES = 1 << 30
+"""Largest message of a rank on another machine: a page."""
 
 
 class PagesAnnouncement(msgspec.Struct, frozen=True):
-    """What rank 0 is told of another rank's pages.
+    """Where another rank's pages are, as it publishes it for rank 0.
 
     Attributes:
-        door: where pages are brought to the file, one at a time; "" = all of them lie in it.
+        pid, file: process and descriptor of the memory.
+        window: socket path of the window; "" = all pages are in the memory.
     """
 
     pid: int
     file: int
-    page_layouts: list[PageLayout]
-    door: str = ""
+    page_layouts: list[PageLayout] = msgspec.field(name="shelves")
+    window: str = msgspec.field(name="door", default="")
 
 
 @dataclass(frozen=True)
-class Pages:
-    """What rank 0 has of one rank's pages.
+class RankMemory:
+    """One rank's pages, as rank 0 sees them.
 
     Attributes:
-        memory: where the shelves lie, uint8.
-        desk: what brings a page there, one at a time; None = all of them lie there.
+        memory: uint8, where the pages or one window lie.
+        window: copies a page there; None = all pages are in the memory.
     """
 
     page_layouts: list[PageLayout]
@@ -224,55 +232,55 @@ class Pages:
 
 
 class RankAccess(Protocol):
-    """The way to another rank's pages."""
+    """Opens another rank's pages."""
 
-    def open(self, timeout_s: float) -> Pages:
-        """Wait until the rank has told of them; DeviceError when it does not come."""
+    def open(self, timeout_s: float) -> RankMemory:
+        """Wait until the rank has published them; DeviceError after the timeout."""
         ...
 
 
-def own_rank_pages(store: KVStore) -> Pages:
-    """Of rank 0 itself."""
+def own_rank_pages(store: KVStore) -> RankMemory:
+    """The pages of rank 0 itself."""
     page_layouts = page_layouts_of(store)
     if store.is_host:
-        return Pages(page_layouts, _mapped(os.getpid(), store.file, page_layouts))
+        return RankMemory(page_layouts, _mapped(os.getpid(), store.file, page_layouts))
     window = PageWindow(store)
-    return Pages(window_layouts(page_layouts), window.memory, window)
+    return RankMemory(window_layouts(page_layouts), window.memory, window)
 
 
 class LocalRankAccess:
-    """Of a rank of this machine, which leaves word at `link`."""
+    """A rank on this machine, which publishes its pages in the file `path`."""
 
-    def __init__(self, link: str) -> None:
-        self._link = link
+    def __init__(self, path: str) -> None:
+        self._path = path
 
-    def open(self, timeout_s: float) -> Pages:
-        told = self._hear(timeout_s)
-        memory = _mapped(told.pid, told.file, told.page_layouts)
-        return Pages(
-            told.page_layouts,
+    def open(self, timeout_s: float) -> RankMemory:
+        found = self._read(timeout_s)
+        memory = _mapped(found.pid, found.file, found.page_layouts)
+        return RankMemory(
+            found.page_layouts,
             memory,
-            LocalWindowClient(told.door, timeout_s) if told.door else None,
+            LocalWindowClient(found.window, timeout_s) if found.window else None,
         )
 
-    def _hear(self, timeout_s: float) -> PagesAnnouncement:
+    def _read(self, timeout_s: float) -> PagesAnnouncement:
         until = time.monotonic() + timeout_s
         while True:
             try:
-                with open(self._link, "rb") as file:
+                with open(self._path, "rb") as file:
                     return msgspec.json.decode(file.read(), type=PagesAnnouncement)
             except FileNotFoundError:
                 if time.monotonic() >= until:
-                    raise _silent(f"at {self._link}", timeout_s) from None
-            time.sleep(_LOOK_S)
+                    raise _silent(f"at {self._path}", timeout_s) from None
+            time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where rank 0 waits for a rank of another machine. Who knows the key may connect.
+    """Where rank 0 waits for a rank on another machine. Only a rank with the key can connect.
 
     Attributes:
-        address: of ZeroMQ.
+        address: ZeroMQ address.
         key: public key of rank 0, Z85.
     """
 
@@ -281,28 +289,28 @@ class RankAddress:
 
 
 class RemoteRankAccess:
-    """Of a rank of another machine, which comes to a port of its own here.
+    """A rank on another machine, which connects to a port of its own here.
 
     Args:
-        host: the address of this machine that the others know.
-        is_lost: whether they are known to be gone; asked while one is waited for.
+        host: address of this machine, as the others use it.
+        is_lost: whether other machines are known to be lost; checked while waiting.
     """
 
     def __init__(self, host: str, is_lost: Callable[[], bool]) -> None:
         self._is_lost = is_lost
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SAID_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         public, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_publickey, self._socket.curve_server = public, True
         address = socket.gethostbyname(host)
         port = self._socket.bind_to_random_port(f"tcp://{address}")
-        self.place = RankAddress(f"tcp://{address}:{port}", public.decode())
+        self.address = RankAddress(f"tcp://{address}:{port}", public.decode())
 
-    def open(self, timeout_s: float) -> Pages:
+    def open(self, timeout_s: float) -> RankMemory:
         window = RemoteWindowClient(self._socket, timeout_s, self._is_lost)
         try:
-            page_layouts = msgspec.json.decode(window.hear(), type=list[PageLayout])
+            page_layouts = msgspec.json.decode(window.receive(), type=list[PageLayout])
         except TimeoutError:
             raise _silent("from another machine", timeout_s) from None
         except OSError as error:
@@ -311,38 +319,39 @@ class RemoteRankAccess:
         for page_layout in page_layouts:
             sizes[page_layout.group] = sizes.get(page_layout.group, 0) + page_layout.page_bytes
         window.hold(sizes)
-        return Pages(page_layouts, window.memory, window)
+        return RankMemory(page_layouts, window.memory, window)
 
 
-def publish_pages(store: KVStore, link: str) -> None:
-    """On another rank of the machine: leave word of its pages at `link`."""
-    told = PagesAnnouncement(os.getpid(), store.file, page_layouts_of(store))
+def publish_pages(store: KVStore, path: str) -> None:
+    """On another rank of this machine: publish its pages in the file `path`."""
+    own = PagesAnnouncement(os.getpid(), store.file, page_layouts_of(store))
     if not store.is_host:
-        window, door = PageWindow(store), f"{link}.door"
-        window.serve(door)
-        told = PagesAnnouncement(os.getpid(), window.file, window_layouts(told.page_layouts), door)
-    draft = f"{link}.new"
+        window, address = PageWindow(store), f"{path}.door"
+        window.serve(address)
+        layouts = window_layouts(own.page_layouts)
+        own = PagesAnnouncement(os.getpid(), window.file, layouts, address)
+    draft = f"{path}.new"
     with open(draft, "wb") as out:
-        out.write(msgspec.json.encode(told))
-    os.rename(draft, link)
+        out.write(msgspec.json.encode(own))
+    os.rename(draft, path)  # so that rank 0 never reads a half-written file
 
 
-def publish_pages_remotely(store: KVStore, place: RankAddress) -> None:
-    """On a rank of another machine: tell it there, and do what it asks for from then on."""
+def publish_pages_remotely(store: KVStore, rank_0_at: RankAddress) -> None:
+    """On a rank of another machine: send its page layouts to rank 0, then serve its requests."""
     window = PageWindow(store)
     rank_0 = zmq.Context.instance().socket(zmq.DEALER)
     rank_0.setsockopt(zmq.LINGER, 0)
     rank_0.curve_publickey, rank_0.curve_secretkey = zmq.curve_keypair()
-    rank_0.curve_serverkey = place.key.encode()
-    rank_0.connect(place.address)
+    rank_0.curve_serverkey = rank_0_at.key.encode()
+    rank_0.connect(rank_0_at.address)
     rank_0.send(msgspec.json.encode(window_layouts(page_layouts_of(store))))
     threading.Thread(
-        target=window.serve_afar, args=(rank_0,), name="distant window", daemon=True
+        target=window.serve_remote, args=(rank_0,), name="distant window", daemon=True
     ).start()
 
 
 def pages_file_of(address: str) -> str:
-    """Where a rank of this machine leaves word of its pages.
+    """The file in which a rank of this machine publishes its pages.
 
     Args:
         address: where it gets its plans, ipc://…
@@ -351,11 +360,11 @@ def pages_file_of(address: str) -> str:
 
 
 def rank_addresses_of(rank_access: Sequence[RankAccess]) -> dict[int, RankAddress]:
-    """Where the ranks of other machines come to, by rank."""
+    """Addresses for the ranks on other machines, by rank."""
     return {
-        rank: door.place
-        for rank, door in enumerate(rank_access, 1)
-        if isinstance(door, RemoteRankAccess)
+        rank: access.address
+        for rank, access in enumerate(rank_access, 1)
+        if isinstance(access, RemoteRankAccess)
     }
 
 
@@ -371,4 +380,4 @@ def _mapped(pid: int, descriptor: int, page_layouts: Sequence[PageLayout]) -> np
 
 
 def _silent(where: str, timeout_s: float) -> DeviceError:
-    return DeviceError(f"a rank said nothing of its pages {where} within {timeout_s:g} s")
+    return DeviceError(f"a rank did not publish its pages {where} within {timeout_s:g} s")

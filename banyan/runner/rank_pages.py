@@ -1,14 +1,13 @@
-"""RankPages: the pages of all ranks of a replica as those of one, for what carries them elsewhere.
+"""RankPages: presents the pages of all ranks of a replica as those of one, for page movers.
 
-Every rank keeps the heads and layers that are its own, in memory that rank 0 maps; a rank of a
-device, or of another machine, has a window there, with one page at a time (`rank_windows.py`); how
-rank 0 comes to all of it is in `rank_doors.py`. A page as it
-travels has all layers in order and all heads of each in order, whatever the number of ranks: so it
-is cut anew for as many as there are on the other side. So are the states of a page, by heads or by
-channels. What every rank keeps whole (a latent) is taken from one of them and given to all.
+Every rank holds its own heads and layers. Rank 0 maps their memory, or uses a window of one page
+for ranks on a device or another machine (rank_page_access.py). A transferred page has all layers in
+order and all heads of each, whatever the number of ranks, so it fits servers with other numbers of
+ranks. States are cut by heads or channels. A tensor that every rank holds whole (a latent) is read
+from one rank and written to all.
 
-Nothing here waits for a step: rank 0 takes pages whose steps are complete on all ranks, before
-any rank is told of a plan that may write to them (`EarlyMover`).
+No call waits for a step: rank 0 reads pages whose steps are complete on all ranks, before any rank
+gets a plan that may write to them (`EarlyMover`).
 """
 
 import math
@@ -29,17 +28,17 @@ from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
 from banyan.runner.page_layout import PageLayout
-from banyan.runner.rank_page_access import Pages, RankAccess, own_rank_pages
+from banyan.runner.rank_page_access import RankAccess, RankMemory, own_rank_pages
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank has of a tensor: bytes of its pages, and which heads they are."""
+    """One rank's part of a tensor: bytes of its pages, and which heads they hold."""
 
     rows: np.ndarray
-    """[num_pages, page_bytes] uint8; of a window, which has the page that is meant, [1, …]."""
+    """[num_pages, page_bytes] uint8; [1, page_bytes] for a window, which holds the current page."""
     runs: list[tuple[int, int, int]]
-    """Heads that lie one behind another: where in the whole, where here, and how many."""
+    """Runs of consecutive heads: (first in the whole tensor, first here, count)."""
 
     def of(self, page: PageId) -> np.ndarray:
         return self.rows[page if len(self.rows) > 1 else 0]
@@ -47,8 +46,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Whole:
-    """One tensor of one layer over all ranks. A page of it is [outer, heads, bytes]; of some states
-    channels are what heads are of others."""
+    """One tensor of one layer over all ranks. A page of it is [outer, heads, bytes]; some states
+    have channels in place of heads."""
 
     outer: int
     heads: int
@@ -75,18 +74,18 @@ class _Whole:
 
 
 class RankPages:
-    """Satisfies Pages, on rank 0.
+    """Satisfies `kv_transfer.page_mover.Pages`, on rank 0.
 
     Args:
         store: of rank 0.
-        doors: to the pages of the other ranks, in their order.
-        is_by_head: the heads of a page lie one behind another; else the tokens do.
-        timeout_s: how long another rank is waited for.
-        is_by_name: what all layers keep under one name lies together; else all that a layer keeps.
+        rank_access: to the pages of the other ranks, in their order.
+        is_by_head: a page holds one head after another; else one token after another.
+        timeout_s: time limit for another rank's reply.
+        is_by_name: order pages by tensor name, then layer; else by layer.
 
     Raises:
-        DeviceError: a rank does not come.
-        ConfigError: the ranks' shares of a layer are not parts of one whole.
+        DeviceError: a rank does not publish its pages in time.
+        ConfigError: the ranks' parts of a layer do not cover the whole tensor.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class RankPages:
         is_by_name: bool = False,
     ) -> None:
         self.groups = store.groups
-        ranks = [own_rank_pages(store), *(door.open(timeout_s) for door in rank_access)]
+        ranks = [own_rank_pages(store), *(access.open(timeout_s) for access in rank_access)]
         self._windows = [rank.window for rank in ranks if rank.window is not None]
         self._lock = Lock()
         self.page_layouts = [page_layout for rank in ranks for page_layout in rank.page_layouts]
@@ -130,7 +129,7 @@ class RankPages:
         return payload
 
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
-        """Fill a page on every rank. Nobody else may use the page meanwhile."""
+        """Fill a page on every rank. Nothing else may use the page meanwhile."""
         at = 0
         with self._lock:
             for whole in self._wholes[group]:
@@ -140,26 +139,26 @@ class RankPages:
         assert at == len(payload)
 
     def _move(self, is_put: bool, group: int, page: PageId) -> None:
-        """Between windows and their devices, all ranks at once. Every answer is heard, whatever
-        fails: an unheard one would be taken for that about the next page."""
+        """Copy between windows and their devices, on all ranks at once. Every answer is received,
+        whatever fails: a leftover answer would be taken for the next page's."""
         with ExitStack() as answers:
             for window in reversed(
                 self._windows
-            ):  # rank 0 does its part while the others do theirs
+            ):  # rank 0 last: it works in this call, while the others work in parallel
                 window.ask(is_put, group, page)
                 answers.callback(window.wait)
 
-    def _rows(self, rank: Pages, page_layout: PageLayout) -> np.ndarray:
+    def _rows(self, rank: RankMemory, page_layout: PageLayout) -> np.ndarray:
         pages = self.groups[page_layout.group].num_pages if rank.window is None else 1
         rows = rank.memory[page_layout.at : page_layout.at + pages * page_layout.page_bytes]
         return rows.reshape(-1, page_layout.page_bytes)
 
 
 def _whole(held: Sequence[tuple[PageLayout, np.ndarray]], page_outer: int) -> _Whole:
-    """The tensor of one layer, from the ranks that have a share of it, in their order.
+    """The whole tensor of one layer, from the ranks that have a part of it, in their order.
 
     Args:
-        page_outer: tokens of a page that lie before its heads; 1 where they lie in each head.
+        page_outer: tokens of a page, if they are the outer dimension; 1 = heads are.
     """
     first = held[0][0]
     if not first.shared:
@@ -190,10 +189,11 @@ def _runs(page_layout: PageLayout) -> list[tuple[int, int, int]]:
 
 
 def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor | None:
-    """The copies of a plan behind its rows. Rank 0 tells of a step that it has ended, and may read
-    the pages of the others then: so all ranks wait for one another, where it maps them.
+    """Make the copies of a plan after its rows, and synchronise ranks whose pages rank 0 moves.
 
-    returns: of a device, what is there once all ranks have come here; None = nothing to wait for.
+    After a step rank 0 may read or reuse pages of all ranks, so every rank must have ended it.
+
+    returns: a tensor to wait for, if the ranks synchronise on the device.
     """
     store.copy(copies, "after")
     if store.is_shared and not store.is_host:
@@ -204,8 +204,8 @@ def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor |
 
 
 class EarlyMover:
-    """A mover whose copies begin when rank 0 sends their plan, and not when it runs it: from then
-    on other ranks may write to what the copies read. Satisfies PageMover."""
+    """Satisfies PageMover. Copies begin when rank 0 sends their plan, not when it runs it: after
+    sending, other ranks may overwrite the pages that the copies read."""
 
     def __init__(self, mover: PageMover) -> None:
         self.inner = self._mover = mover
@@ -223,8 +223,8 @@ class EarlyMover:
     def look(self, lookups: list[Lookup]) -> None:
         self._mover.look(lookups)
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
-        self._mover.obey(orders)
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        self._mover.execute(ops)
 
     def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
         return self._mover.ended()

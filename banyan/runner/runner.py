@@ -1,16 +1,18 @@
-"""ModelRunner: carries out step plans on tensors. Reads top to bottom like a story.
+"""ModelRunner: executes step plans on tensors. Read it from top to bottom.
 
-Obeys plans and decides nothing. A row that cannot be run or sampled fails alone; a forward that
-fails, fails its step. With several ranks each runs the same plan; rank 0 samples and tells the
-others the tokens.
+    launch(plan) = begin (enter the plan, run the forward pass) + end (sample, verify, read out)
+
+The runner follows plans and decides nothing. A row that cannot run or sample fails alone; an
+exception in the forward pass fails the whole step. All ranks run the same plan; rank 0 samples and
+broadcasts the tokens.
 """
 
-import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import msgspec
 import numpy as np
@@ -37,8 +39,6 @@ from banyan.messages.plan import (
     CopyResult,
     PageCopy,
     Row,
-    RowFailure,
-    RowScores,
     StepPlan,
     StepResult,
 )
@@ -49,50 +49,56 @@ from banyan.ops.api import OpTime
 from banyan.ops.host import sent
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.abilities import Abilities
 from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
-from banyan.runner.choose_forward import RunnerConfig, open_forward
-from banyan.runner.device_thread import Home
+from banyan.runner.choose_forward import open_forward
 from banyan.runner.draft_trees import Compaction, branches_of
-from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.multi_step import MultiStep
-from banyan.runner.pending import BegunStep, PendingStep, after, failed
-from banyan.runner.pooling import Pooler
 from banyan.runner.rank_pages import copy_after
+from banyan.runner.runner_config import Abilities, RunnerConfig
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.sampling.processors import Processors
-from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
+from banyan.runner.sampling.sampler import Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
-from banyan.runner.speculative.base import Drafter, DraftRunner
-from banyan.runner.speculative.draft_runner import DraftModel, open_draft_runner
+from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner, open_draft_runner
 from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, Verified
+from banyan.runner.step_outputs import (
+    BegunStep,
+    LaunchedStep,
+    Pooler,
+    StepOutputs,
+    build_result,
+    failed_result,
+    finish_after,
+    read_hidden_states,
+)
 
 log = logger(__name__)
 
 MaskOf = Callable[[int], bytes]
-"""Waits for the mask bits of a masked row, given its index in the plan."""
+"""Waits for the grammar mask of a row, given its index in the plan."""
 
 
 class ModelRunner:
-    """One rank's executor.
+    """One rank's executor of step plans.
 
     Args:
-        build: what the model was made from: kernels, ranks, device.
-        platform: of the device; None = the CPU's.
-        open_mover: opens what carries pages beyond the device; None = they stay there.
-        open_drafter: opens what guesses next tokens, given how to open a model beside this one;
-            None = rows bring no drafts.
-        draft: the model to open beside this one; None where nothing needs it.
-        rack: the adapters that joins may name; None = there are none.
+        build: kernels, ranks and device that the model was built from.
+        platform: None = CPU.
+        open_mover: opens the mover that copies pages beyond the device; None = they stay there.
+        open_drafter: opens the drafter, given a function that opens its draft model; None = no
+            speculative decoding.
+        draft: the draft model; None = the drafter needs none.
+        lora_pool: LoRA adapters that joins may name; None = there are none.
     """
 
     def __init__(
         self,
         model: Model,
         build: Build,
-        sizes: RunnerConfig,
+        config: RunnerConfig,
         platform: Platform | None = None,
         open_mover: Callable[[KVStore], PageMover | None] | None = None,
         open_drafter: Callable[[Callable[[], DraftRunner]], Drafter] | None = None,
@@ -104,70 +110,96 @@ class ModelRunner:
         self._build = build
         self._device = device
         self._ranks = build.groups.world
+        self._model_config = model_config
+        adapters = None
+        if lora_pool is not None:
+            adapters = AdapterSlots(config.max_slots + 1, lora_pool, build.groups)
         self._table = SlotTable(
-            *(sizes.max_slots, sizes.max_length, model_config.vocab_size, sizes.groups, device),
+            max_slots=config.max_slots,
+            max_length=config.max_length,
+            vocab_size=model_config.vocab_size,
+            groups=config.groups,
+            device=device,
             is_drafting=open_drafter is not None,
-            adapters=None
-            if lora_pool is None
-            else AdapterSlots(sizes.max_slots + 1, lora_pool, build.groups),
-            multi_steps=sizes.multi_step > 1,
+            adapters=adapters,
+            multi_steps=config.multi_step > 1,
         )
-        draft_runner = [] if draft is None else draft.model.caches
-        caches = numbered_through([model.caches, draft_runner])
-        can_go_back = self.platform.traits.is_host and not sizes.branching
-        rollback_checkpoints = sizes.draft_room if open_drafter is not None and can_go_back else 0
+        # The draft model's layers follow the model's in the same pages, so one lease, one radix
+        # tree and one store hold both.
+        draft_caches = [] if draft is None else draft.model.caches
+        can_roll_back = self.platform.traits.is_host and not config.branching
         self.store = KVStore(
-            sizes.groups,
-            caches,
-            device,
-            sizes.shares_pages,
-            self.platform.stream,
-            rollback_checkpoints,
+            groups=config.groups,
+            caches=numbered_through([model.caches, draft_caches]),
+            device=device,
+            is_shared=config.shares_pages,
+            stream=self.platform.stream,
+            rollback_checkpoints=config.draft_room
+            if open_drafter is not None and can_roll_back
+            else 0,
         )
         self.mover = None if open_mover is None else open_mover(self.store)
-        self._model_config = model_config
-        taps = () if draft is None or draft.reads is None else draft.reads.aux_layers
-        reads_all = sizes.reads_all or (draft is not None and draft.reads is not None and not taps)
-        self._sizes = replace(sizes, taps=taps, reads_all=reads_all)
-        self.home = Home()
-        self.bell: int | None = None
-        """An eventfd by which running plans wake the loop; None = nobody listens."""
+        reads = None if draft is None else draft.reads
+        aux_layers = () if reads is None else reads.aux_layers
+        # A drafter that reads the last hidden states needs them for every token.
+        reads_all = config.reads_all or (reads is not None and not aux_layers)
+        self._config = replace(config, aux_hidden_layers=aux_layers, reads_all=reads_all)
+        self.device_thread = DeviceThread()
+        self.wake_fd: int | None = None
+        """Eventfd with which running steps wake the engine loop; None = they do not."""
         self.marks = Marks("runner")
-        """Of the thread that launches; what a profiler records."""
+        """Profiler spans of the launching thread."""
         self._sampler = Sampler(self._table, model_config.vocab_size, build.ops)
         self._processors = Processors(self._table)
-        self._drafting = None
-        self._ran = TargetHiddenStates(bool(taps))
-        """What drafters read of the last step."""
+        self._target_hidden = TargetHiddenStates(bool(aux_layers))
+        """Hidden states of the last step, for drafters that read them."""
+        self._drafting: Drafting | None = None
         if open_drafter is not None:
-            whole = (self._table, self.store, sizes, self.platform, draft, self._ran)
+            open_draft = partial(
+                open_draft_runner,
+                self._table,
+                self.store,
+                config,
+                self.platform,
+                draft,
+                self._target_hidden,
+            )
             compaction = None
-            if sizes.branching:
+            if config.branching:
                 layers = 1 + max((cache.layer for cache in model.caches), default=-1)
                 compaction = Compaction(self._table, self.store, layers, build.ops)
-            drafter = open_drafter(partial(open_draft_runner, *whole))
-            mine = (self._table, self._ran, self.store, compaction, sizes.branching)
-            self._drafting = Drafting(drafter, *mine)
+            self._drafting = Drafting(
+                open_drafter(open_draft),
+                self._table,
+                self._target_hidden,
+                self.store,
+                compaction,
+                config.branching,
+            )
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
-        self._peers: DPAttentionStep | None = None
-        joint = build.groups.joint
-        if joint is not None:
-            # One round is one exchange, however a replica goes through the model.
-            self._peers = DPAttentionStep(joint, min(self._score_chunk, sizes.max_slots))
+        self._dp_step: DPAttentionStep | None = None
+        if build.groups.joint is not None:
+            # All replicas must use the same chunk, however each one runs the model.
+            chunk = min(self._score_chunk, config.max_slots)
+            self._dp_step = DPAttentionStep(build.groups.joint, chunk)
         self.take_model(model)
 
     def take_model(self, model: Model) -> None:
-        """Run `model`, of the same card, from the next step on."""
+        """Run `model`, which has the same model config, from the next step on."""
         self.platform.synchronize()
         self.model: Model | None = model
         model_config = self._model_config
-        usual = "encoder" if model_config.is_encoder else "paged"
-        backend = self._sizes.attention or usual
-        attention = BACKENDS.load(backend)(self._build.ops, self.store)
+        default = "encoder" if model_config.is_encoder else "paged"
+        attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
         with self.platform.stream():
             self._forward = open_forward(
-                *(model, self._table, self.store, self._build, self._sizes),
-                *(attention, self.platform),
+                model=model,
+                table=self._table,
+                store=self.store,
+                build=self._build,
+                config=self._config,
+                attention=attention,
+                platform=self.platform,
             )
         self.platform.synchronize()
         self._pooler = None
@@ -175,24 +207,10 @@ class ModelRunner:
             self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
 
     def drop_model(self) -> None:
-        """Let go of the model; no rows can run until another one is taken."""
+        """Free the model; no rows can run until `take_model`."""
         self.platform.synchronize()
         del self._forward, self._pooler
         self.model = None
-
-    def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
-        """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
-        began = time.perf_counter()
-        with self.home.mode(), self.platform.stream():
-            copies = self.begin_copies(plan.copies)
-            try:
-                finish = self._execute(plan, mask_of)
-            except Exception as error:
-                log.exception("step=%d failed", plan.step)
-                result = failed(plan, error)
-                launch_s = time.perf_counter() - began
-                return PendingStep(plan, copies, lambda: result, launch_s, is_broken=True)
-        return PendingStep(plan, copies, finish, time.perf_counter() - began)
 
     @property
     def abilities(self) -> Abilities:
@@ -203,7 +221,7 @@ class ModelRunner:
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE, PEER),
             drafts=self._drafting is not None,
             goes_back=self.store.rollback_checkpoints > 0,
-            peers=self._peers is not None,
+            peers=self._dp_step is not None,
             adapters=self._table.adapters is not None,
             text=self._pooler is None,
             vectors=self._pooler is not None,
@@ -216,12 +234,12 @@ class ModelRunner:
 
     @property
     def drafting(self) -> Drafting | None:
-        """None where rows bring no drafts."""
+        """None = no speculative decoding."""
         return self._drafting
 
     @property
     def how(self) -> str:
-        """How steps go through the model: "recorded", "captured" or "eager"."""
+        """How steps run through the model: "recorded", "captured" or "eager"."""
         return self._forward.how
 
     @property
@@ -229,46 +247,49 @@ class ModelRunner:
         """Whether steps are replayed, so that their ops can be timed."""
         return self._forward.is_recorded
 
-    def ring_next(self) -> bool:
-        """Ring the bell once when the rows of the next plan run; False where that cannot be."""
-        recorder = self._build.ops.recorder
-        if recorder is None or self.bell is None:
-            return False
-        recorder.ring_next(self.bell)
-        return True
-
-    def interrupt(self, step: StepId) -> None:
-        """MultiStepRunner of plans up to this one end with the step that runs; from any thread."""
-        self._forward.interrupt(step)
-
-    def told(self, step: StepId) -> dict[int, bytes] | None:
-        """What the rows of the burst that runs have sampled so far: index in the plan -> int32 ids;
-        None when it is another plan's. From any thread."""
-        return self._forward.told(step)
-
     def op_times(self) -> list[OpTime]:
-        """What the stages of the last step took; ConfigError where steps are not recorded."""
+        """Op times of the last step; ConfigError if steps are not recorded."""
         return self._forward.op_times()
 
-    def begin_copies(self, copies: list[PageCopy]) -> CopyResult:
-        """Hand over those to and from the store; what is to be told of the others."""
-        mine = [copy.id for copy in copies if copy.is_on_device]
-        if self.mover is None:
-            return CopyResult(mine, [copy.id for copy in copies if not copy.is_on_device])
-        self.mover.start(copies)
-        return CopyResult(mine)
+    # -- one step -----------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> LaunchedStep:
+        """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
+        began = time.perf_counter()
+        with self.device_thread.inference_mode(), self.platform.stream():
+            copies = self.begin_copies(plan.copies)
+            try:
+                finish = self._execute(plan, mask_of)
+            except Exception as error:
+                log.exception("step=%d failed", plan.step)
+                result = failed_result(plan, error)
+                launch_s = time.perf_counter() - began
+                return LaunchedStep(plan, copies, lambda: result, launch_s, is_broken=True)
+        return LaunchedStep(plan, copies, finish, time.perf_counter() - began)
 
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
-        met = copy_after(self.store, plan.copies, self._ranks)
-        return finish if met is None else after(self.platform.fetch([met]), finish)
+        # Rank 0 may read or reuse pages of all ranks once a step has ended, so all must be done.
+        other_ranks = copy_after(self.store, plan.copies, self._ranks)
+        if other_ranks is None:
+            return finish
+        return finish_after(self.platform.fetch([other_ranks]), finish)
 
-    def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> BegunStep:
-        """Enter a plan and run its rows through the layers that are here.
+    def begin_copies(self, copies: list[PageCopy]) -> CopyResult:
+        """Give copies to and from a store to the mover; returns the result of the others, which are
+        part of the step."""
+        on_device = [copy.id for copy in copies if copy.is_on_device]
+        if self.mover is None:
+            return CopyResult(on_device, [copy.id for copy in copies if not copy.is_on_device])
+        self.mover.start(copies)
+        return CopyResult(on_device)
+
+    def begin(self, plan: StepPlan, receive: Callable[[Batch], Tensor] | None = None) -> BegunStep:
+        """Enter a plan and run its rows through this rank's layers.
 
         Args:
-            carry: brings what the stage before makes of a batch, [tokens, hidden].
+            receive: receives the previous pipeline stage's output for a batch, [tokens, hidden].
         """
         table, marks = self._table, self.marks
         marks.begin()
@@ -278,77 +299,70 @@ class ModelRunner:
         self.store.copy(plan.copies, "before")
         if self._drafting is not None:
             self._drafting.enter(plan)
-        batch, failed = self._admit(plan.rows, plan.steps > 1)
-        if self._peers is not None and (plan.rows or plan.peers):
-            self._peers.begin(plan.peers)
+        batch, failed = self._build_batch(plan.rows, plan.steps > 1)
+        if self._dp_step is not None and (plan.rows or plan.peers):
+            self._dp_step.begin(plan.peers)
         marks.end("enter", step=plan.step)
+        # With DP attention a replica without rows still runs the other replicas' collectives.
         if not batch.rows and not plan.peers:
             return BegunStep(plan, batch, failed)
-        if carry is not None:
-            batch = replace(batch, carried=carry(batch))
+        if receive is not None:
+            batch = replace(batch, carried=receive(batch))
         multi_step, watch = self._run(batch, plan), self._build.watch
         return BegunStep(plan, batch, failed, multi_step, None if watch is None else watch.chosen)
 
-    def left(self, begun: BegunStep) -> Tensor:
-        """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
-        return self._forward.left(begun.batch)
-
-    def turn_to(self, begun: BegunStep) -> None:
-        """Let `end` be of this one, though others may have been begun since."""
-        self._forward.turn_to(begun.batch)
-
     def end(self, begun: BegunStep, mask_of: MaskOf | None) -> Callable[[], StepResult]:
-        """Sample, and read out what else is wanted; what then gives the result."""
-        plan, batch, failed, multi_step = begun.plan, begun.batch, begun.failed, begun.multi_step
-        sampled, scores, verified, vectors, hidden = None, None, None, None, None
-        if begun.has_run:
-            sampled, scores, verified = self._read_out(plan, batch, mask_of)
-            if multi_step is not None:
-                self._table.grow(batch.to_slots, multi_step.steps - 1)
-            if self._drafting is not None and verified is not None:
-                self._drafting.draft(batch, verified, len(plan.rows))
-            if self._pooler is not None:
-                vectors = self._pooler.read(self._forward, batch)
-            if batch.wanted & HIDDEN:
-                hidden = _hidden_states(self._forward, batch)
-            if begun.chosen is not None:
-                told = returned_experts(self._build.watch, begun.chosen, batch, self._model_config)
-                hidden = (hidden or {}) | told
-        outcome = StepOutputs(sampled, scores, vectors, hidden or {}, verified, multi_step)
-        finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self.platform))
-        if not batch.rows or self._forward.results_are_final:
+        """Sample, verify drafts and read out other outputs; returns a function that waits for the
+        result."""
+        outputs = self._outputs(begun, mask_of) if begun.has_run else StepOutputs()
+        finish = partial(build_result, begun, outputs, outputs.fetch(self.platform))
+        if not begun.batch.rows or self._forward.results_are_final:
             return finish
-        result = finish()  # the step has ended, and the next one writes into the same memory
+        # A recorded step has already ended, and the next one writes to the same memory.
+        result = finish()
         self.marks.end("read out")
         return lambda: result
 
-    def _run(self, batch: Batch, plan: StepPlan) -> MultiStep | None:
-        """The forward pass; with its ops, one after another, while a trace is recorded. What comes
-        before the last step of a burst."""
-        times: list[OpTime] = []
-        trace = self.marks.trace
-        self._forward.watch = None if trace is None else times.extend
-        multi_step = None
-        if plan.steps > 1:
-            steps = min(row.count for row in plan.rows)
-            bell = -1 if self.bell is None else self.bell
-            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.tell, bell)
-        if multi_step is None:
-            self._forward.run(batch)
-        if self._build.watch is not None:
-            self._build.watch.ran(batch.positions)
-        at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
-        for stage in times:
-            if trace is not None and at:
-                trace.add("ops", stage.name, at, stage.seconds, bytes=stage.bytes)
-            at += stage.seconds
-        return multi_step
+    # -- pipeline parallelism: `end` may come after other plans have begun ---------------------
 
-    def _admit(self, rows: list[Row], in_multi_step: bool) -> tuple[Batch, dict[int, str]]:
-        """The rows that can run, and why the others cannot. The same on every rank."""
+    def stage_output(self, begun: BegunStep) -> Tensor:
+        """Input of the next stage, valid until the next `begin`; [tokens, hidden]."""
+        return self._forward.stage_output(begun.batch)
+
+    def select(self, begun: BegunStep) -> None:
+        """Make `end` refer to this step, although others may have begun since."""
+        self._forward.select(begun.batch)
+
+    # -- from other threads, during a plan of several steps ------------------------------------
+
+    def interrupt(self, step: StepId) -> None:
+        """End plans up to this one after their current step."""
+        if (multi_steps := self._forward.multi_steps) is not None:
+            multi_steps.interrupt(step)
+
+    def tokens_so_far(self, step: StepId) -> dict[int, bytes] | None:
+        """Tokens that the running plan `step` has sampled in completed steps: index in the plan ->
+        int32 ids. None = that plan is not running."""
+        multi_steps = self._forward.multi_steps
+        return None if multi_steps is None else multi_steps.tokens_so_far(step)
+
+    def wake_next_step(self) -> bool:
+        """Wake the engine loop once when the rows of the next plan run; False = not possible."""
+        recorder = self._build.ops.recorder
+        if recorder is None or self.wake_fd is None:
+            return False
+        recorder.ring_next(self.wake_fd)
+        return True
+
+    # -- parts of `begin` ---------------------------------------------------------------------
+
+    def _build_batch(self, rows: list[Row], in_multi_step: bool) -> tuple[Batch, dict[int, str]]:
+        """The rows that can run, and why the others cannot. Equal on every rank."""
         good: list[tuple[int, Row]] = []
         failed: dict[int, str] = {}
-        agreed, spare = self._peers is not None, 0
+        # With DP attention the other replicas expect exactly the agreed number of tokens, so
+        # padding replaces failed rows and missing drafts.
+        is_agreed, missing = self._dp_step is not None, 0
         for index, row in enumerate(rows):
             try:
                 if row.want & POOL and self._pooler is None:
@@ -356,45 +370,91 @@ class ModelRunner:
                 exact = self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
-                if agreed:  # the others count on so many tokens
+                if is_agreed:
                     good.append((index, Row(PADDING_SLOT, 0, row.count)))
             else:
-                if in_multi_step:  # of which each step runs one position
+                if in_multi_step:  # each of the steps runs one position
                     exact = msgspec.structs.replace(exact, count=1, drafts=0)
                 good.append((index, exact))
-                spare += row.count - exact.count if agreed else 0
+                missing += row.count - exact.count if is_agreed else 0
                 if row.given and self._drafting is not None:
                     self._drafting.give(row)
-        while spare > 0:  # fewer drafts than were agreed
-            good.append((len(rows), Row(PADDING_SLOT, 0, min(spare, self._table.max_length))))
-            spare -= self._table.max_length
+        while missing > 0:
+            good.append((len(rows), Row(PADDING_SLOT, 0, min(missing, self._table.max_length))))
+            missing -= self._table.max_length
         return Batch.of(good, branches_of(good, self._table.parents)), failed
 
-    def _read_out(
+    def _run(self, batch: Batch, plan: StepPlan) -> MultiStep | None:
+        """The forward pass. While a trace is recorded, its ops are timed too.
+
+        returns: the steps before the last one, if the plan has several.
+        """
+        times: list[OpTime] = []
+        trace = self.marks.trace
+        self._forward.on_op_times = None if trace is None else times.extend
+        multi_step = None
+        if plan.steps > 1:
+            steps = min(row.count for row in plan.rows)
+            wake_fd = -1 if self.wake_fd is None else self.wake_fd
+            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.tell, wake_fd)
+        if multi_step is None:
+            self._forward.run(batch)
+        if self._build.watch is not None:
+            self._build.watch.ran(batch.positions)
+        at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
+        for op in times:
+            if trace is not None and at:
+                trace.add("ops", op.name, at, op.seconds, bytes=op.bytes)
+            at += op.seconds
+        return multi_step
+
+    # -- parts of `end` -----------------------------------------------------------------------
+
+    def _outputs(self, begun: BegunStep, mask_of: MaskOf | None) -> StepOutputs:
+        plan, batch, multi_step = begun.plan, begun.batch, begun.multi_step
+        sampled, scores, verified = self._sample_and_score(plan, batch, mask_of)
+        if multi_step is not None:
+            self._table.grow(batch.to_slots, multi_step.steps - 1)
+        if self._drafting is not None and verified is not None:
+            self._drafting.draft(batch, verified, len(plan.rows))
+        vectors = None if self._pooler is None else self._pooler.read(self._forward, batch)
+        hidden: dict[int, Tensor] = {}
+        if batch.wanted & HIDDEN:
+            hidden = read_hidden_states(self._forward, batch)
+        if begun.chosen is not None:
+            watch = self._build.watch
+            hidden |= returned_experts(watch, begun.chosen, batch, self._model_config)
+        return StepOutputs(sampled, scores, vectors, hidden, verified, multi_step)
+
+    def _sample_and_score(
         self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
     ) -> tuple[Sampled | None, StepScores | None, Verified | None]:
-        """Sample, verify and score; logits are made only for the positions that need them."""
-        builder, scores = None, None
+        """Sample, verify and score. Logits are computed only for the positions that need them.
+
+        The order matters, because logits share one memory: first known (prompt) tokens are scored,
+        then the outputs' logits are computed and sampled from, then the sampled tokens are scored.
+        """
+        scored, scores = None, None
         if batch.wanted & SCORE:
-            builder = ScoredPositions.of(batch, self._table)
-            scores = StepScores(builder, batch, self._table, self._device, self._build.ops)
-        self._score_known(batch, builder, scores)
+            scored = ScoredPositions.of(batch, self._table)
+            scores = StepScores(scored, batch, self._table, self._device, self._build.ops)
+        self._score_known(batch, scored, scores)
         samples = bool(batch.wanted & SAMPLE)
-        if not samples and (self._peers is None or not self._peers.has_outputs):
+        if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
             return None, scores, self._verify(batch, None)
         sampled, logits = self._forward.next_tokens(), None
         if sampled is None:
             logits = self._forward.next_logits(batch)
-            if not samples:
+            if not samples:  # the logits were computed for other replicas
                 return None, scores, self._verify(batch, None) if batch.rows else None
             sampled = self._sample(plan, batch, logits, mask_of)
         here = sampled if self._drafting is None else sampled.fetched(self.platform)
         verified = self._verify(batch, here)
-        if builder is None or scores is None:
+        if scored is None or scores is None:
             return here, None, verified
-        entries = np.flatnonzero(builder.is_sampled)
+        entries = np.flatnonzero(scored.is_sampled)
         if len(entries):
-            rows = batch.outputs_at(builder.row[entries], builder.position[entries])
+            rows = batch.outputs_at(scored.row[entries], scored.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
             chosen = sent(rows, self._device)
@@ -403,47 +463,42 @@ class ModelRunner:
         return here, scores, verified
 
     def _verify(self, batch: Batch, sampled: Sampled | None) -> Verified | None:
-        """Which of the sampled tokens stand; the slots have them from now on."""
+        """Accept or reject drafts, and count the accepted tokens as part of their slots."""
         if self._drafting is not None:
-            self._ran.enter(batch, self._forward)
+            self._target_hidden.enter(batch, self._forward)
             return self._drafting.verify(batch, None if sampled is None else sampled.tokens)
         if sampled is not None:
             self._table.grow(batch.to_slots)
         return None
 
     def _score_known(
-        self, batch: Batch, builder: ScoredPositions | None, scores: StepScores | None
+        self, batch: Batch, scored: ScoredPositions | None, scores: StepScores | None
     ) -> None:
-        """Score the tokens that were there before the step, a bounded number of logits at once."""
-        known = np.zeros(0, np.int64) if builder is None else np.flatnonzero(~builder.is_sampled)
-        for part in self._rounds(len(known)):
+        """Score tokens that were known before the step, in chunks of bounded memory."""
+        known = np.zeros(0, np.int64) if scored is None else np.flatnonzero(~scored.is_sampled)
+        for part in self._score_chunks(len(known)):
             entries = known[part]
-            if builder is None or scores is None or not len(entries):
-                self._forward.logits(entries)  # those of other replicas
+            if scored is None or scores is None or not len(entries):
+                self._forward.logits(entries)  # joins the other replicas' collectives
                 continue
-            row, position = builder.row[entries], builder.position[entries]
+            row, position = scored.row[entries], scored.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
-            where = np.stack([batch.slots[row], position])
-            slots, positions = sent(where, self._device)
+            slots, positions = sent(np.stack([batch.slots[row], position]), self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
 
-    def _rounds(self, count: int) -> Iterator[slice]:
-        """Parts of `count` tokens whose logits are made at once."""
-        if self._peers is not None and self._peers.has_scores:
-            return self._peers.rounds()
+    def _score_chunks(self, count: int) -> Iterator[slice]:
+        """Chunks of `count` tokens whose logits are computed at once."""
+        if self._dp_step is not None and self._dp_step.has_scores:
+            return self._dp_step.rounds()
         chunk = self._score_chunk
         return (slice(first, first + chunk) for first in range(0, count, chunk))
 
     def _sample(
-        self,
-        plan: StepPlan,
-        batch: Batch,
-        logits: Tensor,
-        mask_of: MaskOf | None,
+        self, plan: StepPlan, batch: Batch, logits: Tensor, mask_of: MaskOf | None
     ) -> Sampled:
-        """Choose tokens on rank 0; every rank leaves with the same ones, entered in its table."""
+        """Sample on rank 0 and broadcast, so that every rank enters the same tokens."""
         where = self._forward.targets(batch)
         if self._ranks.rank:
             tokens = torch.zeros(len(batch.sampling), dtype=torch.int64, device=self._device)
@@ -451,21 +506,7 @@ class ModelRunner:
             self._table.enter(*where, tokens)
             return Sampled(tokens)
         slots, positions = batch.to_slots, batch.to_positions
-        failed: dict[int, str] = {}
-        masks: dict[int, bytes] = {}
-        ready = {mask.row: mask.bits for mask in plan.masks}
-        for i, at in enumerate(batch.sampling.tolist()):
-            if not batch.rows[at].masked or (i and batch.sampling[i - 1] == at):
-                continue
-            index = int(batch.indices[at])
-            try:
-                packed = ready[index] if index in ready else _wait_for(mask_of, index)
-            except Exception as error:  # a grammar that breaks is its own row's alone
-                failed[i] = f"the grammar mask did not come: {error}"
-            else:
-                size = len(packed) // (batch.rows[at].drafts + 1)
-                for k in range(batch.rows[at].drafts + 1):
-                    masks[i + k] = packed[k * size : (k + 1) * size]
+        masks, failed = _masks_of(plan, batch, mask_of)
         past = histories(batch, self._table) if batch.branches else None
         if self._table.processed:
             logits, faults = self._processors.apply(logits, slots, positions, past)
@@ -477,111 +518,58 @@ class ModelRunner:
         return Sampled(tokens, sampled.best, sampled.failed | failed)
 
 
-@dataclass(frozen=True)
-class StepOutputs:
-    """What a step gives, on the device or fetched from it.
+def _masks_of(
+    plan: StepPlan, batch: Batch, mask_of: MaskOf | None
+) -> tuple[dict[int, bytes], dict[int, str]]:
+    """Grammar masks by output, and why outputs failed. Waits for masks that are not ready."""
+    masks: dict[int, bytes] = {}
+    failed: dict[int, str] = {}
+    ready = {mask.row: mask.bits for mask in plan.masks}
+    for i, at in enumerate(batch.sampling.tolist()):
+        if not batch.rows[at].masked or (i and batch.sampling[i - 1] == at):
+            continue
+        index = int(batch.indices[at])
+        try:
+            if index in ready:
+                packed = ready[index]
+            elif mask_of is None:
+                raise RowError("the row is masked and nothing delivers masks")
+            else:
+                packed = mask_of(index)
+        except Exception as error:  # a broken grammar fails only its own row
+            failed[i] = f"the grammar mask did not come: {error}"
+        else:
+            # One mask for the last known token and one for each draft, side by side.
+            size = len(packed) // (batch.rows[at].drafts + 1)
+            for k in range(batch.rows[at].drafts + 1):
+                masks[i + k] = packed[k * size : (k + 1) * size]
+    return masks, failed
 
-    Attributes:
-        hidden: index in the plan -> [positions, hidden], or the experts that these chose.
-        verified: None where nothing drafts, or no row samples.
-        burst: the steps before the last one; None where there was one step.
+
+_NO_CHANGE: AbstractContextManager[object] = nullcontext()
+
+
+class DeviceThread:
+    """The thread that launches steps stays in inference mode; other threads enter it per launch.
+
+    Reading a step's weights evicts torch's code from the CPU caches, so entering inference mode in
+    every step costs about 60 µs, much in a short step.
     """
 
-    sampled: Sampled | None
-    scores: StepScores | None
-    vectors: Tensor | None
-    hidden: dict[int, Tensor]
-    verified: Verified | None = None
-    multi_step: MultiStep | None = None
+    def __init__(self) -> None:
+        self._thread = 0
 
-    def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
-        """Begin to bring its tensors to the host: tokens and best, unless they are there, then
-        scores, vectors, hidden."""
-        tensors: list[Tensor] = []
-        if self.sampled is not None and self.sampled.here is None:
-            tensors.append(self.sampled.tokens)
-            if self.sampled.best is not None:
-                tensors.append(self.sampled.best)
-        if self.scores is not None:
-            tensors += self.scores.tensors
-        if self.vectors is not None:
-            tensors.append(self.vectors)
-        return platform.fetch([*tensors, *self.hidden.values()])
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Make the calling thread the device thread until this ends."""
+        with torch.inference_mode():
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = 0
 
-
-def _hidden_states(forward: Forward, batch: Batch) -> dict[int, Tensor]:
-    """Hidden states of the rows with HIDDEN: index in the plan -> [positions, hidden]."""
-    found: dict[int, Tensor] = {}
-    for at in batch.wanting(HIDDEN):
-        skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
-        tokens = np.arange(batch.offsets[at] + skipped, batch.offsets[at + 1])
-        found[int(batch.indices[at])] = forward.hidden(tokens).float()
-    return found
-
-
-def _wait_for(mask_of: MaskOf | None, row: int) -> bytes:
-    if mask_of is None:
-        raise RowError("the row is masked and nothing delivers masks")
-    return mask_of(row)
-
-
-def _result(
-    plan: StepPlan,
-    batch: Batch,
-    failed: dict[int, str],
-    outcome: StepOutputs,
-    fetch: Callable[[], list[Tensor]],
-) -> StepResult:
-    """A step's outcome as the engine takes it; waits for the device."""
-    tokens = [b""] * len(plan.rows)
-    failed = dict(failed)
-    here = iter(fetch())
-    sampled, scores, verified = outcome.sampled, outcome.scores, outcome.verified
-    if sampled is not None:
-        indices = batch.indices[batch.sampling].tolist()
-        stands = [True] * len(indices) if verified is None else verified.stands.tolist()
-        if outcome.multi_step is not None:
-            for index, earlier in zip(indices, outcome.multi_step.earlier, strict=True):
-                tokens[index] = earlier.tobytes()
-        if sampled.here is not None:
-            ids, best = sampled.here
-        else:
-            ids = next(here)
-            best = None if sampled.best is None else next(here)
-        for index, token, is_good in zip(indices, ids.tolist(), stands, strict=True):
-            if is_good:
-                tokens[index] += struct.pack("=i", token)
-        for i, text in sampled.faults(best).items():
-            if stands[i]:
-                failed[indices[i]] = text
-    for index in failed:
-        tokens[index] = b""
-    scored: list[RowScores] = []
-    if scores is not None:
-        cut = {} if verified is None else verified.cut
-        scored = scores.rows(list(islice(here, 4)), without=set(failed), cut=cut)
-    pooled: list[bytes] = []
-    if outcome.vectors is not None:
-        pooled = [b""] * len(plan.rows)
-        values = next(here).numpy()
-        for index, value in zip(batch.indices[batch.wanting(POOL)], values, strict=True):
-            pooled[index] = value.tobytes()
-    states: list[bytes] = []
-    if outcome.hidden:
-        states = [b""] * len(plan.rows)
-        for index, tensor in zip(outcome.hidden, here, strict=True):
-            states[index] = tensor.numpy().tobytes()
-    return StepResult(
-        step=plan.step,
-        tokens=tokens,
-        scores=scored,
-        failed=[
-            RowFailure(i, failed[i], 400 if failed[i] == ALL_BANNED else 500)
-            for i in sorted(failed)
-        ],
-        drafts=[] if verified is None else verified.drafts,
-        parents=[] if verified is None else verified.parents,
-        draft_seconds=0.0 if verified is None else verified.seconds,
-        vectors=pooled,
-        hidden=states,
-    )
+    def inference_mode(self) -> AbstractContextManager[object]:
+        """Inference mode for the calling thread."""
+        is_here = threading.get_ident() == self._thread
+        return _NO_CHANGE if is_here else torch.inference_mode()

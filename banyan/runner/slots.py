@@ -1,8 +1,8 @@
-"""SlotTable: what the runner remembers of each slot, on the host and on the device.
+"""SlotTable: the state of each slot, on the host and on the device.
 
 The device holds tokens, lengths, parameters and page tables, so that a step can be prepared before
-the host knows the tokens of the step before. The host holds what plans alone decide. Knows no
-requests and no policy; it obeys plans.
+the host has the tokens of the step before (overlap scheduling). The host holds everything that
+follows from plans alone.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ _NO_JOIN = "the slot is empty: no request has joined it"
 
 
 class RowError(Exception):
-    """One row, or the request of one slot, cannot be run; the others can."""
+    """One row, or the request of one slot, cannot run; the others can."""
 
 
 class SlotTable:
@@ -34,9 +34,9 @@ class SlotTable:
         max_slots: slots are numbered 1 … max_slots.
         max_length: longest request in tokens.
         vocab_size: token ids lie in [0, vocab_size).
-        is_drafting: rows may bring drafts, so that plans know bounds of starts and counts only.
-        bursts: rows of one token may run for several, so that plans know bounds of starts only.
-        adapters: which slot has which; None where there are none.
+        is_drafting: rows may bring drafts, so plans have only bounds of starts and counts.
+        multi_steps: plans may hold several decode steps, so plans have only bounds of starts.
+        adapters: LoRA adapters by slot; None = there are none.
     """
 
     def __init__(
@@ -58,37 +58,37 @@ class SlotTable:
         self._vocab_size = vocab_size
         self._groups = groups
         self._device = device
-        # One column more: the row that overlap launches before the end is known samples into it.
+        # One extra column: with overlap, a row launched after the (unknown) end samples into it.
         self.tokens = zeros((slots, max_length + 1), torch.int32, device)
         self.pages = [
             zeros((slots, group.columns(max_length)), torch.int32, device) for group in groups
         ]
         self.known = [0] * slots
-        """Tokens that have a value on the device, those of launched steps included."""
+        """Tokens that have a value on the device, including those of launched steps."""
         self.drafts: dict[int, list[int]] = {}
-        """Slot -> what a drafter makes of its tokens: what may come after the last known one."""
+        """Slot -> drafts after its last known token."""
         self.parents: dict[int, list[int]] = {}
-        """Slot -> the parent of each of them, where they branch (base/draft_tree.py)."""
+        """Slot -> parents of the drafts, if they are a tree (base/draft_tree.py)."""
         self._is_drafting = is_drafting
         self._brought = [0] * slots
-        """Tokens that joins and `given` brought; rows of others start where the slot ends."""
+        """Tokens that joins and `given` brought; later rows start where the slot really ends."""
         self._granted = [[0] * slots for _ in groups]
-        """By group and slot: pages that the table has."""
+        """By group and slot: pages in the table."""
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         """Positions of each slot that launched steps have run."""
         self._reached = [_UNKNOWN] * slots
-        """What plans make of `lengths`; a row that starts elsewhere moves it there."""
+        """`lengths` according to the plans; a row that starts elsewhere corrects it."""
         self.params = np.zeros(slots, PARAMS)
         self.params["greedy"][0] = True
         self._params = params_tensor(self.params)
         self.device_params = self._params.to(device)
-        """[slots, bytes] uint8, `params`; the same memory where the device's is the host's."""
+        """[slots, bytes] uint8: `params` on the device; the same memory on a host device."""
         self.embeds: dict[int, Tensor] = {}
-        """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
+        """Slot -> [prompt_len, hidden] fp32, for prompts given as embeddings."""
         self.processed: dict[int, str] = {}
         """Slot -> the logit processor that its request names."""
         self.edited: set[int] = set()
-        """Slots whose requests have biases, or tokens that are banned at first."""
+        """Slots whose requests have logit biases or min_new_tokens."""
         self._joins: dict[int, Join] = {}
         self._refused: dict[int, str] = {}
 
@@ -100,7 +100,7 @@ class SlotTable:
         return self.tokens[slot, :length].cpu().numpy()  # sync: penalties count on the host
 
     def leave(self, leaves: list[SlotId]) -> None:
-        """Forget these slots. Their page tables point to padding until new grants come."""
+        """Clear these slots. Their page tables point to padding until new grants."""
         if not leaves:
             return
         for slot in leaves:
@@ -118,7 +118,7 @@ class SlotTable:
             table.index_fill_(0, gone, 0)
 
     def join(self, joins: list[Join]) -> None:
-        """Requests take slots. One that cannot is remembered; its rows fail with the reason."""
+        """Requests take slots. An invalid one is remembered, and its rows fail with the reason."""
         for join in joins:
             self._refused.pop(join.slot, None)
             try:
@@ -195,13 +195,13 @@ class SlotTable:
                 granted[grant.slot] = max(granted[grant.slot], grant.first + len(grant.pages))
 
     def holds(self, slot: int) -> bool:
-        """Whether a request has the slot, and could take it."""
+        """Whether a valid request has the slot."""
         return slot in self._joins
 
     def prepare(self, row: Row, samples: bool) -> Row:
-        """Take the tokens a row brings, its drafts too, and check that the row can run.
+        """Take the tokens and drafts that a row brings, and check that the row can run.
 
-        returns: the row as it runs: exact where the plan knew bounds.
+        returns: the row with exact start and count, where the plan has bounds.
 
         Raises:
             RowError: the slot is empty, or a token or a page of the row is missing.
@@ -242,7 +242,7 @@ class SlotTable:
         self.parents.pop(slot, None)
 
     def _exact(self, row: Row) -> Row:
-        """The row where the slot's tokens and drafts really are."""
+        """The row with the slot's real start and drafts."""
         if row.start + row.count - row.drafts <= self._brought[row.slot]:
             return row
         start = self.known[row.slot] - 1
@@ -269,8 +269,8 @@ class SlotTable:
                 raise RowError(f"token id {token} is outside the vocabulary of {self._vocab_size}")
 
     def moves(self, rows: list[Row]) -> list[tuple[int, int]]:
-        """The slots whose next position is not where their last row ended, and where it is. From
-        now on they have run to the ends of these rows."""
+        """(slot, start) of rows that do not start where the slot's last row ended. Also records the
+        ends of these rows."""
         found = []
         for row in rows:
             if self._reached[row.slot] != row.start:
@@ -279,10 +279,10 @@ class SlotTable:
         return found
 
     def grow(self, slots: np.ndarray, count: int = 1) -> None:
-        """Each of these slots has so many tokens more."""
+        """Each of these slots has `count` more tokens."""
         for slot in slots.tolist():
             self.known[slot] += count
 
     def enter(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Write tokens that another rank sampled. All [slots] int64."""
+        """Write sampled tokens. All [n] int64."""
         self.tokens.index_put_((slots, positions), tokens.to(torch.int32))

@@ -1,5 +1,6 @@
-"""LoadedWeights: the weights and pages that one rank's runner holds, and how they come and go
-while it lives. Knows files and tensors; when anything changes is the engine's business.
+"""Loads one rank's weights at the start, and updates, releases and resumes them at runtime.
+
+LoadedWeights serves the control ops for weights and memory; the engine decides when they run.
 """
 
 import gc
@@ -33,7 +34,12 @@ from banyan.models.dflash import DFlashLM
 from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.mtp import MTPModel
 from banyan.models.transformers_model import load_transformers_model
-from banyan.models.weights.draft_models import load_dflash, load_eagle, load_mtp, narrow_the_head
+from banyan.models.weights.draft_models import (
+    load_dflash,
+    load_eagle,
+    load_mtp_layer,
+    restrict_head,
+)
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import Transform, load_transforms, stamp_of
 from banyan.models.weights.torchao import torchao_transform
@@ -46,11 +52,11 @@ log = logger(__name__)
 
 _NOT_STORED = "Their pages are not stored, as the store is of the weights of the start."
 _MOST_NUMBERS = 1 << 21
-"""Of one tensor that are told at once."""
+"""Most numbers of one tensor in a reply."""
 
 
 def transforms_of(config: LoadConfig, model_config: ModelConfig) -> list[Transform]:
-    """What is made of the checkpoint's tensors before the model takes them, in order."""
+    """Transforms of the checkpoint's tensors before the model takes them, in op."""
     own = load_transforms(config.loader_functions, model_config.path)
     return [*own, torchao_transform(config.torchao, model_config)] if config.torchao else own
 
@@ -61,13 +67,13 @@ def load_weights(
     """This rank's share of the model at `model_config.path`.
 
     Args:
-        offload: which of it lies in memory of the host; None = nothing.
+        offload: which weights stay in host memory; None = none.
 
     Raises:
-        ConfigError, ModelError: it cannot be read, or not so.
+        ConfigError, ModelError: it cannot be read with these settings.
     """
     blocks = None if offload is None else OffloadedBlocks(offload, build)
-    with _lone_torch(build.ops):
+    with _one_torch_thread(build.ops):
         if config.implementation == "transformers":
             if offload is not None:
                 raise not_streamed(model_config)
@@ -92,20 +98,24 @@ def load_weights(
     return model
 
 
-def load_the_mtp_model(
+def load_mtp(
     config: LoadConfig, model_config: ModelConfig, model: Model, build: Build, page_size: int
 ) -> MTPModel:
-    """This rank's share of the layer that drafts for `model`, from its checkpoint."""
-    with _lone_torch(build.ops):
-        return load_mtp(
-            *(model_config, model, build, page_size, config.load_format),
+    """This rank's part of the MTP layer in the checkpoint of `model`."""
+    with _one_torch_thread(build.ops):
+        return load_mtp_layer(
+            model_config,
+            model,
+            build,
+            page_size,
+            config.load_format,
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
             transforms=transforms_of(config, model_config),
         )
 
 
-def load_the_eagle(
+def load_eagle_drafter(
     config: LoadConfig,
     model_config: ModelConfig,
     model: Model,
@@ -113,11 +123,18 @@ def load_the_eagle(
     page_size: int,
     served: LoadConfig,
 ) -> EagleLM | Eagle3LM:
-    """This rank's share of a model that was trained to draft for `model`, which was loaded as
-    `served` says."""
-    with _lone_torch(build.ops):
+    """This rank's part of an EAGLE model that was trained for `model`.
+
+    Args:
+        served: how `model` was loaded.
+    """
+    with _one_torch_thread(build.ops):
         eagle = load_eagle(
-            *(model_config, model, build, page_size, config.load_format),
+            model_config,
+            model,
+            build,
+            page_size,
+            config.load_format,
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
         )
@@ -126,29 +143,36 @@ def load_the_eagle(
             and model_config.eagle.tokens
             and isinstance(eagle, EagleLM)
         ):
-            narrow_the_head(
-                *(eagle, model.model_config, model_config.eagle.tokens, build, served.load_format),
+            restrict_head(
+                eagle,
+                model.model_config,
+                model_config.eagle.tokens,
+                build,
+                served.load_format,
                 is_mapped=not served.disable_mmap,
                 transforms=transforms_of(served, model.model_config),
             )
         return eagle
 
 
-def load_the_blocks(
+def load_dflash_drafter(
     config: LoadConfig, model_config: ModelConfig, model: Model, build: Build
 ) -> DFlashLM:
-    """This rank's share of a model that drafts blocks for `model`."""
-    with _lone_torch(build.ops):
+    """This rank's part of a DFLASH model that was trained for `model`."""
+    with _one_torch_thread(build.ops):
         return load_dflash(
-            *(model_config, model, build, config.load_format),
+            model_config,
+            model,
+            build,
+            config.load_format,
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
         )
 
 
 def _settle_memory() -> None:
-    """What a model has left behind goes back to the system; what is there now lives long, and is
-    never walked again."""
+    """Return the memory of a dropped model to the system, and exclude the new model's objects from
+    garbage collection."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -156,13 +180,12 @@ def _settle_memory() -> None:
 
 
 class LoadedWeights:
-    """Takes, releases and resumes, each in two phases (runner/control_ops.py).
+    """Control ops for weights and memory, each in two phases (runner/control_ops.py).
 
     Args:
         config: how weights are read.
-        may_release: memory was asked to be releasable at the start.
-        offload: which of the weights lie in memory of the host.
-        card: of the model that the runner has.
+        may_release: --enable-memory-saver was set.
+        offload: which weights stay in host memory.
     """
 
     def __init__(
@@ -183,21 +206,21 @@ class LoadedWeights:
         self._may_release = may_release
         self._released: list[str] = []
 
-    def prepare_take(self, order: ControlOp) -> Finish:
-        """Load the weights of another folder or file. Both are in memory for a moment: a checkpoint
-        that cannot be read changes nothing.
+    def prepare_take(self, op: ControlOp) -> Finish:
+        """Load the weights of another folder or file. Old and new weights are in memory together
+        for a moment, so a checkpoint that cannot be read changes nothing.
 
         Raises:
             ModelError, ConfigError: no such checkpoint, or one of another architecture or size.
         """
-        assert isinstance(order, TakeWeights)
-        model_config = self._model_config_at(order.path)
+        assert isinstance(op, TakeWeights)
+        model_config = self._model_config_at(op.path)
         config = replace(self._config, load_format="auto", path=model_config.path)
         stamp = self._file_states(config, model_config)
         loaded = [load_weights(config, model_config, self._build, self._offload)]
 
         def take() -> RankReply:
-            if order.is_trial:
+            if op.is_trial:
                 loaded.clear()
                 _settle_memory()
                 return RankReply("The weights can be taken.")
@@ -213,24 +236,24 @@ class LoadedWeights:
 
         return take
 
-    def prepare_release(self, order: ControlOp) -> Finish:
+    def prepare_release(self, op: ControlOp) -> Finish:
         """
         Raises:
-            RequestError: a tag that nothing has, or what is released already or cannot come back.
+            RequestError: an unknown tag, or memory that is released already or cannot be resumed.
         """
-        assert isinstance(order, ReleaseMemory)
+        assert isinstance(op, ReleaseMemory)
         if not self._may_release:
             raise RequestError(
                 "Memory is kept while the server runs.", hint="Start it with --enable-memory-saver."
             )
-        tags = self._checked(order.tags)
+        tags = self._checked(op.tags)
         if gone := [tag for tag in tags if tag in self._released]:
             raise RequestError(f"{', '.join(gone)}: released already.")
         if WEIGHTS in tags:
-            self._require_same_files()  # they are read again from there
+            self._require_same_files()  # resuming reads them again from there
 
         def release() -> RankReply:
-            if order.is_trial:
+            if op.is_trial:
                 return RankReply("It can be released.")
             if KV_CACHE in tags:
                 self._runner.store.release()
@@ -242,14 +265,14 @@ class LoadedWeights:
 
         return release
 
-    def prepare_resume(self, order: ControlOp) -> Finish:
+    def prepare_resume(self, op: ControlOp) -> Finish:
         """
         Raises:
-            RequestError: a tag that nothing has.
-            ModelError, ConfigError: the weights are not where they were.
+            RequestError: an unknown tag.
+            ModelError, ConfigError: the files have changed or are gone.
         """
-        assert isinstance(order, ResumeMemory)
-        tags = [tag for tag in self._checked(order.tags) if tag in self._released]
+        assert isinstance(op, ResumeMemory)
+        tags = [tag for tag in self._checked(op.tags) if tag in self._released]
         loaded: list[Model] = []
         if WEIGHTS in tags:
             self._require_same_files()
@@ -266,13 +289,13 @@ class LoadedWeights:
 
         return resume
 
-    def prepare_read(self, order: ControlOp) -> Finish:
-        """Rank 0 reads; the others would find the same.
+    def prepare_read(self, op: ControlOp) -> Finish:
+        """Read a tensor from the checkpoint. Only rank 0 reads; the others would get the same.
 
         Raises:
-            ModelError, ConfigError: there is no such tensor, or the files are not what they were.
+            ModelError, ConfigError: there is no such tensor, or the files have changed.
         """
-        assert isinstance(order, ReadWeight)
+        assert isinstance(op, ReadWeight)
         if self._build.groups.world.rank:
             return lambda: RankReply("")
         if self._config.load_format == "dummy":
@@ -281,19 +304,18 @@ class LoadedWeights:
         config = self._config
         transforms = transforms_of(config, self._model_config)
         tensors = tensors_of(self._model_config, not config.disable_mmap, transforms)
-        body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
+        body = msgspec.json.encode(rows_of(tensors, op.name, op.rows, _MOST_NUMBERS))
         return lambda: RankReply("", body)
 
     def _require_same_files(self) -> None:
         """
         Raises:
-            ModelError, ConfigError: the files are not those that the weights were read from.
+            ModelError, ConfigError: the files have changed since the weights were read.
         """
         if self._file_states(self._config, self._model_config) != self._stamp:
             raise ConfigError(
                 f"the files at {printable(self._model_config.path)!r} are not those that the "
-                "weights were "
-                "read from",
+                "weights were read from",
                 hint="POST /update_weights_from_disk takes what is there",
             )
 
@@ -302,7 +324,7 @@ class LoadedWeights:
         return [] if config.load_format == "dummy" else stamp_of(model_config)
 
     def _model_config_at(self, path: str) -> ModelConfig:
-        """The card of the checkpoint at `path`, which must be of this model."""
+        """The model config of the checkpoint at `path`; ConfigError if it is another model."""
         config, mine = self._config, self._model_config
         found = read_model_config(
             path, overrides=config.overrides, is_foreign=config.implementation == "transformers"
@@ -330,9 +352,9 @@ class LoadedWeights:
 
 
 @contextmanager
-def _lone_torch(ops: Ops) -> Iterator[None]:
-    """Keep torch to one thread while compiled kernels pack weights: it has only small pieces to
-    reorder, and on a busy machine its threads would wait for one another at each of them."""
+def _one_torch_thread(ops: Ops) -> Iterator[None]:
+    """Limit torch to one thread while compiled kernels pack weights. The pieces are small, and on a
+    busy machine several threads would wait for each other at each piece."""
     threads = torch.get_num_threads()
     if ops.recorder is not None:
         torch.set_num_threads(1)

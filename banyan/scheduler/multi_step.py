@@ -19,7 +19,10 @@ def steps_of_a_multi_step(request_table: RequestTable, limits: Limits) -> tuple[
         return 1, 0
     if not all(may_run_multi_step(request) for request in request_table.running):
         return 1, 0
-    tell = min((r.generate.stride for r in request_table.running if r.generate.stride), default=0)
+    tell = min(
+        (r.generate.stream_interval for r in request_table.running if r.generate.stream_interval),
+        default=0,
+    )
     return limits.multi_step, tell if tell < limits.multi_step else 0
 
 
@@ -49,5 +52,5 @@ def so_far(flights: Iterable[Flight], tokens: Mapping[int, bytes]) -> list[Token
             cache_miss=request.cache_miss,
         )
         for flight in rows
-        if (request := flight.request).generate.stride
+        if (request := flight.request).generate.stream_interval
     ]

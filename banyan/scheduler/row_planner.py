@@ -161,7 +161,7 @@ class RowPlanner:
         if request.generate.pool and start + count == request.prompt_len:
             want |= POOL
         if flight.hidden[0] < flight.hidden[1]:
-            want |= EXPERTS if request.generate.tells_experts else HIDDEN
+            want |= EXPERTS if request.generate.wants_experts else HIDDEN
         return Row(
             slot=request.slot,
             start=start,

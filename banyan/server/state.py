@@ -28,8 +28,9 @@ from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.as_text import Tag
-from banyan.requests.generation import Generator, TextRequest
+from banyan.requests.generation import Generator
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
@@ -107,7 +108,7 @@ class OpenRequests:
         return len(self._live)
 
     @contextlib.contextmanager
-    def holding(self, requests: Sequence[TextRequest], owner: bytes) -> Iterator[None]:
+    def holding(self, requests: Sequence[RequestSpec], owner: bytes) -> Iterator[None]:
         """Keep the ids of `requests` taken; RequestError 400 when one is."""
         added: list[RequestId] = []
         try:

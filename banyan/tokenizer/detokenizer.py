@@ -7,7 +7,7 @@ equal Tokenizer.decode of all ids.
 import codecs
 from collections.abc import Sequence
 
-from banyan.requests.generation import TextOptions
+from banyan.tokenizer.stop_strings import TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer
 
 PROMPT_TAIL_TOKENS = 8

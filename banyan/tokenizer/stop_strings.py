@@ -27,6 +27,22 @@ states of its part at each character that it reads."""
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text, and which text ends the request.
+
+    Attributes:
+        shown: special tokens that are text all the same, because a parser looks for them.
+    """
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    shown: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class StopMatch:
     """A stop that was found. Positions count characters of the whole answer."""
 

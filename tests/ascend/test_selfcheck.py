@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from banyan.ascend.ops.cases import Case, cases, try_out
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.selfcheck import cases
+from banyan.ascend.selfcheck.case import Case, try_out
 from banyan.cli.main import main
 
 TAKEN = next(cases())

@@ -20,7 +20,7 @@ from banyan.kv_cache.hierarchical_cache import (
     StoreRules,
 )
 from banyan.messages.plan import Load
-from banyan.runner.abilities import Abilities
+from banyan.runner.runner_config import Abilities
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.faults import Faults

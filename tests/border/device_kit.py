@@ -17,7 +17,8 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.ops.bind import bind, open_toolkit
 from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from tests.border.build import World, random_world
 from tests.border.far_model import HEADS, KV_HEADS, FarModel
 from tests.border.far_numbers import LAYERS, LONGEST, FarPrefix

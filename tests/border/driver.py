@@ -112,7 +112,7 @@ class Play:
         self._hear(self.core.take_events())
         self.runner.look(self.core.take_lookups())
         if self.world.core.role:
-            self.runner.peer.obey(self.core.take_room_orders())
+            self.runner.peer.execute(self.core.take_room_orders())
         self.core.check()
         self._progress()
 
@@ -343,7 +343,7 @@ class Play:
         events = self.core.take_events()
         rooms = self.core.take_room_orders()
         if rooms:
-            self.runner.peer.obey(rooms)
+            self.runner.peer.execute(rooms)
         stuck = plan is None and not events and not rooms
         require(not stuck, f"no progress: {self.core.stats(self.now)}")
         self._hear(events)

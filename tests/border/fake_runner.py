@@ -44,7 +44,7 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
-from banyan.runner.abilities import Abilities
+from banyan.runner.runner_config import Abilities
 from tests.border import oracle
 from tests.border.fake_memory import Content, Poison, Slot, Stored
 from tests.border.faults import Faults

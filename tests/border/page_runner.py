@@ -13,9 +13,10 @@ from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
-from banyan.runner.speculative.base import Drafter, DraftRunner
-from banyan.runner.speculative.draft_runner import DraftModel
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
+from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of

@@ -47,7 +47,7 @@ class FakePeer:
     def is_quiet(self) -> bool:
         return not (self._sought or self._taken)
 
-    def obey(self, orders: list[KVTransferOp]) -> None:
+    def execute(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             match order:
                 case SeekRoom():

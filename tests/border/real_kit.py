@@ -14,8 +14,8 @@ from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.kv_transfer.identity import identity
 from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
-from banyan.runner.abilities import Abilities
 from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import Abilities
 from tests.border.build import World, random_world, with_store
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Answers, Interrupt, Runner

@@ -49,7 +49,8 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.models.base import Model
 from banyan.platform.base import Platform
 from banyan.runner.control_ops import ControlOpExecutor, Finish, RankReply
-from banyan.runner.runner import ModelRunner, PendingStep
+from banyan.runner.runner import ModelRunner
+from banyan.runner.step_outputs import LaunchedStep
 from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, check_result, require
@@ -68,7 +69,7 @@ class Started:
     """A step that the runner has launched."""
 
     launched: Launched
-    pending: PendingStep
+    pending: LaunchedStep
     rows: list[Row] = field(default_factory=list)
     """As they ran."""
 
@@ -536,7 +537,7 @@ class RealRunner:
 
     def _settle_copies(
         self,
-        pending: PendingStep,
+        pending: LaunchedStep,
         back: list[PageCopy],
         out: list[PageCopy],
         states: list[PageCopy],

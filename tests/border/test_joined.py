@@ -193,17 +193,17 @@ def _takes_the_rows_of_another(patch: pytest.MonkeyPatch) -> None:
 
 def _runs_as_many_tokens_as_it_has(patch: pytest.MonkeyPatch) -> None:
     """Where rows have fewer drafts than was agreed."""
-    admit = ModelRunner._admit
+    build = ModelRunner._build_batch
 
     def cut(
         self: ModelRunner, rows: list[Row], in_multi_step: bool
     ) -> tuple[Batch, dict[int, str]]:
-        batch, failed = admit(self, rows, in_multi_step)
+        batch, failed = build(self, rows, in_multi_step)
         kept = [at for at in range(len(batch.rows)) if batch.indices[at] < len(rows)]
         good = [(int(batch.indices[at]), batch.rows[at]) for at in kept]
         return Batch.of(good), failed
 
-    patch.setattr(ModelRunner, "_admit", cut)
+    patch.setattr(ModelRunner, "_build_batch", cut)
 
 
 def _counts_others_as_its_own(patch: pytest.MonkeyPatch) -> None:

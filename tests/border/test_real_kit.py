@@ -15,15 +15,15 @@ from banyan.runner import runner
 from banyan.runner.attention import paged as reference
 from banyan.runner.batch import Batch
 from banyan.runner.control_ops import ControlOpExecutor
-from banyan.runner.forward import RecordedForward
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.pooling import Pooler
+from banyan.runner.recorded_forward import RecordedForward
 from banyan.runner.runner import ModelRunner
 from banyan.runner.sampling.logprobs import StepScores
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative import drafting
 from banyan.runner.speculative.drafting import Drafting
+from banyan.runner.step_outputs import Pooler
 from tests.border.driver import play, random_actions
 from tests.border.real_kit import REAL
 from tests.border.test_kit import PARTS
@@ -96,12 +96,12 @@ def _forgets_its_token(original, self, *more):
     return sampled
 
 
-def _keeps_failed_tokens(original, plan, batch, failed, sampled, *more):
-    result = original(plan, batch, failed, sampled, *more)
+def _keeps_failed_tokens(original, begun, *more):
+    result = original(begun, *more)
     tokens = [
         bytes(4) if f.row == i else t for f in result.failed for i, t in enumerate(result.tokens)
     ]
-    return msgspec.structs.replace(result, tokens=tokens[: len(plan.rows)] or result.tokens)
+    return msgspec.structs.replace(result, tokens=tokens[: len(begun.plan.rows)] or result.tokens)
 
 
 def _forgets_failures(original, *parts):
@@ -154,7 +154,7 @@ def _shifted(original, self, *a, **k):
 
 def _skips_orders(original, self, order):
     """It gets ready, and leaves it at that."""
-    prepare = self._carriers[type(order)]
+    prepare = self._preparers[type(order)]
     try:
         prepare(order)
     except RequestError as error:
@@ -171,7 +171,7 @@ def _obeys_unready(original, self, order):
     """What stands in the way is told, and it is done all the same."""
     reply = original(self, order)
     if not reply.ok:
-        self._carriers[StopProfile].__self__._obey(order)
+        self._preparers[StopProfile].__self__._obey(order)
     return reply
 
 
@@ -212,15 +212,15 @@ DEFECTS: dict[str, Defect] = {
     "parts of units have one token too many": PARTS["one token too many"],
     "parts are copied from pages that are rewritten first": PARTS["unlocked sources"],
     "every draft stands": _wrap(
-        drafting, "standing_places", lambda original, drafts, *a: list(range(len(drafts) + 1))
+        drafting, "accepted_places", lambda original, drafts, *a: list(range(len(drafts) + 1))
     ),
     "one draft too many stands": _wrap(
         drafting,
-        "standing_places",
+        "accepted_places",
         lambda original, drafts, *a: list(range(min(len(drafts), len(original(drafts, *a))) + 1)),
     ),
     "the model's own token after the drafts is lost": _wrap(
-        drafting, "standing_places", lambda original, *a: original(*a)[:-1] or [0]
+        drafting, "accepted_places", lambda original, *a: original(*a)[:-1] or [0]
     ),
     "rejected drafts count": _wrap(Drafting, "verify", _grows_by_all),
     "drafts have the masks of the token before": _wrap(Sampler, "sample", _with_first_mask),
@@ -265,17 +265,17 @@ DEFECTS: dict[str, Defect] = {
     "masks bind nobody": _changed(Sampler, "_masks", lambda self, count, masks: (self, count, {})),
     "scores are those of the next position": _wrap(StepScores, "rows", _shifted),
     "scores begin one position late": _wrap(StepScores, "rows", _one_later),
-    "a failed row keeps a token": _wrap(runner, "_result", _keeps_failed_tokens),
-    "a failed row is not told": _wrap(runner, "_result", _forgets_failures),
+    "a failed row keeps a token": _wrap(runner, "build_result", _keeps_failed_tokens),
+    "a failed row is not told": _wrap(runner, "build_result", _forgets_failures),
     "given tokens are not taken": _changed(
         SlotTable,
         "prepare",
         lambda self, row, samples: (self, msgspec.structs.replace(row, given=b""), samples),
     ),
     "the copies of a failed step are told as done": _wrap(
-        runner, "PendingStep", lambda original, *a, is_broken=False: original(*a)
+        runner, "LaunchedStep", lambda original, *a, is_broken=False: original(*a)
     ),
-    "hidden states are those of the whole row": _wrap(runner, "_hidden_states", _hides_nothing),
+    "hidden states are those of the whole row": _wrap(runner, "read_hidden_states", _hides_nothing),
     "penalties are forgotten": _wrap(SlotTable, "_take", _forgets_penalties),
     "biases and bans are forgotten": _changed(
         Sampler, "_addends", lambda self, slots, positions: (self, slots[:0], positions[:0])
@@ -283,9 +283,9 @@ DEFECTS: dict[str, Defect] = {
     "a refused request keeps out those that join with it": _wrap(
         SlotTable, "join", _joins_first_only
     ),
-    "orders are not carried out": _wrap(ControlOpExecutor, "_carry_out", _skips_orders),
-    "orders are carried out twice": _wrap(ControlOpExecutor, "_carry_out", _obeys_twice),
-    "an order that failed is carried out": _wrap(ControlOpExecutor, "_carry_out", _obeys_unready),
+    "orders are not carried out": _wrap(ControlOpExecutor, "_execute", _skips_orders),
+    "orders are carried out twice": _wrap(ControlOpExecutor, "_execute", _obeys_twice),
+    "an order that failed is carried out": _wrap(ControlOpExecutor, "_execute", _obeys_unready),
     "released pages come back as they were": lambda patch: patch.setattr(
         KVStore, "release", lambda self: None
     ),

@@ -138,7 +138,7 @@ def _leaves_slots_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _samples_where_it_ran_last(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ModelRunner, "turn_to", lambda self, begun: None)
+    patch.setattr(ModelRunner, "select", lambda self, begun: None)
 
 
 @pytest.mark.parametrize("defect", [_leaves_slots_at_once, _samples_where_it_ran_last])

@@ -31,18 +31,18 @@ def tokens_of(batch: Batch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
 def test_every_token_is_of_one_share_and_all_ranks_know_where(rows, shares, split) -> None:
     whole = batch_of(rows)
-    divisions = [split_batch(whole, share, shares, split) for share in range(shares)]
-    gathered = [token for each in divisions for token in tokens_of(each.part)]
+    splits = [split_batch(whole, share, shares, split) for share in range(shares)]
+    gathered = [token for each in splits for token in tokens_of(each.part)]
     assert sorted(gathered) == sorted(tokens_of(whole))
-    for share, split in enumerate(divisions):
-        part, whole_step = split.part, split.part.whole_step
-        assert split.counts == [int(d.part.offsets[-1]) for d in divisions]
+    for share, own in enumerate(splits):
+        part, whole_step = own.part, own.part.whole_step
+        assert own.counts == [int(d.part.offsets[-1]) for d in splits]
         known = zip(whole_step.slots.tolist(), whole_step.positions.tolist(), strict=True)
         assert list(known) == gathered
-        assert [gathered[at] for at in split.places] == tokens_of(whole)
+        assert [gathered[at] for at in own.places] == tokens_of(whole)
         assert [gathered[at] for at in part.last] == [tokens_of(whole)[at] for at in whole.last]
         assert len(part.slots) <= whole_step.most_rows
-        assert split.counts[share] <= whole_step.most_tokens == max(split.counts)
+        assert own.counts[share] <= whole_step.most_tokens == max(own.counts)
         room, room_rows = share_capacity(int(whole.offsets[-1]), len(rows), shares, split)
         assert whole_step.most_tokens <= room and whole_step.most_rows <= room_rows
 

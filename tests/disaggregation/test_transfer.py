@@ -117,18 +117,18 @@ def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
 
 def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
     """Open a room with these pages and complete it."""
-    giver.mover.obey([OpenRoom(room, DIGEST, TOKENS * len(pages))])
+    giver.mover.execute([OpenRoom(room, DIGEST, TOKENS * len(pages))])
     copies = [
         PageCopy(i + 1, 0, device_page(page), peer_page(room, TOKENS * i), "before")
         for i, page in enumerate(pages)
     ]
     giver.mover.start(copies)
     assert giver.hear(CopyResult).ids == [copy.id for copy in copies]
-    giver.mover.obey([HandOff(room, (7).to_bytes(4, "little"))])
+    giver.mover.execute([HandOff(room, (7).to_bytes(4, "little"))])
 
 
 def seek(taker: Side, units: int, room: bytes = ROOM, digest: bytes = DIGEST) -> None:
-    taker.mover.obey([SeekRoom(room, taker.peer, digest, TOKENS * units)])
+    taker.mover.execute([SeekRoom(room, taker.peer, digest, TOKENS * units)])
 
 
 def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
@@ -136,7 +136,7 @@ def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
         PageCopy(unit + 1, 0, peer_page(room, TOKENS * unit), device_page(unit + 1), "before")
         for unit in units
     ]
-    taker.mover.obey([TakeRoom(room, len(copies))])
+    taker.mover.execute([TakeRoom(room, len(copies))])
     taker.mover.start(copies)
 
 
@@ -196,19 +196,19 @@ def test_pages_come_in_the_size_that_is_wanted(sides, forms) -> None:
     taker.pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
     taker.pages.page_bytes = lambda group: form.size_bytes
     seek(taker, 2)
-    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    giver.mover.execute([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
     assert taker.hear(RoomFound).tokens == 2 * TOKENS
     places = range(0, 2 * TOKENS, form.tokens)
     copies = [
         PageCopy(at + 1, 0, peer_page(ROOM, first), device_page(at), "before")
         for at, first in enumerate((*places, 2 * TOKENS))  # and one that is not there
     ]
-    taker.mover.obey([TakeRoom(ROOM, len(copies))])
+    taker.mover.execute([TakeRoom(ROOM, len(copies))])
     taker.mover.start(copies)
     for at in range(2):  # as if computed one after another
         place = peer_page(ROOM, TOKENS * at)
         giver.mover.start([PageCopy(at + 1, 0, device_page(4 + at), place, "before")])
-    giver.mover.obey([HandOff(ROOM)])
+    giver.mover.execute([HandOff(ROOM)])
     assert taker.hear(HandOff).room == ROOM
     told = [end for end in taker.told if isinstance(end, CopyResult)]
     assert [i for end in told for i in end.ids] == [copy.id for copy in copies[:-1]]
@@ -286,11 +286,11 @@ def test_another_sequence_finds_nothing_and_leaves_the_room_as_it_is(sides) -> N
 
 def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
     giver, taker = sides()
-    giver.mover.obey([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    giver.mover.execute([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
     seek(taker, 2)
     taker.hear(RoomFound)
     take(taker, [0, 1])
-    taker.mover.obey([CloseRoom(ROOM)])
+    taker.mover.execute([CloseRoom(ROOM)])
     assert taker.hear(CopyResult).failed == [1, 2]
     assert giver.hear(RoomClosed).room == ROOM, "nobody takes it any more"
     take(taker, [0])
@@ -300,7 +300,7 @@ def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
 def test_a_sequence_that_ends_before_its_prompt_is_computed_is_told(sides) -> None:
     giver, taker = sides()
     seek(taker, 1)
-    giver.mover.obey([CloseRoom(ROOM)])
+    giver.mover.execute([CloseRoom(ROOM)])
     lost = taker.hear(RoomLost)
     assert lost.status == 503 and "ended there" in lost.text
 

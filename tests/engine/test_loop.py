@@ -122,7 +122,7 @@ def serving(check_ledger, multi_step=1, **options):
 def generate(name, new=3, stride=1):
     tokens = array("i", [1, 2, 3]).tobytes()
     params = SamplingParams(max_new_tokens=new)
-    return Generate(request=name, tokens=tokens, sampling=params, stride=stride)
+    return Generate(request=name, tokens=tokens, sampling=params, stream_interval=stride)
 
 
 def test_a_request_is_answered_token_by_token(served):

@@ -22,7 +22,10 @@ def outbox(*patient: RequestId, streamed: tuple[RequestId, ...] = ()) -> Outbox:
     for request in streamed:
         made.expect(
             Generate(
-                request=request, tokens=b"", sampling=SamplingParams(max_new_tokens=9), stride=1
+                request=request,
+                tokens=b"",
+                sampling=SamplingParams(max_new_tokens=9),
+                stream_interval=1,
             )
         )
     return made

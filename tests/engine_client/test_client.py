@@ -56,7 +56,7 @@ async def test_what_comes_is_told_in_the_call_that_brings_it_and_taken_without_w
         engine.hold = True
         stream = client.submit(generate())
         told = []
-        stream.tell(lambda: told.append(stream.take()))
+        stream.on_more(lambda: told.append(stream.take()))
         assert stream.take() is None and not stream.is_over
         engine.say(Tokens(RequestId("r"), 0, b"\1\0\0\0"), Tokens(RequestId("r"), 1, b"\2\0\0\0"))
         await until(lambda: told)
@@ -349,7 +349,7 @@ async def test_a_look_that_fails_is_told_and_not_the_last_one(caplog):
         stream = client.submit(generate())
         await until(lambda: engine.received)
         clock.to_fail = 1
-        await until(lambda: "a look at the engine failed" in caplog.text)
+        await until(lambda: "a health check of the engine failed" in caplog.text)
         clock.advance_to(101.0)
         assert [e.code for e in await events_of(stream)] == ["engine_stuck"]
 

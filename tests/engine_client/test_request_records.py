@@ -90,7 +90,7 @@ def test_records_that_cannot_be_written_are_told_once_and_hold_up_nobody(tmp_pat
 def test_a_dump_holds_the_last_minutes_with_their_prompts(tmp_path):
     clock = VirtualClock()
     recent = Recent(tmp_path / "dumps", clock)
-    recent.ended(replace(DONE, request=replace(ASKED, id="old")))
+    recent.ended(replace(DONE, request=ASKED.with_message(request="old")))
     clock.advance_to(KEPT_S - 10)
     recent.ended(DONE)
     clock.advance_to(KEPT_S + 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.kv_transfer.mooncake_store import _call
+from banyan.kv_transfer.mooncake_store import _check_master
 from tests.disaggregation.test_transfer import free_port
 
 _LENDER = """
@@ -70,7 +70,7 @@ class Master:
 
     def _answers(self) -> bool:
         try:
-            _call(self.address)
+            _check_master(self.address)
         except Exception:
             return False
         return True

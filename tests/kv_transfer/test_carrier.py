@@ -171,7 +171,7 @@ def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
             PageCopy(at + 1, 0, peer_page(ROOM, form.tokens * at), device_page(at), "before")
             for at in range(4)
         ]
-        taker.mover.obey([TakeRoom(ROOM, len(copies))])
+        taker.mover.execute([TakeRoom(ROOM, len(copies))])
         taker.mover.start(copies)
         assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and engine.batches == [4]
         taker.hear(HandOff)

@@ -16,7 +16,8 @@ from banyan.model_config.model_config import CLS, FULL, LAST, MEAN, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 
 CPU = torch.device("cpu")
 SEP = 9

@@ -32,7 +32,8 @@ from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups, open_groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny

@@ -19,7 +19,8 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.runner.driver import PAGE, Driver, Request, greedy

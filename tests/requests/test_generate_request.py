@@ -8,9 +8,10 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
 from banyan.engine_client.text_generator import TextGenerator
-from banyan.requests.generate_request import namespace_of, parse_native
+from banyan.messages.requests import NO_SCORES
+from banyan.requests.generate_request import parse_native
 from banyan.requests.generate_response import NativeService
-from banyan.requests.generation import ScoreOptions
+from banyan.requests.request_spec import namespace_of
 from banyan.requests.sampling_params import Limits
 from tests.engine_client.test_client import asynchronous
 from tests.support.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
@@ -195,24 +196,28 @@ def test_request_ids_are_the_callers_or_fresh():
     assert len(set(ids(parse(text=["a", "b"])))) == 2
 
 
+def messages(**body):
+    return [s.request.message for s in parse(**body).sequences]
+
+
 def test_score_options_default_to_the_output_alone():
     scores = [
-        s.request.scores
-        for s in parse(
+        (m.score_from, m.score_top, m.score_ids)
+        for m in messages(
             text=["abc", "d"],
             return_logprob=[True, False],
             top_logprobs_num=[2, 0],
             token_ids_logprob=[[7], None],
-        ).sequences
+        )
     ]
-    assert scores == [ScoreOptions(3, 2, (7,)), ScoreOptions()]
-    shared = parse(text=["abc", "d"], return_logprob=True, token_ids_logprob=[7, 8])
-    assert [s.request.scores.ids for s in shared.sequences] == [(7, 8)] * 2
+    assert scores == [(3, 2, (7,)), (NO_SCORES, 0, ())]
+    shared = messages(text=["abc", "d"], return_logprob=True, token_ids_logprob=[7, 8])
+    assert [m.score_ids for m in shared] == [(7, 8)] * 2
 
 
 def test_namespaces_differ_by_credential_salt_and_key_and_are_empty_without():
     def of(**body):
-        return parse(text="a", **body).sequences[0].request.namespace
+        return parse(text="a", **body).sequences[0].request.message.namespace
 
     assert of() == b"" and of(cache_salt=None) == b""
     found = [of(cache_salt="s"), of(extra_key="s"), of(cache_salt="t")]

@@ -15,17 +15,14 @@ from banyan.engine_client.text_generator import TextGenerator
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import (
-    ALL_HIDDEN,
-    LAST_HIDDEN,
-    InStrides,
-    ScoreOptions,
-    TextOptions,
-    TextRequest,
+    CoalescedChunks,
     TokenScore,
     collect,
     join,
 )
+from banyan.requests.request_spec import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, spec_of
 from banyan.requests.sampling_params import Limits
+from banyan.tokenizer.stop_strings import TextOptions
 from tests.engine_client.test_client import asynchronous
 from tests.support.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 
@@ -37,7 +34,7 @@ def request(prompt="Hi", max_new_tokens=100, **options):
     text = {k: options.pop(k) for k in list(options) if k in TextOptions.__dataclass_fields__}
     scores = options.pop("scores", ScoreOptions())
     sampling = SamplingParams(max_new_tokens=max_new_tokens, **{"stop_ids": (EOS,), **options})
-    return TextRequest(RequestId("r"), ids_of(prompt), sampling, TextOptions(**text), scores)
+    return spec_of(RequestId("r"), ids_of(prompt), sampling, TextOptions(**text), scores)
 
 
 def say(text, ends=True):
@@ -251,7 +248,7 @@ async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_
         (request("a" * 103, 1), "1025 tokens in all", narrow),
     ):
         async with serving(say("hi")) as (client, engine):
-            several = [replace(asked, id=RequestId(f"r{i}")) for i in range(10)]
+            several = [asked.with_message(request=RequestId(f"r{i}")) for i in range(10)]
             generator = TextGenerator(client, TOKENIZER, limits)
             with pytest.raises(RequestError, match=told):
                 await collect(generator, several)
@@ -271,9 +268,8 @@ def test_hidden_states_need_the_flag_and_the_last_one_is_never_too_much():
 
 
 def test_the_engine_gets_what_the_request_says():
-    asked = replace(
-        request(scores=ScoreOptions(start=1, top=3, ids=(4,))), namespace=b"n", priority=5
-    )
+    asked = request(scores=ScoreOptions(start=1, top=3, ids=(4,)))
+    asked = asked.with_message(namespace=b"n", priority=5)
     _, received = run(say("ok"), asked)
     sent = received[0]
     assert isinstance(sent, Generate)
@@ -285,7 +281,7 @@ def test_strides_give_the_first_token_at_once_and_lose_nothing():
     async def scenario(seed):
         async with serving(say("hello world, this is long"), seed=seed) as (client, _):
             chunks = TextGenerator(client, TOKENIZER, LIMITS).generate(request())
-            return [chunk async for chunk in InStrides(chunks, 8)]
+            return [chunk async for chunk in CoalescedChunks(chunks, 8)]
 
     rng = random.Random(3)
     for _ in range(5):
@@ -296,7 +292,7 @@ def test_strides_give_the_first_token_at_once_and_lose_nothing():
 
 
 def numbered(count, **options):
-    return [replace(request(**options), id=RequestId(f"r{i}")) for i in range(count)]
+    return [request(**options).with_message(request=RequestId(f"r{i}")) for i in range(count)]
 
 
 @asynchronous
@@ -327,7 +323,7 @@ def test_every_chunk_tells_how_much_of_the_prompt_was_cached():
 
 @asynchronous
 async def test_the_engine_is_told_who_asks_and_with_which_weight():
-    asked = replace(request(), caller=b"research")
+    asked = request().with_message(caller=b"research")
     async with serving(say("x")) as (client, engine):
         generator = TextGenerator(client, TOKENIZER, LIMITS, {b"research": 2.0}.__getitem__)
         await collect(generator, [asked])

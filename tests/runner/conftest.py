@@ -20,7 +20,8 @@ from banyan.platform.base import BY_SHAPE, Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.platform.cuda import CudaPlatform
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from tests.runner.driver import PAGE
 
 VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024

@@ -12,7 +12,8 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from tests.runner.conftest import CPU, MAX_LENGTH, NUM_PAGES, SHAPES, Elsewhere, build_runner
 from tests.runner.driver import PAGE, Driver
 from tests.runner.test_captured_forward import requests
@@ -81,4 +82,4 @@ def test_steps_whose_ops_wait_for_the_device_are_not_captured(block_model_config
 
     assert runner.how == "eager"
     attends = "" if block_model_config.latent is None else "latent_attention, "
-    assert f"what computes {attends}experts waits for the device" in caplog.text
+    assert f"{attends}experts waits for the device" in caplog.text

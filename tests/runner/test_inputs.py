@@ -12,7 +12,7 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner import inputs
 from banyan.runner.batch import Batch
-from banyan.runner.inputs import StepTensors
+from banyan.runner.inputs import StepSizes, StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.slots import SlotTable
 
@@ -27,7 +27,7 @@ GROUPS = (
 
 def filled(table: SlotTable, batches: list[Batch]) -> list[list[torch.Tensor]]:
     """What each of the batches finds, one after another in the same memory."""
-    step = StepTensors(table, KVStore(GROUPS, [], CPU), CpuPlatform(), CPU, 8, 8, 8)
+    step = StepTensors(table, KVStore(GROUPS, [], CPU), CpuPlatform(), CPU, StepSizes(8, 8, 8))
     found = []
     for batch in batches:
         step.fill(batch)

@@ -95,7 +95,7 @@ def test_what_reads_the_hidden_states_of_all_tokens_has_them(model_config):
     """Such as hooks between layers, and layers that draft."""
     runner = build_runner(model_config)
     reading = ModelRunner(
-        runner.model, runner._build, replace(runner._sizes, reads_all=True), runner.platform
+        runner.model, runner._build, replace(runner._config, reads_all=True), runner.platform
     )
 
     assert fed_by(reading, Request(PROMPT, greedy(1)), chunk=16) == [16, 16, 8]

@@ -23,7 +23,7 @@ def bell() -> Iterator[int]:
 def prompted(model_config, bell: int) -> tuple[Driver, list[Request]]:
     """Two requests that have their first token."""
     driver = Driver(build_runner(model_config, is_recorded=True, multi_step=STEPS))
-    driver.runner.bell = bell
+    driver.runner.wake_fd = bell
     requests = [Request([3, 1, 4], greedy(20)), Request([1, 5, 9, 2, 6], greedy(20))]
     driver.run(requests, limit=1)
     return driver, requests
@@ -63,12 +63,18 @@ def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, be
     runner = driver.runner
     plan = multi_step(driver, requests, 1)
     seen = []
-    multi_steps = runner._forward._multi_step_runner
+    multi_steps = runner._forward.multi_steps
     run = multi_steps._recording.multi_step
 
     def run_and_look(rows, inputs):
         ran = run(rows, inputs)
-        seen.append((int(inputs.told[0]), runner.told(plan.step), runner.told(plan.step + 1)))
+        seen.append(
+            (
+                int(inputs.told[0]),
+                runner.tokens_so_far(plan.step),
+                runner.tokens_so_far(plan.step + 1),
+            )
+        )
         return ran
 
     monkeypatch.setattr(multi_steps._recording, "multi_step", run_and_look)
@@ -76,7 +82,7 @@ def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, be
     ((told, tokens, others),) = seen
     assert told == STEPS - 1, "the last step's tokens come with the result"
     assert others is None
-    assert runner.told(plan.step) is None, "it runs no longer"
+    assert runner.tokens_so_far(plan.step) is None, "it runs no longer"
     for row, whole in enumerate(result.tokens):
         assert tokens[row] == whole[: 4 * told]
     right = [Request(list(r.prompt), greedy(1 + STEPS)) for r in requests]

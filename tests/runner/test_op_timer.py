@@ -12,7 +12,8 @@ from banyan.model_config.model_config import FULL
 from banyan.ops.api import OpTime
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.op_timer import OpTimer
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 
 KEPT = LayerCache(
     0, {"k": CacheTensor((2, 8), torch.float16), "v": CacheTensor((2, 8), torch.int8)}

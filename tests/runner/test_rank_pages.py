@@ -233,7 +233,7 @@ def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
     lost = list[bool]()
     door = RemoteRankAccess("127.0.0.1", lambda: bool(lost))
     stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 3.0})]
-    publish_pages_remotely(stores[1], door.place)
+    publish_pages_remotely(stores[1], door.address)
     pages = RankPages(stores[0], [door], True, 60.0)
     threading.Timer(0.2, lost.append, (True,)).start()
     began = time.monotonic()
@@ -244,10 +244,10 @@ def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
 
 def test_who_was_not_told_the_key_is_not_heard() -> None:
     door = RemoteRankAccess("127.0.0.1", lambda: False)
-    assert door.place.key not in repr(door.place)
+    assert door.address.key not in repr(door.address)
     other = zmq.curve_keypair()[0].decode()
-    publish_pages_remotely(shared(layer(0, 2)), RankAddress(door.place.address, other))
-    with pytest.raises(DeviceError, match="said nothing of its pages from another machine"):
+    publish_pages_remotely(shared(layer(0, 2)), RankAddress(door.address.address, other))
+    with pytest.raises(DeviceError, match="did not publish its pages from another machine"):
         RankPages(shared(layer(0, 2)), [door], True, 0.5)
 
 
@@ -270,7 +270,7 @@ def test_a_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     thread.start()
     assert RankPages(shared(layer(0, 2)), [LocalRankAccess(link)], True, 5.0).page_bytes(0)
     thread.join()
-    with pytest.raises(DeviceError, match="said nothing of its pages"):
+    with pytest.raises(DeviceError, match="did not publish its pages"):
         RankPages(shared(layer(0, 2)), [LocalRankAccess(str(tmp_path / "never"))], True, 0.01)
 
 

@@ -8,7 +8,7 @@ from banyan.base.errors import DeviceError
 from banyan.messages.plan import StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.parallel.groups import open_groups
-from banyan.runner.rank_worker import serve_rank
+from banyan.runner.control_ops import serve_rank
 from tests.parallel.ranks import rank_processes
 from tests.runner.conftest import VOCAB, build_runner
 from tests.runner.driver import Driver, Request, greedy

@@ -11,7 +11,8 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from tests.models import test_gguf_hybrids
 from tests.models.families import tiny
 from tests.models.test_families import expected_logits

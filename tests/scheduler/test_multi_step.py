@@ -50,7 +50,7 @@ def asked(driver: Driver, name: str = "a", new: int = 20, stride: int = 0, **wis
             request=name,
             tokens=array("i", PROMPT).tobytes(),
             sampling=SamplingParams(max_new_tokens=new, **sampling),
-            stride=stride,
+            stream_interval=stride,
             **wishes,
         )
     )

@@ -22,8 +22,9 @@ from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
 from banyan.model_config.model_config import ModelConfig
-from banyan.requests.budget import check_budget
-from banyan.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.requests.admission import check_budget
+from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
+from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import Limits
 from banyan.server.http.app import App
 from banyan.server.http.connection import connections
@@ -88,21 +89,21 @@ class FakeGenerator:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.limits = Limits(MODEL_CONFIG.context_length, MODEL_CONFIG.vocab_size, (256,))
-        self.script: Callable[[TextRequest], list[Step]] = lambda _: steps("Hel", "lo")
+        self.script: Callable[[RequestSpec], list[Step]] = lambda _: steps("Hel", "lo")
         self.found = Usage(0, 0, cached_tokens=3)
         """What each prompt finds in the cache."""
-        self.asked: list[TextRequest] = []
+        self.asked: list[RequestSpec] = []
         self.started = threading.Semaphore(0)
         self.closed = threading.Semaphore(0)
         self.open: dict[RequestId, None] = {}
         self.hold_after: int | None = None
         """Chunks after which generation waits for ever; None = it does not."""
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         check_budget(requests, self.limits)
 
     @scripted
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    async def generate(self, request: RequestSpec) -> AsyncGenerator[TextChunk, None]:
         self.asked.append(request)
         self.open[request.id] = None
         self.started.release()
@@ -113,21 +114,25 @@ class FakeGenerator:
             del self.open[request.id]
             self.closed.release()
 
-    async def _chunks(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        num_output, scores = 0, request.scores
+    async def _chunks(self, request: RequestSpec) -> AsyncGenerator[TextChunk, None]:
+        num_output, message = 0, request.message
+        top = message.score_top
         prompt_scores = [
-            TokenScore(None if i == 0 else -float(i), t, (-0.5,) * scores.top, (t,) * scores.top)
+            TokenScore(
+                None if i == 0 else -float(i),
+                t,
+                (-0.5,) * message.score_top,
+                (t,) * message.score_top,
+            )
             for i, t in enumerate(request.prompt)
-            if 0 <= scores.start <= i
+            if 0 <= message.score_from <= i
         ]
         for number, step in enumerate(self.script(request)):
             if number == self.hold_after:
                 await asyncio.Event().wait()
             ids = self.tokenizer.encode(step.text, add_special_tokens=False)
             num_output += len(ids)
-            output_scores = [
-                TokenScore(-0.25, t, (-0.25, -2.0)[: scores.top], (t, 1)[: scores.top]) for t in ids
-            ]
+            output_scores = [TokenScore(-0.25, t, (-0.25, -2.0)[:top], (t, 1)[:top]) for t in ids]
             yield TextChunk(
                 text=step.text,
                 tokens=ids,
@@ -135,7 +140,7 @@ class FakeGenerator:
                     self.found, prompt_tokens=len(request.prompt), output_tokens=num_output
                 ),
                 prompt_scores=prompt_scores,
-                output_scores=[] if scores.start == NO_SCORES else output_scores,
+                output_scores=[] if message.score_from == NO_SCORES else output_scores,
                 finish=step.finish,
             )
             prompt_scores = []

@@ -315,7 +315,7 @@ def test_a_billing_block_is_not_shown_and_reported(model: Site) -> None:
 def test_forced_tools_bind_the_answer(model: Site, choice: dict[str, str], num_tags: int) -> None:
     says(model, CALL)
     ask(model, False, tools=TOOLS, tool_choice=choice, thinking={"type": "disabled"})
-    constraint = Constraint.decode(model.generator.asked[-1].grammar)
+    constraint = Constraint.decode(model.generator.asked[-1].message.grammar)
     assert len(json.loads(constraint.text)["format"]["tags"]) == num_tags
 
 
@@ -324,7 +324,7 @@ def test_a_schema_binds_the_answer(model: Site, place: str) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     fields = {place: {"format": form} if place == "output_config" else form}
     ask(model, False, **fields)
-    constraint = Constraint.decode(model.generator.asked[-1].grammar)
+    constraint = Constraint.decode(model.generator.asked[-1].message.grammar)
     assert json.loads(constraint.text) == SCHEMA
 
 

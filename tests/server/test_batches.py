@@ -15,7 +15,8 @@ from banyan.base.ids import RequestId
 from banyan.config.schema import ScheduleConfig
 from banyan.config.serving import ServerConfig
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.generation import Finish, TextRequest
+from banyan.requests.generation import Finish
+from banyan.requests.request_spec import RequestSpec, spec_of
 from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches.route import resume_batches
 from banyan.server.store.batch_output import AnswerLog, answer_line
@@ -215,7 +216,7 @@ def test_where_priorities_count_a_batch_has_the_lowest(
     schedule = ScheduleConfig(priorities=True, low_priority_first=low_first)
     site.state.config = replace(site.state.config, schedule=schedule)
     ended(client, begin(client, [line("a"), line("b", priority=7)]))
-    assert sorted(r.priority for r in site.generator.asked) == sorted([priority, 7])
+    assert sorted(r.message.priority for r in site.generator.asked) == sorted([priority, 7])
 
 
 def test_embeddings_are_an_endpoint_too(client: openai.OpenAI) -> None:
@@ -229,7 +230,7 @@ def test_embeddings_are_an_endpoint_too(client: openai.OpenAI) -> None:
 
 def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.OpenAI) -> None:
     others = [
-        TextRequest(RequestId(f"other{i}"), [1], SamplingParams(max_new_tokens=1))
+        spec_of(RequestId(f"other{i}"), [1], SamplingParams(max_new_tokens=1))
         for i in range(site.service.ready.max_running)
     ]
     held = site.state.open.holding(others, b"")
@@ -307,7 +308,7 @@ def test_a_line_on_which_engines_die_fails_alone_while_others_take_their_place(
     with Site(ServerConfig(storage_path=str(tmp_path))).serving() as site:
         client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
 
-        def script(request: TextRequest) -> list:
+        def script(request: RequestSpec) -> list:
             if "deadly" not in site.tokenizer.decode(request.prompt):
                 return steps("fine")
             return steps("", finish=Finish("abort", None, 503, "killed", "engine_unavailable"))
@@ -333,7 +334,7 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
         with Site(config).serving() as site:
             client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
 
-            def script(request: TextRequest, site: Site = site) -> list:
+            def script(request: RequestSpec, site: Site = site) -> list:
                 if "deadly" not in site.tokenizer.decode(request.prompt):
                     return steps("fine")
                 site.state.dead = "the test"
@@ -450,12 +451,12 @@ def test_lines_share_the_cache_of_the_key_that_made_their_batch(tmp_path: Path) 
             for name in ("alice", "bob")
         )
         batch = ended(alice, begin(alice, [line("a")]))
-        from_batch = site.generator.asked[-1].namespace
+        from_batch = site.generator.asked[-1].message.namespace
         for client in (alice, bob):
             client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "a"}]
             )
-        by_alice, by_bob = (r.namespace for r in site.generator.asked[-2:])
+        by_alice, by_bob = (r.message.namespace for r in site.generator.asked[-2:])
         assert from_batch == by_alice != by_bob
         with pytest.raises(openai.NotFoundError):
             bob.batches.retrieve(batch.id)

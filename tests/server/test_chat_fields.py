@@ -10,7 +10,7 @@ from openai.types import Completion
 
 from banyan.chat_template.named_templates import FillIn
 from banyan.requests import constraint
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.openai.schema import (
     HARMLESS,
     REFUSED,
@@ -52,15 +52,15 @@ EFFECTS = {
         lambda r: r.text.spaces_between_special_tokens,
         False,
     ),
-    "priority": (3, lambda r: r.priority, 3),
+    "priority": (3, lambda r: r.message.priority, 3),
     "rid": ("mine", lambda r: r.id, "mine"),
     "n": (1, lambda r: r.id.count("_"), 0),
-    "routed_dp_rank": (3, lambda r: r.replica, 3),
-    "data_parallel_rank": (3, lambda r: r.replica, 3),
-    "disagg_prefill_dp_rank": (3, lambda r: r.giver, 3),
+    "routed_dp_rank": (3, lambda r: r.message.replica, 3),
+    "data_parallel_rank": (3, lambda r: r.message.replica, 3),
+    "disagg_prefill_dp_rank": (3, lambda r: r.message.prefill_replica, 3),
     "input_ids": ([1, 2, 3], lambda r: r.prompt, [1, 2, 3]),
-    "regex": ("a+", lambda r: r.grammar, "regex:a+"),
-    "ebnf": ('root ::= "a"', lambda r: r.grammar, 'ebnf:root ::= "a"'),
+    "regex": ("a+", lambda r: r.message.grammar, "regex:a+"),
+    "ebnf": ('root ::= "a"', lambda r: r.message.grammar, 'ebnf:root ::= "a"'),
 }
 
 
@@ -95,7 +95,7 @@ def test_a_header_names_the_replica_before_the_body_does(
 
     for rank, in_body, wanted in (("2", 1, 2), ("2", None, 2), ("", 1, 1), ("", None, -1)):
         assert asked(rank, data_parallel_rank=in_body).status_code == 200
-        assert site.generator.asked[-1].replica == wanted
+        assert site.generator.asked[-1].message.replica == wanted
     for rank in ("x", "-1", "1.0", "9" * 20, "²"):
         assert asked(rank).status_code == 400, rank
     for rank in (-1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, "1", 1.0, True, [1]):
@@ -110,7 +110,7 @@ def test_a_salt_gives_the_prefix_cache_a_namespace_of_its_own(
     path, body, _ = ROUTES[route]
     for extra in ({}, {field: "a"}, {field: "b"}, {field: "a"}):
         assert http.post(path, json={**body, **extra}).status_code == 200
-    bare, one, other, again = (r.namespace for r in site.generator.asked[-4:])
+    bare, one, other, again = (r.message.namespace for r in site.generator.asked[-4:])
     assert one == again and len({bare, one, other}) == 3
 
 
@@ -232,5 +232,5 @@ def test_a_developer_speaks_as_the_system(site: Site, http: httpx.Client) -> Non
 def test_parts_of_text_are_joined(site: Site, http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ask(http, False, messages=[{"role": "user", "content": parts}])
-    request: TextRequest = site.generator.asked[-1]
+    request: RequestSpec = site.generator.asked[-1]
     assert "a b" in site.tokenizer.decode(request.prompt)

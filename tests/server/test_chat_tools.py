@@ -69,7 +69,7 @@ def test_every_cell_of_the_table(
     thought = "Why? <tool_call>no</tool_call>" if thinks else ""
     assert heard.said == (content, thought, calls, finish)
     assert all(len(id) == 29 and id.startswith("call_") for id in heard.ids)
-    grammar = model.generator.asked[-1].grammar
+    grammar = model.generator.asked[-1].message.grammar
     if not kind:
         assert grammar == ""
         return
@@ -174,7 +174,7 @@ def test_a_model_whose_format_holds_no_json_is_forced_to_a_list(
     says(site, '[{"name": "search", "parameters": {"city": "x"}}]')
     heard = ask(http, True, tools=TOOLS, tool_choice="required", reasoning_effort="none")
     assert heard.calls == [("search", '{"city": "x"}')]
-    constraint = Constraint.decode(site.generator.asked[-1].grammar)
+    constraint = Constraint.decode(site.generator.asked[-1].message.grammar)
     names = [
         i["properties"]["name"]["const"] for i in json.loads(constraint.text)["items"]["anyOf"]
     ]
@@ -190,7 +190,7 @@ def test_definitions_that_tools_share_move_to_the_root(site: Site, http: httpx.C
     }
     tools = [tool("a", parameters=parameters), tool("b", parameters=parameters)]
     ask(http, False, tools=tools, tool_choice="required", reasoning_effort="none")
-    schema = json.loads(Constraint.decode(site.generator.asked[-1].grammar).text)
+    schema = json.loads(Constraint.decode(site.generator.asked[-1].message.grammar).text)
     assert schema["$defs"] == {"P": {"type": "string"}}
     assert all("$defs" not in i["properties"]["parameters"] for i in schema["items"]["anyOf"])
 
@@ -386,5 +386,5 @@ def test_the_official_client_parses_strict_tools_and_forms(model: Site) -> None:
         formed = client.chat.completions.parse(model="tiny", messages=USER, response_format=Weather)
     assert called.choices[0].message.tool_calls[0].function.parsed_arguments == Weather(city="東京")
     assert formed.choices[0].message.parsed == Weather(city="Rome")
-    kinds = [Constraint.decode(r.grammar).kind for r in model.generator.asked[-2:]]
+    kinds = [Constraint.decode(r.message.grammar).kind for r in model.generator.asked[-2:]]
     assert kinds == ["structural_tag", "json_schema"]

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from banyan.lora.adapter_files import AdapterPlace
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from tests.server.fakes import Site, Step, steps
 from tests.server.test_chat import events
 
@@ -22,7 +22,7 @@ def post(http: httpx.Client, **fields: object) -> httpx.Response:
     return http.post("/v1/completions", json={"prompt": "ab", **fields})
 
 
-def echo_prompt(request: TextRequest) -> list[Step]:
+def echo_prompt(request: RequestSpec) -> list[Step]:
     return steps(bytes(request.prompt[:0]).decode() + str(len(request.prompt)))
 
 
@@ -71,7 +71,7 @@ def test_each_prompt_of_a_list_may_name_its_own_adapter(site_with_adapters: Site
     def named(**fields: object) -> list[str]:
         answer = post(http, prompt=["x", "y", "z"], **fields)
         assert answer.status_code == 200, answer.text
-        return [request.adapter for request in site.generator.asked[-3:]]
+        return [request.message.adapter for request in site.generator.asked[-3:]]
 
     assert named() == [""] * 3
     assert named(lora_path="b") == ["b"] * 3
@@ -90,7 +90,7 @@ def test_each_prompt_of_a_list_may_name_its_own_adapter(site_with_adapters: Site
     assert many.status_code == 400 and "prompt" in many.text
     user = [{"role": "user", "content": "hi"}]
     chat = http.post("/v1/chat/completions", json={"messages": user, "lora_path": ["b"]})
-    assert chat.status_code == 200 and site.generator.asked[-1].adapter == "b"
+    assert chat.status_code == 200 and site.generator.asked[-1].message.adapter == "b"
 
 
 def test_special_texts_in_a_prompt_are_special(site: Site, http: httpx.Client) -> None:

@@ -156,7 +156,7 @@ def test_a_key_sees_its_own_requests_and_the_administrator_all() -> None:
         for key in ("one", "two"):
             headers = {"authorization": f"Bearer {key}"}
             site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-            tenants[key] = site.generator.asked[-1].caller
+            tenants[key] = site.generator.asked[-1].message.caller
         site.client.reply = told(live("a"), live("b"))
         with_open(site, {"a": tenants["one"], "b": tenants["two"]})
 

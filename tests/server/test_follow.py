@@ -41,7 +41,7 @@ class _Source(Chunks[str]):
             raise self.error
         return self.there.popleft() if self.there else None
 
-    def tell(self, more: Callable[[], None] | None) -> None:
+    def on_more(self, more: Callable[[], None] | None) -> None:
         self.more = more
 
     def close(self) -> None:

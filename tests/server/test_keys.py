@@ -107,7 +107,7 @@ def test_requests_carry_their_caller_to_where_steps_are_shared(tmp_path: Path) -
         ):
             open_site.http.post(path, json=body, headers=bearer("sk-new"))
             asked = open_site.generator.asked.pop()
-            assert open_site.state.keys.weight_of(asked.caller) == 2.0, path
+            assert open_site.state.keys.weight_of(asked.message.caller) == 2.0, path
 
 
 def test_no_more_requests_of_a_key_are_open_than_it_may_have(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import Metered
 from banyan.messages.events import Stats
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
+from banyan.requests.generation import Finish, TextChunk, Usage
+from banyan.requests.request_spec import spec_of
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
 from tests.server.fakes import READY, Site
@@ -70,7 +71,7 @@ def chunk(count, finish=None, **usage):
 
 
 def asked(route="chat", grammar=""):
-    return TextRequest(
+    return spec_of(
         RequestId("r"), [1] * 10, SamplingParams(max_new_tokens=4), route=route, grammar=grammar
     )
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from banyan.chat_template.named_templates import FillIn
 from banyan.config.serving import ServerConfig
 from banyan.messages.constraint import Constraint
-from banyan.requests.generation import Finish, TextChunk, TextRequest, Usage
+from banyan.requests.generation import Finish, TextChunk, Usage
+from banyan.requests.request_spec import RequestSpec
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with
 from tests.support.scripted import scripted
@@ -216,7 +217,7 @@ def test_a_format_binds_the_answer(
     model: Site, path: str, form: object, schema: dict[str, object] | None
 ) -> None:
     ask(model, path, False, format=form)
-    grammar = model.generator.asked[-1].grammar
+    grammar = model.generator.asked[-1].message.grammar
     assert (json.loads(Constraint.decode(grammar).text) if grammar else None) == schema
 
 
@@ -341,11 +342,11 @@ def test_a_model_for_text_makes_no_vectors(client: ollama.Client) -> None:
 class Embedder:
     """A model whose vectors are (number of tokens, 1) for every prompt."""
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         assert requests
 
     @scripted
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    async def generate(self, request: RequestSpec) -> AsyncGenerator[TextChunk, None]:
         vector = array("f", [len(request.prompt), 1.0]).tobytes()
         usage = Usage(len(request.prompt), 0)
         yield TextChunk("", [], usage, finish=Finish("length"), vector=vector)

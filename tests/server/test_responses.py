@@ -238,7 +238,7 @@ def test_sampling_and_form_reach_the_engine(site: Site, client: openai.OpenAI) -
     )
     asked = site.generator.asked[-1]
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.25, 0.5)
-    assert "additionalProperties" in asked.grammar
+    assert "additionalProperties" in asked.message.grammar
     assert (found.temperature, found.top_p) == (0.25, 0.5)
     assert found.text.format.type == "json_schema"
 
@@ -247,7 +247,7 @@ def test_a_forced_tool_is_forced(site: Site, client: openai.OpenAI, http: httpx.
     says(site, CALL)
     choice = {"type": "function", "name": "get_weather"}
     body = ask(http, tools=[TOOL], tool_choice=choice)
-    assert site.generator.asked[-1].grammar and body["tool_choice"] == choice
+    assert site.generator.asked[-1].message.grammar and body["tool_choice"] == choice
     assert body["tools"] == [TOOL]
 
 

@@ -119,7 +119,7 @@ def test_every_cell_of_the_table_whole_and_streamed(
     details = whole["usage"]["output_tokens_details"]
     assert final["usage"] == whole["usage"]
     assert len(THOUGHT) <= details["reasoning_tokens"] <= whole["usage"]["output_tokens"]
-    asked = site.generator.asked[-1].grammar
+    asked = site.generator.asked[-1].message.grammar
     assert bool(asked) == bool(grammar)
     if grammar:
         constraint = Constraint.decode(asked)

@@ -19,8 +19,8 @@ from openai.types.responses import ResponseItemList
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.requests.generation import TextRequest
-from banyan.server.responses import run as responses_run
+from banyan.requests.request_spec import RequestSpec
+from banyan.server.responses import route as responses_route
 from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
 from banyan.server.tool_servers.demo import DemoServer, calculate
@@ -94,7 +94,7 @@ def writes(site: Site, *turns: str) -> None:
     """Let the model write one of `turns` each time it is asked, the last for ever."""
     rest = list(turns)
 
-    def script(_: TextRequest) -> list[Step]:
+    def script(_: RequestSpec) -> list[Step]:
         text = rest.pop(0) if len(rest) > 1 else rest[0]
         return steps(text[: len(text) // 2], text[len(text) // 2 :])
 
@@ -277,7 +277,7 @@ def no_report(field: str, why: str) -> None:
 def test_a_model_that_calls_for_ever_is_asked_for_an_answer(
     talking: Site, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    monkeypatch.setattr(responses_run, "MAX_TURNS", 3)
+    monkeypatch.setattr(responses_route, "MAX_TURNS", 3)
     writes(talking, call("clock"))
     body = events(http, tools=[DEMO])[-1]["response"] if is_stream else ask(http, tools=[DEMO])
     calls = [item for item in body["output"] if item["type"] == "mcp_call"]
@@ -310,7 +310,7 @@ def test_a_demanded_call_is_demanded_once(talking: Site, http: httpx.Client) -> 
     choice = {"type": "mcp", "server_label": "demo", "name": "calculator"}
     body = ask(http, tools=[DEMO], tool_choice=choice)
     first, second = talking.generator.asked
-    assert first.grammar and not second.grammar and body["tool_choice"] == choice
+    assert first.message.grammar and not second.message.grammar and body["tool_choice"] == choice
 
 
 def test_allowed_tools_are_the_only_ones_shown(talking: Site, http: httpx.Client) -> None:

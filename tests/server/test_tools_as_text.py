@@ -81,7 +81,7 @@ def test_words_stay_words_and_a_call_that_begins_keeps_its_form(
 ) -> None:
     says(model, "It is sunny.")
     assert ask(http, False, tools=TOOLS).said == ("It is sunny.", "", [], "stop")
-    tag = json.loads(Constraint.decode(model.generator.asked[-1].grammar).text)["format"]
+    tag = json.loads(Constraint.decode(model.generator.asked[-1].message.grammar).text)["format"]
     assert tag["triggers"] == ["<tool_call>"] and not tag.get("at_least_one")
     assert {t["begin"].split('"')[3] for t in tag["tags"]} == {"get_weather", "search"}
 
@@ -92,7 +92,7 @@ def test_without_tools_nothing_is_added(
 ) -> None:
     ask(http, False, **fields)
     assert prompt(model) == "<|user|>Hi<|end|><|assistant|>"
-    assert model.generator.asked[-1].grammar == ""
+    assert model.generator.asked[-1].message.grammar == ""
 
 
 def test_the_system_s_own_words_come_first(model: Site, http: httpx.Client) -> None:

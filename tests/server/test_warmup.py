@@ -10,7 +10,7 @@ from tests.support.flags import config_of
 def asked(site: Site, *flags: str) -> list[tuple[int, str]]:
     """(length of the prompt, constraint) of each request that the warm-up sent."""
     asyncio.run(warm_up(site.service, config_of("--chunked-prefill-size", "512", *flags)))
-    return [(len(request.prompt), request.grammar) for request in site.generator.asked]
+    return [(len(request.prompt), request.message.grammar) for request in site.generator.asked]
 
 
 def test_what_is_named_runs_before_the_server_is_ready() -> None:

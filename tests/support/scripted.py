@@ -52,7 +52,7 @@ class Scripted(Chunks[TextChunk]):
             raise error
         return None
 
-    def tell(self, more: Callable[[], None] | None) -> None:
+    def on_more(self, more: Callable[[], None] | None) -> None:
         self._more = more
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from banyan.requests.generation import TextOptions
 from banyan.tokenizer.detokenizer import Detokenizer
 from banyan.tokenizer.load import load_tokenizer
+from banyan.tokenizer.stop_strings import TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
 from tests.support.tokenizer_oracles import FOLDERS, demo_gguf, folder
 

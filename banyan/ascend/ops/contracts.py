@@ -1,8 +1,10 @@
-"""What the operators of an Ascend NPU accept: dtypes, shapes, layouts, limits, one function each.
+"""What the operators of an Ascend NPU accept: dtypes, shapes, layouts and limits, one function
+each.
 
-On the device a breach ends in an error number of the library below, or in wrong numbers and no
-error at all. Here it is a sentence. Knows arguments only; what lies in device memory is not read.
-The limits are those that A2 and A3 share.
+On the device a wrong argument ends in an error number of the library below, or in wrong results and
+no error at all. Here it is a sentence. A contract reads arguments only, no device memory. Limits
+are common to A2 and A3. This module has attention, norms and collectives; `latent_contracts.py` and
+`product_contracts.py` have the rest.
 """
 
 from collections.abc import Sequence
@@ -389,3 +391,15 @@ def shape_of(x: Tensor) -> list[int]:
 
 def either(values: object) -> str:
     return " or ".join(sorted(str(value) for value in values))  # type: ignore[attr-defined]
+
+
+TYPES = (*HALVES, torch.float32, torch.int8, torch.uint8, torch.int32, torch.int64)
+"""Number types that all collectives of A2 and A3 take."""
+
+
+def exchanged(name: str, *tensors: Tensor) -> None:
+    """tensors: what a collective is given and what it fills."""
+    name = f"hccl {name}"
+    named = {f"tensor {at}": x for at, x in enumerate(tensors)}
+    placed(name, **named)
+    typed(name, TYPES, **named)

@@ -1,8 +1,7 @@
-"""The operators of an Ascend NPU, one function each: the only place that calls them, beside
-`latent_operators.py` and `four_bit_operators.py`.
+"""The operators of an Ascend NPU, one method each: the only place that calls torch_npu and deep_ep.
 
-Names and arguments are torch_npu's; what the kernels beside do not use is left out. With checks on,
-each call is held against its contract first.
+Names and arguments are those of the libraries; arguments that no kernel here uses are left out.
+With checks on, each call is checked against its contract first.
 """
 
 from dataclasses import dataclass, replace
@@ -11,14 +10,124 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import contracts, expert_contracts, quant_contracts, sparse_contracts
+from banyan.ascend.ops import contracts, latent_contracts, product_contracts
 from banyan.ascend.ops.contracts import ALL, BAND, CAUSAL, FRACTAL_AXES, MASK_SIZE
-from banyan.ascend.ops.four_bit_operators import FourBitOperators
-from banyan.ascend.ops.latent_operators import LatentOperators
-from banyan.ascend.ops.quant_contracts import COLUMN_STEPS, ROW_STEP
+from banyan.ascend.ops.latent_contracts import FRACTAL_PAGES, PLAIN_PAGES, PrologWeights
+from banyan.ascend.ops.product_contracts import COLUMN_STEPS, ROW_STEP
 from banyan.base.log import Once, logger
 from banyan.ops.experts_api import Ranks
-from banyan.platform.base import Dispatch
+from banyan.platform.expert_exchange import Dispatch, FusedDispatch
+
+
+class LatentOperators:
+    """
+    Args:
+        is_checked, npu: as of `Operators`, and what has them.
+    """
+
+    def __init__(self, is_checked: bool, npu: Any) -> None:
+        self._is_checked = is_checked
+        self._npu = npu
+
+    def mla_prolog(
+        self,
+        x: Tensor,
+        units: Tensor | None,
+        weights: PrologWeights,
+        gammas: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
+        pages: tuple[Tensor, Tensor],
+        places: Tensor,
+        eps: tuple[float, float],
+        has_norm: bool = False,
+        mode: str = PLAIN_PAGES,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All that comes before latent attention; pages are written. Returns queries in the latent
+        space [tokens, heads, 512], turned ones [tokens, heads, 64], and with `has_norm` squeezed
+        ones [tokens, 1536] with their units [tokens, 1] where they are int8. The arguments are
+        those of `latent_contracts.mla_prolog`; turns: sin, cos; mode: how
+        pages lie."""
+        if self._is_checked:
+            given = (x, units, weights, gammas, turns, pages, places)
+            latent_contracts.mla_prolog(*given, mode)
+        squeeze, query, latent = weights.scales
+        found = self._npu.npu_mla_prolog_v3(
+            *(x, weights.squeeze, weights.query, weights.keys, weights.latent),
+            *(*gammas, *turns, *pages),
+            cache_index=places,
+            dequant_scale_x=units,
+            dequant_scale_w_dq=squeeze,
+            dequant_scale_w_uq_qr=query,
+            dequant_scale_w_dkv_kr=latent,
+            rmsnorm_epsilon_cq=eps[0],
+            rmsnorm_epsilon_ckv=eps[1],
+            cache_mode=mode,
+            query_norm_flag=has_norm,
+            weight_quant_mode=weights.mode,
+        )
+        return found[0], found[1], found[3], found[4]
+
+    def scatter_pages(
+        self, latents: Tensor, keys: Tensor, pages: tuple[Tensor, Tensor], places: Tensor
+    ) -> None:
+        """Write what is kept of each token into fractal pages, as `latent_contracts.py` has
+        them."""
+        if self._is_checked:
+            latent_contracts.scatter_pages(latents, keys, pages, places)
+        self._npu.npu_scatter_pa_kv_cache(latents, keys, *pages, places, cache_mode=FRACTAL_PAGES)
+
+
+class FourBitOperators:
+    """
+    Args:
+        is_checked, npu: as of `Operators`, and what has them.
+    """
+
+    def __init__(self, is_checked: bool, npu: Any) -> None:
+        self._is_checked = is_checked
+        self._npu = npu
+
+    def matmul(
+        self,
+        x: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        units: Tensor,
+        lift: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """((x - 8) · columns · scale + lift) · units, [tokens, out]."""
+        if self._is_checked:
+            product_contracts.four_bit_matmul(x, columns, scale, units, lift, dtype)
+        given = {"offset": lift, "pertoken_scale": units, "output_dtype": dtype}
+        return self._npu.npu_quant_matmul(x, columns, scale, **given)
+
+    def grouped_matmul(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        scale: Tensor,
+        units: Tensor,
+        lift: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The same, each row with the weights of its group, [rows, out]."""
+        if self._is_checked:
+            product_contracts.grouped_four_bit_matmul(x, weight, counts, scale, units, lift, dtype)
+        return self._npu.npu_grouped_matmul(
+            [x],
+            [weight],
+            bias=[lift],
+            scale=[scale],
+            per_token_scale=[units],
+            group_list=counts,
+            split_item=2,
+            group_type=0,
+            group_list_type=1,
+            output_dtype=dtype,
+        )[0]
+
 
 log = logger(__name__)
 _BY_ROW = 2
@@ -188,7 +297,7 @@ class Operators:
         last one of each row, lengths: keys of each row, both of int32 on the device."""
         if self._is_checked:
             rows = (ends, lengths, table)
-            sparse_contracts.lightning_indexer(query, key, weights, *rows, top)
+            latent_contracts.lightning_indexer(query, key, weights, *rows, top)
         return self._npu.npu_lightning_indexer(
             query,
             key,
@@ -217,7 +326,7 @@ class Operators:
         """As `attend_latents` over the positions that `choose_positions` gives. latents, key_rope:
         [pages, page size, 1, 512 and 64]; the others as there."""
         if self._is_checked:
-            sparse_contracts.sparse_flash_attention(
+            latent_contracts.sparse_flash_attention(
                 *(query, query_rope, latents, key_rope, chosen, ends, lengths, table)
             )
         return self._npu.npu_sparse_flash_attention(
@@ -263,7 +372,7 @@ class Operators:
         many rows each expert has. x: [tokens, dim]; ids: [tokens, per_token] of int32.
         """
         if self._is_checked:
-            expert_contracts.init_routing(x, ids, experts, first, last)
+            product_contracts.init_routing(x, ids, experts, first, last)
         return self._npu.npu_moe_init_routing_v2(
             x,
             ids,
@@ -291,7 +400,7 @@ class Operators:
         x: [tokens, dim]; ids: [tokens, per_token] of int32; weights: of fp32; experts: of all
         ranks; is_rounded: they travel as int8, with a unit of each."""
         if self._is_checked:
-            expert_contracts.distribute_dispatch(x, ids, weights, ranks, experts, limits)
+            product_contracts.distribute_dispatch(x, ids, weights, ranks, experts, limits)
         rows, units, places, counts, received, _, scales = self._npu.npu_moe_distribute_dispatch_v2(
             x,
             ids,
@@ -318,7 +427,7 @@ class Operators:
         [tokens, dim]. weights: [tokens, per_token] of fp32; the others as for `dispatch`."""
         given = (rows, ids, sent.places, sent.received, weights)
         if self._is_checked:
-            expert_contracts.distribute_combine(*given, ranks, experts, limits)
+            product_contracts.distribute_combine(*given, ranks, experts, limits)
         return self._npu.npu_moe_distribute_combine_v2(
             *given,
             *(ranks.name, ranks.size, ranks.rank, experts),
@@ -329,7 +438,7 @@ class Operators:
     def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """x: [rows, in], rows of a group together; weight: [groups, in, out]; counts: [groups]."""
         if self._is_checked:
-            expert_contracts.grouped_matmul(x, weight, counts)
+            product_contracts.grouped_matmul(x, weight, counts)
         return self._npu.npu_grouped_matmul(
             [x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1
         )[0]
@@ -346,7 +455,7 @@ class Operators:
         """As `grouped_matmul`, of int8 numbers, times scale and units: scale [groups, out] is of
         bf16 where `dtype` is, else of fp32; units: [rows] fp32."""
         if self._is_checked:
-            expert_contracts.grouped_quant_matmul(x, weight, counts, scale, units, dtype)
+            product_contracts.grouped_quant_matmul(x, weight, counts, scale, units, dtype)
         return self._npu.npu_grouped_matmul(
             [x],
             [weight],
@@ -362,19 +471,19 @@ class Operators:
     def token_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """The sum of each token's rows by weight. places: as `init_routing` gives them."""
         if self._is_checked:
-            expert_contracts.token_unpermute(rows, places, weights)
+            product_contracts.token_unpermute(rows, places, weights)
         return self._npu.npu_moe_token_unpermute(rows, places, probs=weights)
 
     def dynamic_quant(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, dim]; returns int8 numbers of its shape, and the unit of each token, fp32."""
         if self._is_checked:
-            quant_contracts.dynamic_quant(x)
+            product_contracts.dynamic_quant(x)
         return self._npu.npu_dynamic_quant(x)
 
     def quantize(self, x: Tensor, inverse: Tensor, offset: Tensor) -> Tensor:
         """x · inverse + offset as int8. x: [tokens, dim]; inverse, offset: [1]."""
         if self._is_checked:
-            quant_contracts.quantize(x, inverse, offset)
+            product_contracts.quantize(x, inverse, offset)
         return self._npu.npu_quantize(x, inverse, offset, torch.qint8, -1, False)
 
     def cast_fractal(self, columns: Tensor) -> Tensor:
@@ -384,7 +493,7 @@ class Operators:
         if self.keeps_plain or columns.shape[-2] % ROW_STEP or columns.shape[-1] % step:
             return columns
         if self._is_checked:
-            quant_contracts.format_cast(columns)
+            product_contracts.format_cast(columns)
         return self._npu.npu_format_cast(columns, _FRACTAL)
 
     def quant_matmul(
@@ -399,7 +508,7 @@ class Operators:
         """(x · columns + bias) · scale · pertoken_scale. x: [tokens, in] int8; columns: [in, out]
         int8; scale: [out] fp32; pertoken_scale: [tokens] fp32; bias: [out] int32."""
         if self._is_checked:
-            quant_contracts.quant_matmul(x, columns, scale, dtype, pertoken_scale, bias)
+            product_contracts.quant_matmul(x, columns, scale, dtype, pertoken_scale, bias)
         given = {"pertoken_scale": pertoken_scale, "bias": bias, "output_dtype": dtype}
         return self._npu.npu_quant_matmul(x, columns, scale, **given)
 
@@ -457,3 +566,77 @@ def _given(
         "sparse_mode": mode,
         "block_size": key.shape[3] if key.dim() == FRACTAL_AXES else key.shape[1],
     }
+
+
+BY_ROWS = 2
+"""The mode whose operator takes room for rows, instead of tokens of a rank."""
+_INT8 = 1
+
+
+class _NamedGroup:
+    """What the library asks of a group of ranks: who is in it, and its name."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    def size(self) -> int:
+        return self._ranks.size
+
+    def _get_backend(self, device: torch.device) -> "_NamedGroup":
+        return self
+
+    def get_hccl_comm_name(self, rank: int) -> str:
+        return self._ranks.name
+
+
+class Fuser:
+    """
+    Args:
+        library: deep_ep, or its emulation.
+        mode: which of its operators, 1 or 2.
+        limits: of that one.
+        is_checked: as for `Operators`.
+    """
+
+    def __init__(self, library: Any, mode: int, limits: FusedDispatch, is_checked: bool) -> None:
+        self.mode, self.limits = mode, limits
+        self._library, self._is_checked = library, is_checked
+        self._buffers: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: tuple[Tensor, Tensor],
+        down: tuple[Tensor, Tensor],
+        ranks: Ranks,
+        experts: int,
+    ) -> Tensor:
+        """The sum over a token's experts of weight · down(silu(gate(x)) · up(x)). All ranks bring
+        as many tokens. x: [tokens, dim] bf16; ids: [tokens, per_token] int64; weights: as ids,
+        fp32; gate_up, down: weights of 8 bits and their scales, as `FusedExperts` lays them out;
+        experts: of all ranks. returns: [tokens, dim] bf16."""
+        tokens, per_token = ids.shape
+        given = (x, ids, weights, *gate_up, *down)
+        if self._is_checked:
+            product_contracts.fused_deep_moe(*given, ranks, experts, self.mode, self.limits)
+        # The second operator has room for so many rows, which is what may come to one rank at most.
+        room = tokens * per_token * ranks.size if self.mode == BY_ROWS else tokens
+        return self._buffer(ranks).fused_deep_moe(
+            *given,
+            num_max_dispatch_tokens_per_rank=room,
+            num_experts=experts,
+            quant_mode=_INT8,
+            fuse_mode=self.mode,
+        )[0]
+
+    def _buffer(self, ranks: Ranks) -> Any:
+        if ranks.name not in self._buffers:
+            self._buffers[ranks.name] = self._library.Buffer(
+                _NamedGroup(ranks), low_latency_mode=True
+            )
+        return self._buffers[ranks.name]

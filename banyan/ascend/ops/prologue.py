@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.ascend.ops.contracts import FRACTAL_PAGE, LATENT_DIM, LATENT_ROPE_DIM, either
-from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.prologue_contracts import (
+from banyan.ascend.ops.latent_contracts import (
     DIMS,
     FRACTAL_PAGES,
     HEADS,
@@ -26,6 +25,7 @@ from banyan.ascend.ops.prologue_contracts import (
     WHOLLY,
     PrologWeights,
 )
+from banyan.ascend.ops.operators import Operators
 from banyan.ops.prologue_api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight

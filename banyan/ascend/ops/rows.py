@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops.needs import NpuToolkit, declines
+from banyan.ascend.ops.toolkit import NpuToolkit, declines
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
 

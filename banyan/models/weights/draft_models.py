@@ -113,7 +113,7 @@ def _fill_eagle(
         )
 
 
-def narrow_the_head(
+def restrict_head(
     eagle: EagleLM,
     served: ModelConfig,
     tokens: Sequence[int],
@@ -186,7 +186,7 @@ _MTP_COPIES = (
 """Of the model's embedding and head, which some checkpoints hold once more."""
 
 
-def load_mtp(
+def load_mtp_layer(
     model_config: ModelConfig,
     model: Model,
     build: Build,

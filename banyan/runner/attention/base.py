@@ -1,4 +1,4 @@
-"""What an attention backend is given for a step, and what it must provide."""
+"""The attention backend protocol, and the geometry of a step that it works on."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ from banyan.layers.step_inputs import StepAttention
 
 @dataclass(frozen=True)
 class GroupView:
-    """Where one group's pages of this step lie.
+    """One cache group's pages in this step.
 
     Attributes:
         page_tables: [rows, max_pages] int32.
@@ -23,15 +23,14 @@ class GroupView:
 
 @dataclass(frozen=True)
 class StepGeometry:
-    """Rows of a step, on the device; both lengths on the host where `Traits.lengths_on_host`.
+    """Rows of a step, on the device; both lengths are on the host if `Traits.lengths_on_host`.
 
     Attributes:
-        row_starts: [rows + 1] int32, row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
+        row_starts: [rows + 1] int32; row r has tokens row_starts[r] … row_starts[r + 1] − 1.
         context_lengths: [rows] int32, positions before this step's tokens.
         groups: one view per cache group.
-        paths: of drafts that branch, as `ops.api.Ops.paged_attention` takes them; None where none
-            ever do.
-        trails: of rows whose last tokens may not stand, as `StateRows.rollback_checkpoints`.
+        paths: of draft trees, as in `ops.api.Ops.paged_attention`; None = drafts are chains.
+        rollback_checkpoints: of rows with drafts, as `StateRows.rollback_checkpoints`.
     """
 
     row_starts: Tensor
@@ -42,8 +41,8 @@ class StepGeometry:
 
 
 class AttentionBackend(Protocol):
-    """Serves all layers; constructed once with (ops, store)."""
+    """Attention of all layers; created once with (ops, store)."""
 
     def bind(self, geometry: StepGeometry) -> StepAttention:
-        """The attention of one step. Two bound steps may be alive at once."""
+        """The attention of one step. Two bound steps may exist at once."""
         ...

@@ -1,4 +1,4 @@
-"""Attention of encoders: each row is a whole prompt, every token sees all of it, without pages."""
+"""Encoder attention: each row is a whole prompt whose tokens all attend to each other; no pages."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ from banyan.runner.kvstore import KVStore
 
 class EncoderAttention:
     def __init__(self, ops: Ops, store: KVStore) -> None:
-        """The arguments are those of every backend; nothing is kept between steps."""
+        """Takes the arguments of every backend; keeps nothing between steps."""
 
     def bind(self, geometry: StepGeometry) -> StepAttention:
-        return _Bound(geometry.row_starts.tolist())  # sync: row borders, once a step, host device
+        return _Bound(geometry.row_starts.tolist())  # sync: once per step; encoders run on the host
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attention as two ops: write this step's K and V into the pages, then attend over them."""
+"""Paged attention, as two ops: write this step's K and V into the pages, then attend over them."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -20,10 +20,10 @@ class _More(_Paths, total=False):
 
 
 class PagedAttention:
-    """Backend for every device whose ops include write_kv and paged_attention.
+    """The default backend; its ops are write_kv and paged_attention.
 
     Args:
-        first: positions before it hold nothing, and no token reads them.
+        first: first position that holds anything; no token reads earlier ones.
     """
 
     def __init__(self, ops: Ops, store: KVStore, first: int = 0) -> None:
@@ -36,7 +36,7 @@ class PagedAttention:
 
 
 class WriteOnlyAttention:
-    """Writes keys and values, and attends to nothing."""
+    """Writes keys and values without attending (DFLASH)."""
 
     def __init__(self, ops: Ops, store: KVStore) -> None:
         self._ops = ops
@@ -56,7 +56,7 @@ class _Bound:
     def __call__(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        # Every row writes before any row reads, so rows may share pages written in this step.
+        # All rows write before any row reads, so rows may read pages written in this step.
         self.write(spec, k, v)
         pages = self.store.tensors(spec.layer)
         k_pages, v_pages = pages["k"], pages["v"]
@@ -97,7 +97,7 @@ class _Bound:
             self.ops.write_latent(*kept, pages["latent"], pages["key"], view.locations)
         where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
         latents = (q, q_turned, pages["latent"], pages["key"])
-        # Kernels of devices where nothing is drafted take no first position.
+        # Kernels of devices without speculative decoding have no `first` parameter.
         more: _More = {**self.branching}
         if self.first:
             more["first"] = self.first
@@ -122,6 +122,6 @@ class _Writing(_Bound):
     def __call__(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """returns: q, which nothing reads."""
+        """returns: q; nothing reads the result."""
         self.write(spec, k, v)
         return q

@@ -1,9 +1,9 @@
-"""Log-probabilities of known and of sampled tokens.
+"""Log-probabilities of known and sampled tokens.
 
 A prompt token's value is log_softmax of the raw logits. An output token's value is log_softmax of
-the raw logits divided by the request's temperature (1 when it is greedy): penalties, masks and
-biases move the choice, not the reported value. So a value is a function of the sequence and the
-temperature alone, finite for every token, and the same when it is computed again.
+the raw logits divided by the request's temperature (1 if greedy): penalties, masks and biases
+change the choice, not the reported value. So a value depends only on the sequence and the
+temperature, is finite for every token, and is the same when computed again.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,19 @@ from banyan.runner.batch import Batch
 from banyan.runner.slots import SlotTable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at once while scoring, however long the prompt: 64 MiB of fp32."""
+"""Most logits that exist at once while scoring a prompt: 64 MiB of fp32."""
 
 
 @dataclass(frozen=True)
 class ScoredPositions:
-    """Which positions of a step are scored, one entry per position, in the order of the rows.
+    """The positions that a step scores, one entry per position, in the order of the rows.
 
     Attributes:
-        row: index into the batch; position: whose token is scored.
+        row: index into the batch.
+        position: of the token that is scored.
         is_sampled: the token is sampled in this step.
-        top: alternatives to report, the most of any row; picked: [n, most ids] int64, padded by 0.
+        top: most alternatives that any row wants.
+        picked: [n, most ids] int64, the ids whose scores a row wants, padded with 0.
     """
 
     row: np.ndarray
@@ -72,7 +74,7 @@ class ScoredPositions:
 
 
 class StepScores:
-    """The values of one sheet, on the device until `rows()` is asked for."""
+    """Log-probabilities of the scored positions, on the device until `rows()`."""
 
     def __init__(
         self,
@@ -97,10 +99,10 @@ class StepScores:
         self._picked = torch.zeros((count, most), device=device)
 
     def fill(self, entries: np.ndarray, logits: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
-        """Score the entries `entries` of the sheet.
+        """Score some of the positions, given by index.
 
-        logits: [rows, vocab] fp32; rows: [n] int64, the row before each position; tokens: [n]
-        int64, those scored.
+        logits: [rows, vocab] fp32; rows: [n] int64, the row of `logits` before each position;
+        tokens: [n] int64, the tokens to score.
         """
         top = min(self._builder.top, logits.shape[1])
         arrays = (rows, self._temperature[entries], self._builder.picked[entries], entries)
@@ -113,16 +115,16 @@ class StepScores:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What `rows` wants on the host."""
+        """The tensors that `rows` takes on the host."""
         return [self._logprobs, self._top_ids, self._top_logprobs, self._picked]
 
     def rows(
         self, values: list[Tensor], without: set[int], cut: Mapping[int, int]
     ) -> list[RowScores]:
-        """The values by row.
+        """The scores by row.
 
-        values: `tensors`, on the host; without: plan indices to leave out; cut: by plan index, how
-        many of the last positions to leave out.
+        values: `tensors` on the host; without: plan indices to omit; cut: number of last positions
+        to omit, by plan index.
         """
         if not len(self._builder):
             return []

@@ -1,6 +1,6 @@
-"""Logit processors of requests: installed functions that change the logits of their own rows.
+"""Logit processors: installed functions that change the logits of requests that name them.
 
-A processor that fails, or gives something else than logits, fails its own row alone.
+A processor that raises or returns something else than logits fails only its own row.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ log = logger(__name__)
 
 @dataclass(frozen=True)
 class LogitContext:
-    """What a processor knows of its request.
+    """Input of a processor.
 
     Attributes:
-        tokens: [n] int32, prompt and output so far; placeholders where the prompt is embeddings.
+        tokens: [n] int32, prompt and output so far; placeholders if the prompt is embeddings.
         prompt_len: how many of them are the prompt.
         params: the request's `custom_params`.
     """
@@ -36,12 +36,12 @@ class LogitContext:
 
 
 LogitProcessor = Callable[[Tensor, LogitContext], Tensor]
-"""(logits [vocab] fp32, its own to change; context) -> logits [vocab]. A pure function of these
-two: a request may be computed again from its middle."""
+"""(logits [vocab] fp32, a copy; context) -> logits [vocab]. It must be a pure function of these
+two, because a request may be computed again from the middle."""
 
 
 class Processors:
-    """Applies the processors that the requests of some slots name."""
+    """Applies the processors that requests name."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -56,7 +56,7 @@ class Processors:
     ) -> tuple[Tensor, dict[int, str]]:
         """Logits to sample from, and why rows failed, by index.
 
-        logits: [rows, vocab] fp32, left as they are; slots, positions: where the tokens go;
+        logits: [rows, vocab] fp32, not changed; slots, positions: where the tokens are written;
         past: as for `Sampler.sample`.
         """
         changed, failed = logits, dict[int, str]()
@@ -70,7 +70,7 @@ class Processors:
                 known = self._table.tokens_of(slot, position)
                 tokens = known if past is None else past[i, :position].numpy()
                 changed[i] = self._processed(logits[i].clone(), join, tokens)
-            except Exception as error:  # whatever installed code raises is its own row's alone
+            except Exception as error:  # an exception of installed code fails only its own row
                 name = join.sampling.processor
                 log.exception("logit processor %s failed", name)
                 why = printable(f"{type(error).__name__}: {error}", 200)
@@ -88,6 +88,6 @@ class Processors:
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"it must return logits of shape {list(logits.shape)}, not {shape}")
-        if torch.isnan(result).any():  # sync: a fault must be told by whose it is
+        if torch.isnan(result).any():  # sync: the error must name its row
             raise ValueError("it returned NaN")
         return result

@@ -1,6 +1,6 @@
-"""Sampler: logits of the rows that sample become tokens, all rows in one op.
+"""Sampler: chooses the next token of every output, all in one op.
 
-Gathers what the op has to know about its rows; the op decides. A row that cannot be chosen from
+It gathers the parameters, masks and biases of the rows for that op. A row without a valid choice
 fails alone.
 """
 
@@ -21,7 +21,7 @@ from banyan.platform.base import Platform
 from banyan.runner.slots import SlotTable
 
 ALL_BANNED = "every token is banned by the grammar, logit_bias and min_new_tokens"
-"""Why a row fails that asks for what cannot be."""
+"""Error of a row whose constraints exclude every token."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Sampled:
     """StepOutputs of one sampling.
 
     Attributes:
-        tokens: [rows] int64, on the device; those of failed rows mean nothing.
+        tokens: [rows] int64, on the device; meaningless for failed rows.
         best: [rows] fp32, the largest logit of each row; None on ranks that do not sample.
-        failed: index among the sampled rows -> text.
-        here: `tokens` and `best` as numpy sees them, where they lie in memory of the host and stay
-            until the result is read.
+        failed: index among the sampled rows -> error text.
+        here: `tokens` and `best` as numpy arrays, if they are in host memory that stays valid until
+            the result is read.
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class Sampled:
     here: tuple[np.ndarray, np.ndarray] | None = None
 
     def fetched(self, platform: Platform) -> "Sampled":
-        """The same on the host; waits for the device."""
+        """A copy on the host; waits for the device."""
         if self.here is not None:
             return self
         here = [self.tokens] if self.best is None else [self.tokens, self.best]
@@ -50,7 +50,7 @@ class Sampled:
         return Sampled(found[0], None if self.best is None else found[1], self.failed)
 
     def faults(self, best: Tensor | np.ndarray | None) -> dict[int, str]:
-        """Rows that could not be chosen, with the reason. best: `self.best`, on the host."""
+        """Rows without a valid choice, and why. best: `self.best` on the host."""
         if best is None:
             return self.failed
         values = best.tolist()
@@ -61,14 +61,14 @@ class Sampled:
 
 
 def _why(best: float) -> str:
-    """Why a row with this largest logit cannot be chosen from."""
+    """Why a row with this largest logit has no valid choice."""
     if best == -math.inf:
         return ALL_BANNED
     return NOT_FINITE
 
 
 class _SlotAddends:
-    """What one request may add to logits, as arrays: its bans and its biases."""
+    """One request's additions to logits, as arrays: banned tokens and biases."""
 
     def __init__(self, join: Join) -> None:
         sampling = join.sampling
@@ -82,8 +82,8 @@ class _SlotAddends:
             )
 
 
-def _behind(rows: SampleRows, past: Tensor) -> SampleRows:
-    """The same rows, each with a history of its own."""
+def _with_histories(rows: SampleRows, past: Tensor) -> SampleRows:
+    """The same rows, each with its own history."""
     each = np.arange(len(past))
     return replace(
         rows,
@@ -96,7 +96,7 @@ def _behind(rows: SampleRows, past: Tensor) -> SampleRows:
 
 
 class Sampler:
-    """Chooses tokens with the parameters of the slot table."""
+    """Samples tokens with the parameters in the slot table."""
 
     def __init__(self, table: SlotTable, vocab_size: int, ops: Ops) -> None:
         if vocab_size > MAX_VOCAB:
@@ -118,10 +118,10 @@ class Sampler:
     ) -> Sampled:
         """Choose one token per row and enter it into the slot table.
 
-        logits: [rows, vocab] fp32, left as they are; slots, positions: [rows] int64, where the
-        tokens go; masks: the rows that have a grammar mask; where: slots and positions on the
-        device of the logits, where they lie there already; past: [rows, longest] int32, what each
-        row comes behind, where that is not what the table has before its position; on the host.
+        logits: [rows, vocab] fp32, not changed; slots, positions: [rows] int64, where the tokens
+        are written; masks: grammar masks by row; where: slots and positions on the device, if they
+        are there already; past: [rows, longest] int32 on the host, the tokens before each row, for
+        draft trees; None = the slot table has them.
         """
         table, device = self._table, logits.device
         addends = self._addends(slots, positions) if table.edited else None
@@ -140,14 +140,14 @@ class Sampler:
             longest=int(positions.max()),
         )
         if past is not None:
-            rows = _behind(rows, past)
+            rows = _with_histories(rows, past)
         tokens, best = self._ops.sample(logits, rows)
         if past is not None:
             table.enter(*where, tokens)
         return Sampled(tokens, best, failed)
 
     def _masks(self, count: int, masks: Mapping[int, bytes]) -> tuple[Masks | None, dict[int, str]]:
-        """The grammar masks, and why rows fail. An empty mask forbids nothing."""
+        """Valid grammar masks, and why rows failed. An empty mask allows everything."""
         failed: dict[int, str] = {}
         good: dict[int, bytes] = {}
         for i, mask in masks.items():
@@ -168,7 +168,7 @@ class Sampler:
         return Masks.of(of_row, bits), failed
 
     def _addends(self, slots: np.ndarray, positions: np.ndarray) -> Addends | None:
-        """Bans of rows that may not stop yet, and biases."""
+        """Biases, and bans of stop tokens for rows below min_new_tokens."""
         params = self._table.params[slots]
         is_short = positions - params["prompt_len"] < params["min_new"]
         touched = np.flatnonzero(is_short | params["biased"])

@@ -1,8 +1,7 @@
-"""What a drafter is: it guesses the next tokens of a slot, and the model checks them in one row.
+"""Drafter: the protocol of speculative decoding. It proposes next tokens, the model verifies them.
 
-A guess changes how many steps an answer takes, never the answer (verify.py). With several ranks
-each has a drafter of its own, and all must guess alike: a drafter depends on the calls that it
-gets and on nothing else.
+A draft changes how many steps a request takes, never its tokens (drafting.py). Every rank has its
+own drafter, and all must propose the same: a drafter may depend only on the calls it receives.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +12,17 @@ from banyan.base.draft_tree import paths_of
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
 
-if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
-    from torch import Tensor
-
-    from banyan.ops.api import Ops
-    from banyan.runner.forward import Forward
-    from banyan.runner.sampling.sampler import Sampler
-    from banyan.runner.slots import SlotTable
-    from banyan.runner.speculative.drafting import PageEndStates, TargetHiddenStates
+if TYPE_CHECKING:  # drafter names are looked up in processes without torch
+    from banyan.runner.speculative.draft_runner import DraftRunner
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Guesses that branch.
+    """A draft tree.
 
     Attributes:
-        tokens: the likeliest first, none before the one that it follows; those that follow the same
-            token differ.
-        parents: for each which of them it follows, -1 = the newest token.
+        tokens: likeliest first, each after its parent; children of one parent differ.
+        parents: index of the token that each one follows; -1 = the newest token of the slot.
     """
 
     tokens: Sequence[int]
@@ -38,87 +30,47 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest branch."""
+        """Tokens of the longest path."""
         return max(map(len, paths_of(self.parents))) - 1
 
 
 Guess = Sequence[int] | Tree
-"""A chain, or branches."""
+"""A chain of drafts, or a tree."""
 
 
 class Drafter(Protocol):
-    """Knows the tokens of each slot between `join` and `leave`."""
+    """Follows the tokens of each slot from `join` to `leave`."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
-        """A request takes a slot with these tokens. What is learnt from it may be told to requests
-        of the same namespace, and to no others."""
+        """A request takes a slot with these tokens. What the drafter learns from it may be used for
+        requests of the same namespace only."""
         ...
 
     def leave(self, slot: int) -> None: ...
 
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """From position `first` on the slot holds these tokens, and nothing behind them."""
+        """From position `first` on, the slot holds exactly these tokens."""
         ...
 
     def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Guess]:
-        """What may come next in the slots of a step, once its rows have run and `extend` has told
-        what they gave.
+        """Drafts for the slots of a step, after its rows have run and `extend` was called.
 
-        rows: of the step, as they ran; counts: how many tokens may be drafted for each, at most.
-        returns: by row, none where nothing is likely. Branches only where the flags ask for them.
+        rows: of the step, as they ran; counts: most drafts of each row.
+        returns: by row; empty if nothing is likely. Trees only if the flags ask for them.
         """
         ...
 
     def flush(self) -> None:
-        """Forget everything. No request runs; slots that have not been left are empty."""
+        """Forget everything. No request runs; slots that were not left are empty."""
         ...
 
 
-@dataclass(frozen=True)
-class DraftRunner:
-    """What the runner has for a drafter that is a model.
-
-    Attributes:
-        table: tokens, parameters and pages of the slots. It may write tokens behind the known ones.
-        forward: the draft model over pages of its own, which go by the numbers of the target's.
-        sampler: draws from the draft model's logits as from the target's.
-        ops: that the draft model was made from.
-        vocab_size: of its logits.
-        max_tokens: of the largest step that is recorded; 0 = any.
-        max_outputs: places in such a step that logits are made for; 0 = any.
-        may_lag: its pages stay with a request as long as that runs, so what it has not read yet
-            can be read later.
-        target: what the model that it drafts for made of the last step.
-        fetch: begins to bring tensors to the host; what waits for them.
-        ends: of each page what it reads of the last token there; None where it reads tokens alone.
-        take_in: makes what it reads of the target's hidden states.
-        reader: writes what the draft model keeps of these; None where `forward` reads them beside
-            tokens.
-        mask: id of the token in the place of one that a block tells.
-    """
-
-    table: "SlotTable"
-    forward: "Forward"
-    sampler: "Sampler"
-    ops: "Ops"
-    vocab_size: int
-    max_tokens: int
-    max_outputs: int
-    may_lag: bool
-    target: "TargetHiddenStates"
-    fetch: "Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]"
-    ends: "PageEndStates | None" = None
-    take_in: "Callable[[Tensor], Tensor] | None" = None
-    reader: "Forward | None" = None
-    mask: int = 0
-
-
-DrafterFactory = Callable[[SpeculativeConfig, Callable[[], DraftRunner]], Drafter]
-"""Makes a drafter. What it is given second opens the draft model that the flags name."""
+DrafterFactory = Callable[[SpeculativeConfig, Callable[[], "DraftRunner"]], Drafter]
+"""Makes a drafter. The second argument opens the draft model that the flags name."""
 
 
 def common_beginning(known: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens of the two agree, from the first on."""
+    """Length of the common prefix."""
     for count, (old, new) in enumerate(zip(known, tokens, strict=False)):
         if old != new:
             return count

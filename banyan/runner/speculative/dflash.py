@@ -1,9 +1,9 @@
-"""DFLASH: drafts of a model that reads the newest token and a mask for each draft, all of which
-read each other, and tells all of them in one pass.
+"""DFLASH: a block drafter. One pass predicts all drafts at once.
 
-What it knows of a request are keys and values made of what came to some of the target's layers. A
-position's depend on that position alone and lie in the pages beside the target's, so that a cached
-prefix is there for both. What a block has written is written again once it is known what stands.
+The draft model reads the newest token and one mask token for each draft; these attend to each
+other. Its keys and values are made from auxiliary hidden states of the target. Those of a position
+depend on that position alone and are stored next to the target's pages, so a cached prefix serves
+both. After verification, the positions of a block are written again.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Mutual
-from banyan.runner.speculative.base import DraftRunner, Guess
-from banyan.runner.speculative.draft_runner import in_steps, sample_pass
+from banyan.runner.speculative.base import Guess
+from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 
 _MOST_HELD = 32
-"""States that a request for which nothing is drafted may have before the model reads them."""
+"""States that may be held for a request without drafts before the model reads them."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Progress:
     """
     Attributes:
         read: the model has read the states before this position.
-        held: [n, width], those from there on.
+        held: [n, width], the states from there on.
     """
 
     read: int
@@ -40,14 +40,11 @@ class BlockDrafter:
 
     def __init__(self, draft_runner: DraftRunner) -> None:
         assert draft_runner.reader is not None and draft_runner.take_in is not None
-        self._draft, self._reader, self._take_in = (
-            draft_runner,
-            draft_runner.reader,
-            draft_runner.take_in,
-        )
+        self._draft = draft_runner
+        self._reader, self._take_in = draft_runner.reader, draft_runner.take_in
         self._table = draft_runner.table
         self._progress: dict[int, _Progress] = {}
-        """By slot. None of one that has joined and not run: before its first row all is read."""
+        """By slot, after its first row; everything before that row has been read."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
         self.leave(slot)
@@ -56,7 +53,7 @@ class BlockDrafter:
         self._progress.pop(slot, None)
 
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Tokens that a row brings take the place of others."""
+        """Drop states that given tokens replace."""
         progress = self._progress.get(slot)
         if progress is not None and progress.read > first:
             progress.read, progress.held = first, progress.held[:0]
@@ -74,37 +71,37 @@ class BlockDrafter:
         for some in in_steps(blocks, self._draft.max_outputs):
             mutual = {at: Mutual.of(row.start, row.count) for at, row in enumerate(some)}
             batch = Batch.of(list(enumerate(some)), mutual)
-            # What is made of a mask tells the token in its own place.
+            # The logits at a mask predict the token at that position itself, not the next one.
             batch = replace(batch, to_positions=batch.to_positions - 1)
             self._draft.forward.run(batch)
-            sample_pass(self._draft, batch)
+            self._draft.sample(batch)
         drafts = [
             self._table.tokens[row.slot, known[row.slot] : known[row.slot] + count]
             for row, count in zip(rows, counts, strict=True)
         ]
-        # sync: they are told to the scheduler
+        # sync: the scheduler needs them
         return [found.tolist() for found in self._draft.fetch(drafts)()]
 
     def flush(self) -> None:
-        """Nothing is remembered beside the pages, which are the engine's."""
+        """Everything is in the pages, which the engine owns."""
 
     def _enter_masks(self, blocks: Sequence[Row]) -> None:
         if not blocks:
             return
         places = [(row.slot, row.start + at) for row in blocks for at in range(1, row.count)]
-        entries = [[slot, position, self._draft.mask] for slot, position in places]
+        entries = [[slot, position, self._draft.mask_token] for slot, position in places]
         device = self._table.tokens.device
         self._table.enter(*torch.tensor(entries, device=device).unbind(1))
 
     def _read(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """What the step of `rows` told of tokens that stand."""
+        """Read the target's states of the accepted tokens of `rows`."""
         slots = [row.slot for row in rows]
         ends = [
             self._table.known[row.slot] - 1 if row.want & SAMPLE else row.start + row.count
             for row in rows
         ]
         lengths = [end - row.start for row, end in zip(rows, ends, strict=True)]
-        states = self._take_in(self._draft.target.hidden(slots, lengths)).split(lengths)
+        states = self._take_in(self._draft.target_hidden.hidden(slots, lengths)).split(lengths)
         due: list[Row] = []
         taken: list[Tensor] = []
         for row, count, end, mine in zip(rows, counts, ends, states, strict=True):
@@ -124,9 +121,9 @@ class BlockDrafter:
             at += tokens
 
     def _progress_of(self, row: Row, states: Tensor) -> _Progress:
-        """What was read of the row's slot, with the states of the step's positions."""
+        """Progress of the row's slot, with the states of the step's positions appended."""
         progress = self._progress.setdefault(row.slot, _Progress(row.start, states[:0]))
-        ahead = row.start - progress.read  # states from before the row that are waited for
+        ahead = row.start - progress.read  # held states before the row
         assert ahead >= 0, f"the row starts at {row.start}, {progress.read} positions are read"
         progress.held = torch.cat([progress.held[:ahead], states])
         return progress

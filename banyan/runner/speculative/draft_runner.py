@@ -1,8 +1,10 @@
-"""A draft model beside the runner's own. Its layers lie behind the other's in the same pages, so
-that one lease, one radix tree and one store hold both, and its steps are recorded like all.
+"""DraftRunner: runs a draft model next to the runner's own model.
+
+The draft model's layers follow the target model's layers in the same pages, so one lease, one radix
+tree and one store hold both. Its steps are recorded like the target's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,44 +15,104 @@ from banyan.model_config.model_config import FULL
 from banyan.models.base import Model
 from banyan.models.dflash import DFlashLM
 from banyan.models.mtp import END, FIRST, DraftLM
+from banyan.ops.api import Ops
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
 from banyan.runner.attention.paged import PagedAttention, WriteOnlyAttention
 from banyan.runner.batch import Batch
-from banyan.runner.choose_forward import RunnerConfig, open_forward
+from banyan.runner.choose_forward import open_forward
+from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.base import DraftRunner
 from banyan.runner.speculative.drafting import PageEndStates, TargetHiddenStates
 
 
-def run_pass(
-    draft_runner: DraftRunner, rows: Sequence[Row], carried: Tensor | None = None
-) -> Batch:
-    """Draws as the target draws, for the rows that sample.
+@dataclass(frozen=True)
+class DraftModel:
+    """One rank's part of a draft model, and what it was built from.
 
-    carried: [tokens, width], where the draft model reads more than tokens.
+    Attributes:
+        mtp: the same model, if it reads tokens together with the target's hidden states (MTP,
+            EAGLE); else None.
+        blocks: the same model, if it reads hidden states alone and drafts blocks (DFLASH); else
+            None.
     """
-    forward, batch = draft_runner.forward, Batch.of(list(enumerate(rows)))
-    if carried is not None:
-        batch = replace(batch, carried=carried)
-    forward.run(batch)
-    sample_pass(draft_runner, batch)
-    return batch
+
+    model: Model
+    build: Build
+    mtp: DraftLM | None = None
+    blocks: DFlashLM | None = None
+
+    @property
+    def reads(self) -> DraftLM | DFlashLM | None:
+        """The model, if it reads the target's hidden states."""
+        return self.mtp or self.blocks
 
 
-def sample_pass(draft_runner: DraftRunner, batch: Batch) -> None:
-    """Draw where a batch samples that has run, unless its program has done so."""
-    forward = draft_runner.forward
-    if batch.wanted & SAMPLE and forward.next_tokens() is None:
-        logits = forward.next_logits(batch)
-        slots, positions = batch.to_slots, batch.to_positions
-        draft_runner.sampler.sample(logits, slots, positions, {}, forward.targets(batch))
+@dataclass(frozen=True)
+class DraftRunner:
+    """What a drafter with a draft model works with.
+
+    Attributes:
+        table: tokens, parameters and pages of the slots. The drafter may write tokens after the
+            known ones.
+        forward: the draft model. Its pages have the numbers of the target's.
+        sampler: samples from the draft model's logits as the target does.
+        ops: that the draft model was built from.
+        vocab_size: of its logits.
+        max_tokens: tokens of the largest recorded step; 0 = no limit.
+        max_outputs: outputs of such a step; 0 = no limit.
+        may_lag: its pages stay with a request while that runs, so it may read tokens later.
+        target_hidden: the target's hidden states of the last step.
+        fetch: begins to copy tensors to the host; returns a function that waits for them.
+        page_ends: hidden state kept for the last token of each page; None = the draft model reads
+            tokens alone.
+        take_in: turns the target's hidden states into the draft model's input.
+        reader: writes keys and values made from these (DFLASH); None = `forward` reads them
+            together with tokens.
+        mask_token: id in place of a token that a block predicts.
+    """
+
+    table: SlotTable
+    forward: Forward
+    sampler: Sampler
+    ops: Ops
+    vocab_size: int
+    max_tokens: int
+    max_outputs: int
+    may_lag: bool
+    target_hidden: TargetHiddenStates
+    fetch: Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]
+    page_ends: PageEndStates | None = None
+    take_in: Callable[[Tensor], Tensor] | None = None
+    reader: Forward | None = None
+    mask_token: int = 0
+
+    def run(self, rows: Sequence[Row], carried: Tensor | None = None) -> Batch:
+        """Run rows through the draft model, and sample as the target does.
+
+        carried: [tokens, width], for draft models that read more than tokens.
+        """
+        batch = Batch.of(list(enumerate(rows)))
+        if carried is not None:
+            batch = replace(batch, carried=carried)
+        self.forward.run(batch)
+        self.sample(batch)
+        return batch
+
+    def sample(self, batch: Batch) -> None:
+        """Sample the outputs of a batch that has run, unless the forward itself has done so."""
+        forward = self.forward
+        if batch.wanted & SAMPLE and forward.next_tokens() is None:
+            logits = forward.next_logits(batch)
+            slots, positions = batch.to_slots, batch.to_positions
+            self.sampler.sample(logits, slots, positions, {}, forward.targets(batch))
 
 
 def in_steps(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
-    """The rows by steps of at most `most` tokens, 0 = any; a longer row has one of its own."""
+    """Group rows into steps of at most `most` tokens (0 = any). A longer row is its own step."""
     some: list[Row] = []
     tokens = 0
     for row in rows:
@@ -63,70 +125,51 @@ def in_steps(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
         yield some
 
 
-@dataclass(frozen=True)
-class DraftModel:
-    """One rank's share of it, and what it was made from.
-
-    Attributes:
-        mtp: the same model if it reads tokens together with the target's hidden states; else None.
-        blocks: the same model, where it reads these alone and drafts blocks behind them; else None.
-    """
-
-    model: Model
-    build: Build
-    mtp: DraftLM | None = None
-    blocks: DFlashLM | None = None
-
-    @property
-    def reads(self) -> DraftLM | DFlashLM | None:
-        """What reads the target's states, if anything does."""
-        return self.mtp or self.blocks
-
-
 def open_draft_runner(
     table: SlotTable,
     store: KVStore,
-    sizes: RunnerConfig,
+    config: RunnerConfig,
     platform: Platform,
     draft: DraftModel | None,
-    target: TargetHiddenStates,
+    target_hidden: TargetHiddenStates,
 ) -> DraftRunner:
     """Open a draft model whose layers are the last ones of `store`."""
     assert draft is not None, "this drafter needs a model, and none was loaded"
-    model, ops = draft.model, draft.build.ops
+    model, build = draft.model, draft.build
     pages = store.of_layers_from(store.num_layers - len(model.caches))
-    mtp, blocks, ends = draft.mtp, draft.blocks, None
-    attention = BACKENDS.load(sizes.attention or "paged")(ops, pages)
+    mtp, blocks, page_ends = draft.mtp, draft.blocks, None
+    attention = BACKENDS.load(config.attention or "paged")(build.ops, pages)
     if mtp is not None:
-        attention = PagedAttention(ops, pages, first=FIRST)
-        ends = PageEndStates(table, pages, len(model.caches) - 1, END, mtp.width)
-    # Rows that sampled are read with the token that they gave.
-    most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
+        attention = PagedAttention(build.ops, pages, first=FIRST)
+        page_ends = PageEndStates(table, pages, len(model.caches) - 1, END, mtp.width)
+    # A row that sampled is read together with its new token: one token more for each row.
+    most = config.max_tokens and config.max_tokens + config.max_slots
     width = 0 if mtp is None else mtp.width
-    room = sizes.draft_room if sizes.branching or blocks is not None else 0
-    mine = replace(sizes, max_tokens=most, draft_room=room, verified=0, carried=width)
+    draft_room = config.draft_room if config.branching or blocks is not None else 0
+    mine = replace(config, max_tokens=most, draft_room=draft_room, verified=0, carried=width)
     reader = None
     with platform.stream():
         if blocks is not None:
             states = replace(mine, carried=blocks.width, branching=0)
-            writing = WriteOnlyAttention(ops, pages)
-            what = (blocks.state_writer, table, pages, draft.build, states, writing, platform)
-            reader = open_forward(*what)
-            mine = replace(mine, branching=sizes.verified)
-        forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
+            writing = WriteOnlyAttention(build.ops, pages)
+            reader = open_forward(
+                blocks.state_writer, table, pages, build, states, writing, platform
+            )
+            mine = replace(mine, branching=config.verified)
+        forward = open_forward(model, table, pages, build, mine, attention, platform)
     return DraftRunner(
-        table,
-        forward,
-        Sampler(table, model.model_config.vocab_size, ops),
-        ops,
-        model.model_config.vocab_size,
-        most,
-        most and sizes.max_slots + room,
+        table=table,
+        forward=forward,
+        sampler=Sampler(table, model.model_config.vocab_size, build.ops),
+        ops=build.ops,
+        vocab_size=model.model_config.vocab_size,
+        max_tokens=most,
+        max_outputs=most and config.max_slots + draft_room,
         may_lag=all(cache.kind == FULL for cache in model.caches),
-        target=target,
-        ends=ends,
+        target_hidden=target_hidden,
+        fetch=platform.fetch,
+        page_ends=page_ends,
         take_in=None if draft.reads is None else draft.reads.project_states,
         reader=reader,
-        mask=0 if blocks is None else blocks.facts.mask,
-        fetch=platform.fetch,
+        mask_token=0 if blocks is None else blocks.facts.mask,
     )

@@ -1,5 +1,12 @@
-"""Drafting: between the slot table and a drafter. What a step's rows sampled is cut to what stands,
-told to the drafter, and answered with the drafts of the next rows.
+"""Drafting: verifies the drafts of a step, and asks the drafter for the next ones.
+
+A verify row runs the newest token and its drafts, a chain or a tree, so it has logits after each of
+them. A token is sampled from each by the request's own rules: penalties, masks and biases as after
+those drafts, and the random number of its position. That token depends only on the logits, the
+parameters, the seed and the position (ops/sampling.py).
+
+A draft is accepted if it equals the token sampled after its parent, and its parent is accepted. So
+the accepted tokens are exactly those that sampling token by token would give, greedy or not.
 """
 
 import time
@@ -25,14 +32,14 @@ from banyan.runner.speculative.base import Drafter, Tree
 
 
 class TargetHiddenStates:
-    """The step that ran last.
+    """The target model's hidden states in the step that ran last.
 
     Args:
-        is_tapped: what drafts reads what comes to some layers, in the place of hidden states.
+        is_auxiliary: the drafter reads auxiliary hidden states instead of the last layer's.
     """
 
-    def __init__(self, is_tapped: bool = False) -> None:
-        self._is_tapped = is_tapped
+    def __init__(self, is_auxiliary: bool = False) -> None:
+        self._is_auxiliary = is_auxiliary
         self._forward: Forward | None = None
         self._offsets: dict[int, int] = {}
         self._paths: dict[int, list[int]] = {}
@@ -43,45 +50,47 @@ class TargetHiddenStates:
         self._offsets = dict(zip(slots, offsets, strict=False))
         self._paths = {}
 
-    def stood(self, slot: int, path: list[int]) -> None:
-        """Which tokens of a row that branched stand, one behind another."""
+    def enter_path(self, slot: int, path: list[int]) -> None:
+        """The accepted tokens of a draft tree, in order."""
         self._paths[slot] = path
 
     def hidden(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """What is read of the first tokens of some rows that stand; [sum of counts, width]."""
+        """Hidden states of the first accepted tokens of some rows; [sum of counts, width]."""
         assert self._forward is not None, "no step has run"
         firsts = [self._offsets[slot] for slot in slots]
         parts = [np.arange(at, at + count) for at, count in zip(firsts, counts, strict=True)]
         for i, slot in enumerate(slots):
             if slot in self._paths:
                 parts[i] = firsts[i] + np.array(self._paths[slot][: counts[i]], np.int64)
-        read = self._forward.tapped if self._is_tapped else self._forward.hidden
+        read = self._forward.aux_hidden if self._is_auxiliary else self._forward.hidden
         return read(np.concatenate(parts))
 
 
 class PageEndStates:
-    """What pages keep of their last token.
+    """Hidden states of the last token of each page, kept in the page itself.
+
+    A request that starts after a cached prefix needs the state of the token before.
 
     Args:
-        pages: of the layer that reads them; layer, name: where in it they are kept.
-        width: numbers of one token.
+        pages: of the draft layers; layer, name: the tensor that holds the states.
+        width: numbers per token.
     """
 
     def __init__(self, table: SlotTable, pages: KVStore, layer: int, name: str, width: int) -> None:
         group = pages.group_of(layer)
         self._tables = table.pages[group]
-        self._kept = pages.tensors(layer)[name].flatten(1)  # [num_pages, width and a rest]
+        self._kept = pages.tensors(layer)[name].flatten(1)  # [num_pages, at least width]
         self._width = width
         self.page_size = pages.groups[group].page_size
         assert self._kept.shape[1] >= width
 
     def keep(self, slots: Sequence[int], positions: Sequence[int], states: Tensor) -> None:
-        """Of tokens that are the last of their pages; states: [n, width]."""
+        """Store states of tokens that are the last of their pages; states: [n, width]."""
         if slots:
             self._kept[self._at(slots, positions), : self._width] = states.to(self._kept.dtype)
 
     def of(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """[n, width]"""
+        """Stored states, [n, width]."""
         return self._kept[self._at(slots, positions), : self._width]
 
     def _at(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -89,8 +98,8 @@ class PageEndStates:
         return self._tables[torch.tensor(slots), columns].long()
 
 
-def standing(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many of the sampled tokens stand behind a chain: the accepted drafts and one more.
+def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many sampled tokens of a chain count: the accepted drafts and one more.
 
     drafts: [n]; sampled: [n + 1], the token after the row's last known one and after each draft.
     """
@@ -100,29 +109,29 @@ def standing(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return len(drafts) + 1
 
 
-def standing_places(
+def accepted_places(
     drafts: Sequence[int], parents: Sequence[int], sampled: Sequence[int]
 ) -> list[int]:
-    """Which of the sampled tokens stand, in order; parents: as of drafts that branch, or empty."""
+    """Indices of the accepted tokens among the sampled ones; parents: of a draft tree, or empty."""
     if parents:
         return standing_path(drafts, parents, sampled)
-    return list(range(standing(drafts, sampled)))
+    return list(range(count_accepted(drafts, sampled)))
 
 
 @dataclass
 class Verified:
-    """What a step's verification came to.
+    """The result of a step's verification, and the next drafts.
 
     Attributes:
-        stands: [outputs] bool: the sampled token is one of the answer.
-        cut: index in the plan -> how many of the row's last positions do not stand.
-        places: [outputs]: the output whose token takes this one's place, where drafts branch.
-        drafts: int32 ids per row of the plan: what the next row of its slot may verify.
+        accepted: [outputs] bool: the sampled token is part of the answer.
+        cut: index in the plan -> how many of the row's last positions were rejected.
+        places: [outputs]: for draft trees, the output whose token takes this one's place.
+        drafts: int32 ids per row of the plan, for the next row of its slot to verify.
         parents: as StepResult.parents.
-        seconds: that drafting took.
+        seconds: time that drafting took.
     """
 
-    stands: np.ndarray
+    accepted: np.ndarray
     cut: dict[int, int]
     places: np.ndarray
     drafts: list[bytes] = field(default_factory=list[bytes])
@@ -131,50 +140,51 @@ class Verified:
 
 
 class Drafting:
-    """
+    """Connects the slot table and a drafter.
+
     Args:
-        ran: what the drafter reads of the last step.
-        store: whose states go back where drafts do not stand.
-        compaction: None where drafts are chains.
-        branching: longest path of drafts that branch, the newest token included; 0 = none do.
+        target_hidden: the target's hidden states, which the drafter may read.
+        store: its states are rolled back when drafts are rejected.
+        compaction: moves accepted tree tokens to their positions; None = drafts are chains.
+        branching: longest path of a draft tree, including the newest token; 0 = chains.
     """
 
     def __init__(
         self,
         drafter: Drafter,
         table: SlotTable,
-        ran: TargetHiddenStates,
+        target_hidden: TargetHiddenStates,
         store: KVStore | None = None,
         compaction: Compaction | None = None,
         branching: int = 0,
     ) -> None:
         self._drafter = drafter
         self._table = table
-        self._ran = ran
+        self._target_hidden = target_hidden
         self._store = store if store is not None and store.rollback_checkpoints else None
         self._compaction = compaction
         self._branching = branching
         self._joined: set[int] = set()
 
     def enter(self, plan: StepPlan) -> None:
-        """Leaves and joins, which the table has taken."""
+        """Pass on leaves and joins, after the slot table has taken them."""
         for slot in plan.leaves:
             if slot in self._joined:
                 self._joined.remove(slot)
                 self._drafter.leave(slot)
         for join in plan.joins:
-            # Of a prompt that is given as embeddings the tokens are placeholders.
+            # The tokens of a prompt of embeddings are placeholders: nothing to draft from.
             if self._table.holds(join.slot) and not join.embeds:
                 self._joined.add(join.slot)
                 self._drafter.join(join.slot, list(array("i", join.tokens)), join.namespace)
 
     def give(self, row: Row) -> None:
-        """A row has brought tokens."""
+        """Pass on the tokens that a row brings."""
         if row.slot in self._joined:
             self._drafter.extend(row.slot, row.start, list(array("i", row.given)))
 
     def prepare_flush(self, order: ControlOp) -> Finish:
-        """Forget what requests have held; none runs."""
+        """Forget the tokens of all requests; none runs."""
 
         def flush() -> RankReply:
             self._drafter.flush()
@@ -183,10 +193,10 @@ class Drafting:
         return flush
 
     def verify(self, batch: Batch, sampled: Tensor | None) -> Verified:
-        """Enter into the table what stands of the sampled tokens, and tell the drafter.
+        """Enter the accepted tokens into the slot table and pass them to the drafter.
 
-        sampled: [outputs] int64 on the host, because the next row begins where this one's answer
-            ends; None where no row samples.
+        sampled: [outputs] int64 on the host, because the next row begins after the accepted
+            tokens; None = no row samples.
         """
         tokens = [] if sampled is None else sampled.tolist()
         verified = Verified(np.ones(len(tokens), bool), {}, np.arange(len(tokens)))
@@ -197,57 +207,57 @@ class Drafting:
             at = sampling[end]
             row, first = batch.rows[at], end
             end += row.drafts + 1
-            if not row.drafts:  # most rows, where drafts are not worth it
-                self._stand(row.slot, tokens[first:end])
+            if not row.drafts:  # most rows, if drafting does not pay off
+                self._accept(row.slot, tokens[first:end])
                 continue
             guessed = self._table.drafts.get(row.slot, [])[: row.drafts]
             parents = self._table.parents.get(row.slot, []) if at in batch.branches else []
-            path = standing_places(guessed, parents[: row.drafts], tokens[first:end])
+            path = accepted_places(guessed, parents[: row.drafts], tokens[first:end])
             count = len(path)
-            verified.stands[first:end] = False
-            verified.stands[np.add(path, first)] = True
+            verified.accepted[first:end] = False
+            verified.accepted[np.add(path, first)] = True
             verified.places[first : first + count] = np.add(path, first)
             verified.cut[int(batch.indices[at])] = end - first - count
             known = self._table.known[row.slot]
-            stood = [tokens[first + place] for place in path]
+            accepted = [tokens[first + place] for place in path]
             if parents:
-                self._settle(row.slot, known, path, stood, moved)
-            self._stand(row.slot, stood)
+                self._accept_path(row.slot, known, path, accepted, moved)
+            self._accept(row.slot, accepted)
         self._compact(moved)
-        self._go_back(batch, verified)
+        self._roll_back(batch, verified)
         return verified
 
     def draft(self, batch: Batch, verified: Verified, num_rows: int) -> None:
-        """Note what may follow; num_rows: of the plan."""
+        """Ask the drafter for the next drafts. num_rows: of the plan."""
         began = time.perf_counter()
         verified.drafts, verified.parents = self._draft(batch, num_rows)
         verified.seconds = time.perf_counter() - began
 
-    def _stand(self, slot: int, tokens: list[int]) -> None:
-        """These follow what the slot holds."""
+    def _accept(self, slot: int, tokens: list[int]) -> None:
+        """Append tokens to a slot."""
         known = self._table.known[slot]
         self._table.known[slot] = known + len(tokens)
         if slot in self._joined:
             self._drafter.extend(slot, known, tokens)
 
-    def _settle(
+    def _accept_path(
         self,
         slot: int,
         known: int,
         path: list[int],
-        stood: list[int],
+        accepted: list[int],
         moved: list[tuple[int, int, list[int]]],
     ) -> None:
-        """A row branched: its siblings were sampled to the same positions."""
-        tokens = torch.tensor(stood, dtype=torch.int32)
-        self._table.tokens[slot, known : known + len(stood)] = tokens
-        self._ran.stood(slot, path)
+        """Write the accepted tokens of a tree: siblings were sampled to the same positions."""
+        tokens = torch.tensor(accepted, dtype=torch.int32)
+        self._table.tokens[slot, known : known + len(accepted)] = tokens
+        self._target_hidden.enter_path(slot, path)
         if path[-1] != len(path) - 1:
             moved.append((slot, known - 1, path))
 
-    def _go_back(self, batch: Batch, verified: Verified) -> None:
-        """States are what they were after the last token that stands."""
-        store, pages, rollback_checkpoints = self._store, list[int](), list[int]()
+    def _roll_back(self, batch: Batch, verified: Verified) -> None:
+        """Restore states as they were after the last accepted token."""
+        store, pages, checkpoints = self._store, list[int](), list[int]()
         if store is None:
             return
         group = next(at for at, layout in enumerate(store.groups) if layout.kind == STATE)
@@ -256,9 +266,9 @@ class Drafting:
         ):
             if cut := verified.cut.get(int(batch.indices[at]), 0):
                 pages.append(int(self._table.pages[group][row.slot, 0]))
-                rollback_checkpoints.append(store.first_rollback_checkpoint + before + drafts - cut)
+                checkpoints.append(store.first_rollback_checkpoint + before + drafts - cut)
         if pages:
-            store.go_back(pages, rollback_checkpoints)
+            store.roll_back(pages, checkpoints)
 
     def _compact(self, moved: Sequence[tuple[int, int, list[int]]]) -> None:
         if not moved:
@@ -268,15 +278,15 @@ class Drafting:
         sources: list[int] = []
         targets: list[int] = []
         for slot, base, path in moved:
-            for place, lies in enumerate(path):
-                if place != lies:
+            for place, source in enumerate(path):
+                if place != source:
                     slots.append(slot)
-                    sources.append(base + lies)
+                    sources.append(base + source)
                     targets.append(base + place)
         self._compaction.move(slots, sources, targets)
 
     def _draft(self, batch: Batch, num_rows: int) -> tuple[list[bytes], list[bytes]]:
-        told, parents = [b""] * num_rows, [b""] * num_rows
+        drafts_of, parents = [b""] * num_rows, [b""] * num_rows
         mine = [at for at, row in enumerate(batch.rows) if row.slot in self._joined]
         rows = [batch.rows[at] for at in mine]
         counts = [row.propose for row in rows]
@@ -290,9 +300,9 @@ class Drafting:
             drafts = list(tree.tokens)[: row.propose]
             follows = list(tree.parents)[: row.propose]
             self._table.drafts[row.slot] = drafts
-            told[index] = array("i", drafts).tobytes()
+            drafts_of[index] = array("i", drafts).tobytes()
             if not is_chain(follows):
                 assert tree.depth < self._branching, "this runner was opened for shorter branches"
                 self._table.parents[row.slot] = follows
                 parents[index] = array("i", follows).tobytes()
-        return told, parents if any(parents) else []
+        return drafts_of, parents if any(parents) else []

@@ -1,9 +1,9 @@
-"""NEXTN, EAGLE, EAGLE3: drafts of layers that read what the target made of each token, its states.
+"""NEXTN (MTP), EAGLE, EAGLE3: draft layers that read the target's hidden states.
 
-With a token the layer reads the target's state of the token before. What it has read of a request
-lies in the pages beside the target's keys and values, so that a cached prefix is there for both;
-the state that the first token behind it needs is kept by the page before. Once drafts are verified,
-what was written for them from the layer's own states is written again from the target's.
+With each token the layer reads the target's hidden state of the token before. Its keys and values
+are stored next to the target's pages, so a cached prefix serves both; the state that the first
+token after the prefix needs is kept in the page before it. After verification, entries that were
+written from the layer's own states are written again from the target's.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import DraftRunner, Guess
-from banyan.runner.speculative.draft_runner import in_steps, run_pass
+from banyan.runner.speculative.base import Guess
+from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 _MOST_HELD = 32
-"""States that a request for which nothing is drafted may have before the layer reads them."""
+"""States that may be held for a request without drafts before the layer reads them."""
 
 
 @dataclass
@@ -38,20 +38,17 @@ class HiddenDrafter:
     """Satisfies `speculative.base.Drafter`.
 
     Args:
-        grower: of drafts that branch; None = they are chains.
+        grower: grows draft trees; None = drafts are chains.
     """
 
     def __init__(self, draft_runner: DraftRunner, grower: Grower | None = None) -> None:
-        assert draft_runner.ends is not None and draft_runner.take_in is not None
-        self._draft, self._ends, self._take_in = (
-            draft_runner,
-            draft_runner.ends,
-            draft_runner.take_in,
-        )
+        assert draft_runner.page_ends is not None and draft_runner.take_in is not None
+        self._draft = draft_runner
+        self._page_ends, self._take_in = draft_runner.page_ends, draft_runner.take_in
         self._grower = grower
         self._known = draft_runner.table.known
         self._progress: dict[int, _Progress] = {}
-        """By slot. None of one that has joined and not run: before its first row all is read."""
+        """By slot, after its first row; everything before that row has been read."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
         self.leave(slot)
@@ -60,8 +57,8 @@ class HiddenDrafter:
         self._progress.pop(slot, None)
 
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Tokens that a row brings may take the place of later ones, never of the one at `first`
-        where there is one: that has been told."""
+        """Drop states that the new tokens replace. The token at `first` was reported before, so it
+        does not change."""
         progress = self._progress.get(slot)
         if progress is not None and progress.read > first + 1:
             progress.read, progress.held = first + 1, progress.held[:0]
@@ -71,7 +68,7 @@ class HiddenDrafter:
             return []
         due, states = self._take_states(rows, counts)
         if self._grower is not None:
-            return self._grower.grow_behind(self._grower.read(due, states), rows, counts)
+            return self._grower.grow_after(self._grower.read(due, states), rows, counts)
         following = self._read(due, states)
         for done in range(1, max(counts, default=0)):
             again = [
@@ -87,11 +84,11 @@ class HiddenDrafter:
             tokens[row.slot, first : first + count]
             for row, first, count in zip(rows, firsts, counts, strict=True)
         ]
-        # sync: they are told to the scheduler
+        # sync: the scheduler needs them
         return [found.tolist() for found in self._draft.fetch(drafts)()]
 
     def flush(self) -> None:
-        """Nothing is remembered beside the pages, which are the engine's."""
+        """Everything is in the pages, which the engine owns."""
 
     def _take_states(
         self, rows: Sequence[Row], counts: Sequence[int]
@@ -101,7 +98,7 @@ class HiddenDrafter:
         slots = [row.slot for row in rows]
         ends = [self._end_of(row) for row in rows]
         lengths = [end - row.start for row, end in zip(rows, ends, strict=True)]
-        states = self._take_in(self._draft.target.hidden(slots, lengths))
+        states = self._take_in(self._draft.target_hidden.hidden(slots, lengths))
         self._keep(rows, ends, states)
         due: list[Row] = []
         taken: list[Tensor] = []
@@ -118,12 +115,12 @@ class HiddenDrafter:
         return due, taken
 
     def _end_of(self, row: Row) -> int:
-        """The position behind those of the row that have run and stand."""
+        """Position after the row's last accepted token that has run."""
         return self._known[row.slot] - 1 if row.want & SAMPLE else row.start + row.count
 
     def _keep(self, rows: Sequence[Row], ends: Sequence[int], states: Tensor) -> None:
-        """Each full page keeps the state of its last token; before any row looks for one."""
-        size, first = self._ends.page_size, 0
+        """Store the state of each full page's last token, before any row needs one."""
+        size, first = self._page_ends.page_size, 0
         slots: list[int] = []
         positions: list[int] = []
         where: list[int] = []
@@ -133,31 +130,31 @@ class HiddenDrafter:
             positions += lasts
             where += [first + last - row.start for last in lasts]
             first += end - row.start
-        self._ends.keep(slots, positions, states[torch.tensor(where, dtype=torch.long)])
+        self._page_ends.keep(slots, positions, states[torch.tensor(where, dtype=torch.long)])
 
     def _progress_of(self, row: Row, states: Tensor) -> _Progress:
-        """What was read of the row's slot, with the states of the step's positions."""
+        """Progress of the row's slot, with the states of the step's positions appended."""
         progress = self._progress.get(row.slot)
         if progress is None:
             before = states[:0]
             if row.start:
-                before = self._ends.of([row.slot], [row.start - 1])
+                before = self._page_ends.of([row.slot], [row.start - 1])
             progress = _Progress(max(row.start, 1), before)
             self._progress[row.slot] = progress
-        ahead = row.start - (progress.read - 1)  # states from before the row that are waited for
+        ahead = row.start - (progress.read - 1)  # held states before the row
         assert ahead >= 0, f"the row starts at {row.start}, {progress.read} positions are read"
         progress.held = torch.cat([progress.held[:ahead], states])
         return progress
 
     def _read(self, rows: Sequence[Row], states: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Rows through the layer; returns by slot what it made of the last token of those that
-        sample."""
+        """Run rows through the layer; returns by slot its hidden state of the last token, for rows
+        that sample."""
         following: dict[int, Tensor] = {}
         carried = torch.cat(list(states)) if states else torch.empty(0)
         at = 0
         for some in in_steps(rows, self._draft.max_tokens):
             tokens = sum(row.count for row in some)
-            batch = run_pass(self._draft, some, carried[at : at + tokens])
+            batch = self._draft.run(some, carried[at : at + tokens])
             at += tokens
             if batch.wanted & SAMPLE:
                 made = self._draft.forward.hidden(batch.last)

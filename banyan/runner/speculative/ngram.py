@@ -1,9 +1,9 @@
-"""NGRAM: drafts are what followed the last few tokens where they stood before.
+"""NGRAM: prompt lookup. Drafts are the tokens that followed earlier occurrences of the last tokens.
 
-Every sequence that a slot holds is remembered, its own prompt first of all, and after it has left
-until room is needed. The index leads from the last tokens of a sequence to the places behind which
-the same ones stand, newest first; the places that agree over the longest suffix are continued.
-Sequences of one cache namespace are found by that namespace's requests alone.
+The sequences of all slots are indexed, and stay after their request until the capacity is used up.
+The index maps the last few tokens of a sequence to the places after their occurrences, newest
+first. Drafts continue the places that agree over the longest suffix, as a chain or a tree. Requests
+find sequences of their own cache namespace only.
 """
 
 from array import array
@@ -18,16 +18,16 @@ from banyan.messages.plan import Row
 from banyan.runner.speculative.base import Guess, Tree, common_beginning
 
 _LESS_FOR_OLDER = 0.5
-"""Of what the next newer place counts, where the newest one goes on."""
+"""Weight of a place relative to the next newer one, if newer places are preferred."""
 
 
 @dataclass(frozen=True)
 class Breadth:
-    """How many ways a token goes on at most: `most` of them behind the shortest suffix, `least`
-    behind the longest, and one step less with each token from there.
+    """Most children of a tree node: `most` after the shortest suffix, `least` after the longest,
+    and fewer with each level.
 
     Attributes:
-        shortest, longest: suffixes that are looked for, in tokens.
+        shortest, longest: lengths of suffixes that are searched, in tokens.
     """
 
     least: int
@@ -44,8 +44,9 @@ class Breadth:
 class _Node:
     """
     Attributes:
-        weight: of the places that lead here; matched: the longest suffix that one of them shares.
-        ways: what comes next, in the order in which it was found.
+        weight: sum of the weights of the places that lead here.
+        matched: longest suffix that one of these places shares with the request.
+        ways: children by token, in the order in which they were found.
     """
 
     weight: float = 0.0
@@ -58,8 +59,8 @@ def grow(
 ) -> Tree:
     """The `count` likeliest drafts.
 
-    places: (tokens of the suffix that they share with the request, what follows), the best first;
-    is_frequent: all of them count alike, else a newer one counts more.
+    places: (length of the suffix shared with the request, tokens that follow), the best first;
+    is_frequent: all places count equally; else newer ones count more.
     """
     root = _Node()
     for order, (matched, tokens) in enumerate(places):
@@ -78,7 +79,7 @@ def _pass(node: _Node, weight: float, matched: int) -> None:
 
 
 def _best(root: _Node, count: int, breadth: Breadth) -> Tree:
-    """Nodes by the share of the weights that leads there, the nearer first among equals."""
+    """Nodes by their share of the weights; among equals the one closer to the root first."""
     tokens: list[int] = []
     parents: list[int] = []
     ahead: list[tuple[float, int, int, int, int, _Node]] = []
@@ -100,23 +101,23 @@ def _best(root: _Node, count: int, breadth: Breadth) -> Tree:
 
 
 _SURE = 3
-"""Tokens of the longer kind of key. Few places share so many, so that walking them is worth it."""
+"""Tokens of the longer kind of key. Few places share it, so all of them can be compared."""
 _TRUST = 2
-"""Drafts for each token of the suffix that was found: a short one says little."""
+"""Drafts per token of the matched suffix: a short match predicts little."""
 _HOPS = 3
-"""Places that are passed for each that is looked at: nothing has followed at some."""
+"""Places visited for each one that is compared: nothing has followed some of them yet."""
 _POSITION_BITS = 32
 _TOKEN_BITS = 24
 _NOWHERE = -1
 
 
 class _Sequence:
-    """Tokens that only grow, but for `cut`.
+    """Tokens of one slot; they only grow, except by `_cut`.
 
     Attributes:
-        number: of the sequence; the upper part of the addresses of its places.
-        indexed: places, from the first one, that the index leads to.
-        before: by kind of key and place, the address of the place before with the same key.
+        number: of the sequence; the upper bits of the addresses of its places.
+        indexed: number of places, from the first, that are in the index.
+        before: by kind of key and place, address of the previous place with the same key.
     """
 
     def __init__(self, number: int, namespace: bytes, kinds: int) -> None:
@@ -131,13 +132,12 @@ class Ngram:
     """Satisfies `speculative.base.Drafter`.
 
     Args:
-        shortest, longest: suffixes that are looked for, in tokens.
-        places: at most so many are compared.
+        shortest, longest: lengths of suffixes that are searched, in tokens.
+        places: most places that are compared.
         branch: tokens of the shortest suffix and its continuation together.
-        capacity: tokens that are remembered; sequences that run are never forgotten.
-        is_frequent: of several places the likeliest token goes on, not the newest place.
-        least_breadth: ways in which a token goes on at least, where so many are known; with 1
-            drafts are chains.
+        capacity: tokens that are kept; running sequences are never dropped.
+        is_frequent: continue with the most frequent token of all places, not with the newest place.
+        least_breadth: fewest children of a tree node, if so many are found; 1 = chains.
     """
 
     def __init__(
@@ -161,19 +161,19 @@ class Ngram:
             self._places = max(places, least_breadth)
         sure = min(max(shortest, _SURE), longest)
         self._lengths = sorted({shortest, sure}, reverse=True)
-        """Of the kinds of keys, the longer first."""
+        """Lengths of the kinds of keys, the longer first."""
         self._heads: dict[bytes, list[dict[int, int]]] = {}
-        """By namespace and kind: key -> address of the newest place behind it."""
+        """By namespace and kind: key -> address of the newest place after it."""
         self._sequences: dict[int, _Sequence] = {}
         self._running: dict[int, _Sequence] = {}
         """By slot."""
         self._left: deque[_Sequence] = deque()
-        self._behind: dict[int, _Sequence] = {}
-        """By number, those whose newest places the index lacks until somebody asks. A step whose
-        rows are told no drafts only notes its tokens."""
+        self._unindexed: dict[int, _Sequence] = {}
+        """By number, sequences with places that are not in the index yet. Indexing waits until
+        drafts are wanted, so steps without drafts only append tokens."""
         self._next = 0
         self.num_tokens = 0
-        """Remembered now."""
+        """Tokens that are kept now."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
         self._append(self._begin(slot, namespace), tokens)
@@ -199,10 +199,10 @@ class Ngram:
         self._forget()
 
     def flush(self) -> None:
-        for held in (self._heads, self._sequences, self._left, self._behind):
+        for held in (self._heads, self._sequences, self._left, self._unindexed):
             held.clear()
         self.num_tokens = 0
-        for slot in self._running:  # nothing runs, but not all have been told to leave
+        for slot in self._running:  # nothing runs, but some slots were not left
             self._begin(slot, b"")
 
     def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Guess]:
@@ -227,8 +227,8 @@ class Ngram:
         return newest.tokens[place : place + count].tolist()
 
     def _branches(self, mine: _Sequence, count: int, breadth: Breadth) -> Guess:
-        """What follows at all places that the last tokens stood at, the shorter suffix asked only
-        where the longer one goes on in too few ways."""
+        """A tree of the continuations of all matching places. The shorter key is used only if the
+        longer one gives too few different tokens."""
         found: dict[tuple[int, int], tuple[int, array[int]]] = {}
         for kind in range(len(self._lengths)):
             for common, sequence, place in self._places_of(mine, kind):
@@ -237,19 +237,19 @@ class Ngram:
                 found[sequence.number, place] = common, following
             if len({following[0] for _, following in found.values()}) >= breadth.least:
                 break
-        best = sorted(found.values(), key=lambda place: -place[0])  # of equals the newer first
+        best = sorted(found.values(), key=lambda place: -place[0])  # stable sort
         return grow(best, count, breadth, self._is_frequent)
 
     def _places_of(self, mine: _Sequence, kind: int) -> Iterator[tuple[int, _Sequence, int]]:
-        """Where the last tokens, as many as this kind of key has, stood before, the newest first:
-        how many tokens before it agree, the sequence and the place behind them."""
+        """Earlier occurrences of the last tokens under this kind of key, newest first: (length
+        of the common suffix, sequence, place after it)."""
         end, tokens, length = len(mine.tokens), mine.tokens, self._lengths[kind]
         heads = self._heads.get(mine.namespace)
         if end < length or heads is None:
             return
         address = heads[kind].get(_key(tokens, end, length), _NOWHERE)
         looked = 0
-        # Where tokens were taken back, a place may be another one than it was: not for ever.
+        # Bounded: after `_cut`, a place may have been reused, and the chain may not end.
         for _ in range(_HOPS * self._places):
             sequence = self._sequences.get(address >> _POSITION_BITS)
             place = address & (1 << _POSITION_BITS) - 1
@@ -262,7 +262,7 @@ class Ngram:
             yield _common(sequence.tokens, place, tokens, end, self._longest), sequence, place
 
     def _find(self, mine: _Sequence) -> tuple[int, list[tuple[_Sequence, int]]]:
-        """The longest suffix that stood somewhere before, in tokens, and the places behind it."""
+        """Length of the longest matching suffix, and the places after it."""
         matched, found = 0, list[tuple[_Sequence, int]]()
         for kind in range(len(self._lengths)):
             for common, sequence, place in self._places_of(mine, kind):
@@ -284,13 +284,13 @@ class Ngram:
     def _append(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
         sequence.tokens.extend(tokens)
         self.num_tokens += len(tokens)
-        self._behind[sequence.number] = sequence
+        self._unindexed[sequence.number] = sequence
 
     def _catch_up(self) -> None:
-        """Lead to all that is remembered."""
-        for sequence in self._behind.values():
+        """Index all sequences completely."""
+        for sequence in self._unindexed.values():
             self._index(sequence)
-        self._behind.clear()
+        self._unindexed.clear()
 
     def _index(self, sequence: _Sequence) -> None:
         heads = self._heads_of(sequence.namespace)
@@ -307,7 +307,7 @@ class Ngram:
                 newest[key] = base | end
 
     def _cut(self, sequence: _Sequence, length: int) -> None:
-        """Forget what lies at `length` and behind."""
+        """Drop the tokens from `length` on."""
         heads = self._heads_of(sequence.namespace)
         base = sequence.number << _POSITION_BITS
         for end in range(sequence.indexed, length, -1):
@@ -324,11 +324,11 @@ class Ngram:
         del sequence.tokens[length:]
 
     def _forget(self) -> None:
-        """Make room: the sequence that left first goes first."""
+        """Drop the sequences that left first until the capacity suffices."""
         while self.num_tokens > self._capacity and self._left:
             sequence = self._left.popleft()
             del self._sequences[sequence.number]
-            self._behind.pop(sequence.number, None)
+            self._unindexed.pop(sequence.number, None)
             self.num_tokens -= len(sequence.tokens)
             heads = self._heads_of(sequence.namespace)
             base = sequence.number << _POSITION_BITS
@@ -354,7 +354,7 @@ def open_ngram(speculative: SpeculativeConfig, open_draft_runner: Callable[[], o
 
 
 def _key(tokens: "array[int]", end: int, length: int) -> int:
-    """A number for the `length` tokens before `end`."""
+    """A number that identifies the `length` tokens before `end`."""
     key = 0
     for token in tokens[end - length : end]:
         key = key << _TOKEN_BITS | token
@@ -362,7 +362,7 @@ def _key(tokens: "array[int]", end: int, length: int) -> int:
 
 
 def _common(a: "array[int]", a_end: int, b: "array[int]", b_end: int, most: int) -> int:
-    """How many tokens before the two ends agree."""
+    """Length of the common suffix before two ends."""
     most = min(most, a_end, b_end)
     for count in range(most):
         if a[a_end - 1 - count] != b[b_end - 1 - count]:
@@ -371,8 +371,7 @@ def _common(a: "array[int]", a_end: int, b: "array[int]", b_end: int, most: int)
 
 
 def _most_frequent(places: list[tuple[_Sequence, int]], count: int) -> list[int]:
-    """Of the continuations the token that most of them have, again and again; the newest place
-    decides between equals."""
+    """A chain of the most frequent next token at each position; the newest place breaks ties."""
     chain = list[int]()
     while places and len(chain) < count:
         following = [sequence.tokens[place] for sequence, place in places]

@@ -1,18 +1,17 @@
-"""STANDALONE: drafts are what a small model of the same vocabulary goes on with.
+"""STANDALONE: a small model with the same vocabulary drafts.
 
-Its keys and values lie in the pages of the request, beside the target's. In the step in which the
-target reads a piece of a prompt the small model reads it too, and what the target has sampled is
-read with the first token that is drafted behind it. A draft is drawn as the target draws: by the
-request's parameters, and with the quantile of its position, so that two models that agree on a
-distribution agree on the token.
+Its keys and values are stored next to the target's in the request's pages. It reads each chunk of a
+prompt in the same step as the target, and sampled tokens together with the first draft after them.
+Drafts are sampled like the target's tokens: with the request's parameters and the random number of
+the position, so two models that agree on a distribution agree on the token.
 """
 
 from collections.abc import Callable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import DraftRunner, Guess, common_beginning
-from banyan.runner.speculative.draft_runner import in_steps, run_pass
+from banyan.runner.speculative.base import Guess, common_beginning
+from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 
@@ -20,7 +19,7 @@ class ModelDrafter:
     """Satisfies `speculative.base.Drafter`.
 
     Args:
-        grower: of drafts that branch; None = they are chains.
+        grower: grows draft trees; None = drafts are chains.
     """
 
     def __init__(self, draft_runner: DraftRunner, grower: Grower | None = None) -> None:
@@ -28,10 +27,10 @@ class ModelDrafter:
         self._grower = grower
         self._table = draft_runner.table
         self._read: dict[int, int] = {}
-        """Slot -> positions whose keys and values the draft model has written. None of a slot that
-        has joined and not run: where its first row starts, its pages have been read before."""
+        """Slot -> positions whose keys and values the draft model has written; set by the slot's
+        first row, whose pages are complete up to its start."""
         self._drafted: dict[int, list[int]] = {}
-        """Slot -> drafts behind its known tokens that the draft model has read as well."""
+        """Slot -> drafts after its known tokens that the draft model has read as well."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
         self.leave(slot)
@@ -41,7 +40,7 @@ class ModelDrafter:
         self._drafted.pop(slot, None)
 
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Drafts that have come true need not be read again."""
+        """Accepted drafts need not be read again."""
         read, drafted = self._read.get(slot), self._drafted.pop(slot, [])
         if read is None:
             return
@@ -53,21 +52,21 @@ class ModelDrafter:
         known = self._table.known
         due = self._due(rows, counts)
         if self._grower is not None:
-            return self._grower.grow_behind(self._grower.read(due, ()), rows, counts)
+            return self._grower.grow_after(self._grower.read(due, ()), rows, counts)
         for some in in_steps(due, self._draft.max_tokens):
-            run_pass(self._draft, some)
+            self._draft.run(some)
         for done in range(1, max(counts, default=0)):
             again = [
                 Row(row.slot, known[row.slot] + done - 1, 1, want=SAMPLE)
                 for row, count in zip(rows, counts, strict=True)
                 if count > done
             ]
-            run_pass(self._draft, again)
+            self._draft.run(again)
         drafts = [
             self._table.tokens[row.slot, known[row.slot] : known[row.slot] + count]
             for row, count in zip(rows, counts, strict=True)
         ]
-        # sync: they are told to the scheduler
+        # sync: the scheduler needs them
         found = [each.tolist() for each in self._draft.fetch(drafts)()]
         for row, each in zip(rows, found, strict=True):
             if len(each) > 1:
@@ -75,18 +74,18 @@ class ModelDrafter:
         return found
 
     def flush(self) -> None:
-        """Nothing is remembered beside the pages, which are the engine's."""
+        """Everything is in the pages, which the engine owns."""
 
     def _due(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Row]:
-        """What the slots hold and the draft model has not read, with a first draft where one is
-        asked for. Of others that go token by token it may wait until there are more."""
+        """Tokens that the draft model has not read, with a first draft for rows that want drafts.
+        Other decoding rows may wait until there are more tokens to read."""
         due: list[Row] = []
         for row, count in zip(rows, counts, strict=True):
             start = self._read.setdefault(row.slot, row.start)
             is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
             if not (count or is_prompt or not self._draft.may_lag):
                 continue
-            # What was sampled is read when something is drafted behind it.
+            # A sampled token is read together with the first draft after it.
             end = self._table.known[row.slot] if row.want & SAMPLE else row.start + row.count
             end -= not count and bool(row.want & SAMPLE)
             if end > start:

@@ -1,10 +1,11 @@
-"""Trees that a draft model grows (EAGLE-2, arXiv 2406.16858): behind each of the likeliest tokens
-of a level it is asked for the likeliest next ones, and those that are likeliest together with all
-that leads to them are the drafts.
+"""Draft trees grown by a draft model (EAGLE-2, arXiv 2406.16858).
 
-What it writes for a token lies behind the known ones, at any place that is free, and the token
-reads along its path. Only what leads to one that is read next is needed, and all of that is among
-the drafts that are best so far: so a tree takes no more places than a chain of as many drafts.
+For each of the likeliest tokens of a level the draft model predicts the likeliest next tokens. The
+drafts are the nodes with the highest probability of their whole path.
+
+The draft model writes a node's keys and values to any free place after the known tokens; a node
+attends along its path. Only ancestors of nodes that are read next must be kept, and they are all
+among the best drafts so far: so a tree needs no more places than a chain of as many drafts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +20,18 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Branches
-from banyan.runner.speculative.base import DraftRunner, Guess, Tree
-from banyan.runner.speculative.draft_runner import in_steps
+from banyan.runner.speculative.base import Guess, Tree
+from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 
 
 @dataclass(frozen=True)
 class Ways:
-    """How a slot goes on behind each of the tokens that a pass has read for it.
+    """The likeliest next tokens after each token that a pass has read for a slot.
 
     Attributes:
-        tokens: [n, ways] ids, the likeliest first, the lower one first among equals.
+        tokens: [n, ways] ids, likeliest first; the lower id first among equals.
         logprobs: [n, ways] of these.
-        made: [n, width], what the draft model made of the tokens that were read.
+        made: [n, width], the draft model's hidden states of the tokens read.
     """
 
     tokens: np.ndarray
@@ -42,16 +43,16 @@ class Ways:
 class _Node:
     """
     Attributes:
-        score: log-probability of all tokens that lead here and of this one, by the draft model.
-        above: what it follows; None of the newest token.
-        behind: which of the tokens that were read last that is.
-        place: where it lies, behind the newest token; 0 = it has not been read.
+        score: log-probability of the path up to and including this token, by the draft model.
+        above: its parent; None for the newest token.
+        parent_read: index of the parent among the tokens that were read last.
+        place: distance from the newest token to where it is stored; 0 = it has not been read.
     """
 
     token: int = 0
     score: float = 0.0
     above: "_Node | None" = None
-    behind: int = 0
+    parent_read: int = 0
     place: int = 0
 
     @property
@@ -65,19 +66,19 @@ class Growing:
 
     Args:
         count: drafts in it.
-        steps: its levels at most.
-        breadth: tokens of a level behind which it goes on.
+        steps: most levels.
+        breadth: nodes of a level that are expanded.
     """
 
     def __init__(self, count: int, steps: int, breadth: int) -> None:
         self._count, self._steps, self._breadth = count, steps, breadth
         self._best: list[_Node] = []
-        """The likeliest, best first; among equals the one that was found first."""
+        """The likeliest nodes, best first; among equals the one found first."""
         self.front = [_Node()]
-        """What is read next; in the beginning what has been read."""
+        """Nodes that are read next; at first the root, which has been read."""
 
     def take(self, ways: Ways) -> None:
-        """What comes behind each of `front`."""
+        """Add the next tokens after each of `front`."""
         self._steps -= 1
         scores = np.array([[node.score] for node in self.front]) + np.minimum(ways.logprobs, 0.0)
         flat = np.where(np.isfinite(scores), scores, -np.inf).ravel()
@@ -86,12 +87,12 @@ class Growing:
         for at in np.argsort(-flat, kind="stable")[: max(self._count, self._breadth)].tolist():
             if flat[at] == -np.inf:
                 break
-            behind, which = divmod(at, width)
-            token = int(ways.tokens[behind, which])
-            level.append(_Node(token, float(flat[at]), self.front[behind], behind))
+            parent, which = divmod(at, width)
+            token = int(ways.tokens[parent, which])
+            level.append(_Node(token, float(flat[at]), self.front[parent], parent))
         found = sorted(self._best + level, key=lambda node: -node.score)
         self._best = found[: self._count]
-        # Behind the last of them nothing is likely enough to be one of them.
+        # Children of the worst kept node score lower, so they cannot replace it.
         good = set(map(id, self._best[:-1] if len(self._best) == self._count else self._best))
         ahead = [node for node in level[: self._breadth] if id(node) in good]
         self.front = ahead if self._steps else []
@@ -105,7 +106,7 @@ class Growing:
 
     @property
     def paths(self) -> list[list[int]]:
-        """Of each of `front`, as `Branches.paths`."""
+        """Paths of `front`, as `Branches.paths`."""
         return [[node.place for node in each.path] for each in self.front]
 
     @property
@@ -118,8 +119,8 @@ class Growing:
 class Grower:
     """
     Args:
-        breadth: tokens that follow one, and tokens of a level behind which the trees go on.
-        steps: levels of a tree at most.
+        breadth: children of a node, and nodes of a level that are expanded.
+        steps: most levels of a tree.
     """
 
     def __init__(self, draft_runner: DraftRunner, breadth: int, steps: int) -> None:
@@ -128,12 +129,12 @@ class Grower:
         self._steps = steps
         self._carries = draft_runner.take_in is not None
 
-    def grow_behind(
+    def grow_after(
         self, roots: Mapping[SlotId, Ways], rows: Sequence[Row], counts: Sequence[int]
     ) -> list[Guess]:
-        """As `Drafter.propose`; roots: by slot what follows its newest token.
+        """As `Drafter.propose`. roots: next tokens after each slot's newest token.
 
-        What the table holds behind the known tokens is lost.
+        Overwrites what the table holds after the known tokens.
         """
         asked = {row.slot: count for row, count in zip(rows, counts, strict=True) if count}
         trees = {slot: Growing(its, self._steps, self._breadth) for slot, its in asked.items()}
@@ -152,7 +153,7 @@ class Grower:
                     branches[slot] = Branches(self._draft.table.known[slot] - 1, tree.paths)
                     rows.append(row_of(slot, branches[slot]))
                     if self._carries:
-                        carried.append(its.made[[node.behind for node in tree.front]])
+                        carried.append(its.made[[node.parent_read for node in tree.front]])
             self._enter({slot: trees[slot] for slot in branches}, branches)
             ways = self.read(rows, carried, branches)
 
@@ -162,10 +163,10 @@ class Grower:
         carried: Sequence[Tensor],
         branches: Mapping[SlotId, Branches] | None = None,
     ) -> dict[SlotId, Ways]:
-        """Rows through the draft model; returns by slot what follows where they sample.
+        """Run rows through the draft model; returns the next tokens of rows that sample, by slot.
 
-        carried: of each row [tokens, width], what the model reads beside its tokens; empty where
-            that is nothing. branches: by slot.
+        carried: of each row [tokens, width], extra inputs of the model; empty = it has none.
+        branches: by slot.
         """
         found: dict[SlotId, Ways] = {}
         draft_runner, at = self._draft, 0
@@ -182,15 +183,17 @@ class Grower:
         return found
 
     def _look(self, batch: Batch) -> Iterator[tuple[SlotId, Ways]]:
-        """Of each slot of the batch, that has run."""
+        """Next tokens of each slot of a batch that has run."""
         draft_runner, count = self._draft, len(batch.last)
         logits = draft_runner.forward.next_logits(batch)
         each = torch.arange(count, device=logits.device)
         plain = torch.ones(count, dtype=torch.float64, device=logits.device)
-        no_others = (torch.zeros_like(each), self._breadth, each.new_empty(count, 0))
-        _, tokens, logprobs, _ = draft_runner.ops.logprobs(logits, each, plain, *no_others)
+        sampled, picked = torch.zeros_like(each), each.new_empty(count, 0)  # not needed here
+        _, tokens, logprobs, _ = draft_runner.ops.logprobs(
+            logits, each, plain, sampled, self._breadth, picked
+        )
         made = draft_runner.forward.hidden(batch.last)
-        # sync: what is read next depends on them
+        # sync: the next rows depend on them
         tokens, logprobs = draft_runner.fetch([tokens, logprobs])()
         edges = np.flatnonzero(np.diff(batch.to_slots, prepend=-1, append=-1)).tolist()
         for first, end in zip(edges[:-1], edges[1:], strict=True):
@@ -198,7 +201,7 @@ class Grower:
             yield SlotId(int(batch.to_slots[first])), Ways(*numbers, made[first:end])
 
     def _enter(self, trees: Mapping[SlotId, Growing], branches: Mapping[SlotId, Branches]) -> None:
-        """The tokens that are read next go to where they are read."""
+        """Write the tokens that are read next to their places."""
         slots = [slot for slot, tree in trees.items() for _ in tree.front]
         places = [place for slot in trees for place in branches[slot].places]
         tokens = [node.token for tree in trees.values() for node in tree.front]
@@ -209,14 +212,14 @@ class Grower:
 
 
 def open_grower(speculative: SpeculativeConfig, draft_runner: DraftRunner) -> Grower | None:
-    """None where drafts are chains."""
+    """None = drafts are chains."""
     if speculative.eagle_topk <= 1:
         return None
     return Grower(draft_runner, speculative.eagle_topk, speculative.num_steps)
 
 
 def row_of(slot: SlotId, branches: Branches) -> Row:
-    """A row that samples behind each of its tokens and ends behind all that they read."""
+    """A row that samples after each of its tokens; it ends after all places that they read."""
     count = len(branches.paths)
     end = branches.base + max(map(max, branches.paths)) + 1
     return Row(slot, end - count, count, count - 1, want=SAMPLE)

@@ -6,7 +6,8 @@ import asyncio
 
 from banyan.base.ids import RequestId, fresh_id
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.generation import TextRequest, collect
+from banyan.requests.generation import collect
+from banyan.requests.request_spec import spec_of
 from banyan.server.errors import Json, unavailable
 from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
 from banyan.server.state import ServerState, Service
@@ -55,7 +56,7 @@ async def health_generate(exchange: HttpExchange, state: ServerState) -> None:
 async def generate_one(service: Service) -> None:
     """One greedy token after token 0, or its vector; RequestError when it fails."""
     is_embedding = service.limits.is_embedding
-    request = TextRequest(
+    request = spec_of(
         RequestId(f"probe-{fresh_id()}"),
         [0],
         SamplingParams(max_new_tokens=0 if is_embedding else 1, temperature=0.0),

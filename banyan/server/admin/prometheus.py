@@ -184,7 +184,7 @@ class _Series:
         if self._ends:
             reason = "abort" if course.reason == CLOSED else course.reason
             self._ends[reason if reason in _ENDS else "error"].inc()
-        if course.request.grammar:
+        if course.request.message.grammar:
             self._structured.inc()
         if course.reason != CLOSED:
             self._e2e.observe(course.seconds)

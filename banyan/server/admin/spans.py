@@ -22,8 +22,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
 from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, TextRequest, Usage
-from banyan.requests.observers import watched
+from banyan.requests.generation import Generator, TextChunk, Usage, observed
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.http.exchange import HttpExchange
 
 _NS = 1_000_000_000
@@ -82,7 +82,7 @@ class Spans:
             span.end()
 
     def watch(self, generator: Generator) -> Generator:
-        return _Watched(generator, self._tracer, self._model)
+        return _TracedGenerator(generator, self._tracer, self._model)
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -116,7 +116,7 @@ class _Course:
         self.tell(self)
 
 
-class _Watched:
+class _TracedGenerator:
     """A generator whose sequences have spans."""
 
     def __init__(self, inner: Generator, tracer: Tracer, model: str) -> None:
@@ -124,10 +124,10 @@ class _Watched:
         self._tracer = tracer
         self._model = model
 
-    def check(self, requests: Sequence[TextRequest]) -> None:
+    def check(self, requests: Sequence[RequestSpec]) -> None:
         self._inner.check(requests)
 
-    def generate(self, request: TextRequest) -> Chunks[TextChunk]:
+    def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
         began_ns = time.time_ns()
@@ -135,9 +135,9 @@ class _Watched:
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
         course = _Course(began_ns, partial(self._tell, span, request))
-        return watched(course, lambda: self._inner.generate(request))
+        return observed(course, lambda: self._inner.generate(request))
 
-    def _tell(self, span: Span, request: TextRequest, course: _Course) -> None:
+    def _tell(self, span: Span, request: RequestSpec, course: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""
         now_ns, usage = time.time_ns(), course.usage
         span.set_attributes(_asked(request, self._model))
@@ -159,7 +159,7 @@ class _Watched:
         span.end(now_ns)
 
 
-def _asked(request: TextRequest, model: str) -> dict[str, str | int | float]:
+def _asked(request: RequestSpec, model: str) -> dict[str, str | int | float]:
     sampling = request.sampling
     return {
         "gen_ai.operation.name": request.route,

@@ -18,7 +18,7 @@ from banyan.parsers.parts import (
     joined,
 )
 from banyan.requests.generation import Finish, TextChunk, Usage
-from banyan.server.anthropic.signature import signature
+from banyan.server.anthropic.conversation import signature
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan

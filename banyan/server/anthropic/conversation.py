@@ -3,12 +3,13 @@
 Texts of one message are joined by line breaks; results of tools become messages of their own.
 """
 
+import base64
+import binascii
 from collections.abc import Sequence
 from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.server.anthropic.schema import Block, Turn
-from banyan.server.anthropic.signature import hidden_in
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
 from banyan.server.openai.prompts import add_text, check_messages, json_text, whole_texts
@@ -196,3 +197,27 @@ def _member(block: Block, name: str, place: str) -> str:
 
 def _refusal(text: str) -> RequestError:
     return RequestError(text, param="messages")
+
+
+_MARK = "banyan:"
+
+
+def signature(hidden: str = "") -> str:
+    """The signature of a block whose thinking is shown, or hidden in here."""
+    return _MARK + base64.b64encode(hidden.encode()).decode()
+
+
+def hidden_in(given: object) -> str:
+    """The thinking that a signature carries; "" in those of other servers.
+
+    Raises:
+        RequestError: it begins as ours and goes on as nothing of ours.
+    """
+    if not isinstance(given, str) or not given.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(given.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise RequestError(
+            "the signature of a block of thinking has been changed", param="messages"
+        ) from None

@@ -4,6 +4,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
@@ -16,7 +17,6 @@ from banyan.server.anthropic.schema import (
     MessagesRequest,
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
-from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
@@ -26,10 +26,9 @@ from banyan.server.openai.fields import (
     account_for,
     account_for_members,
     in_words,
-    origin_of,
     typed,
 )
-from banyan.server.openai.lora import model_and_adapter
+from banyan.server.openai.models import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState
 
@@ -39,7 +38,8 @@ R = TypeVar("R", bound=CountRequest)
 async def messages(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
     server = state.config.server
-    report = _reporter(exchange.context)
+    context = exchange.context
+    report = _reporter(context)
 
     def read(raw: Json) -> tuple[MessagesRequest, str, ChatPlan]:
         request = _read(raw, MessagesRequest, report)
@@ -47,8 +47,9 @@ async def messages(exchange: HttpExchange, state: ServerState) -> None:
         try:
             body = chat_body(request, service.chat and service.chat.template, report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange.context, chat, "messages", (adapter,))
-            plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+            plan = plan_chat(
+                context, service, body, chat, "messages", adapter, report, may_shorten=True
+            )
         except RequestError as error:
             raise in_words(error, WORDS) from None
         return request, model, plan

@@ -4,14 +4,13 @@ import base64
 
 from banyan.base.errors import RequestError
 from banyan.requests.embeddings import Vector, prompts_of, shortened, usage_of
-from banyan.requests.generation import TextRequest
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.embeddings.sglang import (
     COMMON,
     VectorRequest,
     model_and_adapters_of,
-    origin_of,
     refuse_fields,
-    vector_service,
+    vector_specs,
     vectors_of,
 )
 from banyan.server.errors import Json
@@ -32,7 +31,7 @@ class EmbeddingRequest(VectorRequest, frozen=True, kw_only=True):
 async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
 
-    def read(raw: Json) -> tuple[EmbeddingRequest, str, list[TextRequest]]:
+    def read(raw: Json) -> tuple[EmbeddingRequest, str, list[RequestSpec]]:
         refuse_fields(raw, _FIELDS, exchange.context)
         request = typed(raw, EmbeddingRequest)
         form = request.encoding_format or "float"
@@ -43,11 +42,10 @@ async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
             )
         prompts, _ = prompts_of(request.input, "input", service.limits)
         model, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
-        vectors, origin = (
-            vector_service(service, state),
-            origin_of(exchange.context, request, "embeddings"),
+        specs = vector_specs(
+            exchange.context, state, service, request, prompts, "embeddings", adapters
         )
-        return request, model, vectors.read(prompts, origin, adapters)
+        return request, model, specs
 
     request, model, requests = await exchange.read(read)
     found = await vectors_of(exchange.context, state, service, requests)

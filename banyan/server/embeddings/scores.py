@@ -6,13 +6,11 @@ for the scores of its classes on the pair.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
+from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import (
-    Origin,
     Prompt,
     Vector,
     prompts_of,
@@ -21,24 +19,32 @@ from banyan.requests.embeddings import (
     usage_of,
 )
 from banyan.requests.generate_request import MAX_SCORE_IDS
-from banyan.requests.generation import ScoreOptions, TextChunk, TextRequest, collect
-from banyan.requests.long_texts import check_total
-from banyan.server.context import RequestContext
+from banyan.requests.generation import TextChunk, collect
+from banyan.requests.prompts import check_total
+from banyan.requests.request_spec import (
+    Fields,
+    PromptSpec,
+    RequestSpec,
+    ScoreOptions,
+    build_specs,
+)
+from banyan.requests.sampling_params import ParsedSampling
 from banyan.server.embeddings.sglang import (
     COMMON,
     VectorRequest,
     labels_of,
     model_and_adapters_of,
-    origin_of,
     refuse_fields,
-    vector_service,
+    shared_fields,
+    vector_specs,
     vectors_of,
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
-from banyan.server.openai.prompts import check_count, text_ids
+from banyan.server.openai.prompts import check_count, checked_ids, text_ids
 from banyan.server.state import ServerState, Service
+from banyan.tokenizer.stop_strings import TextOptions
 
 
 class ScoreRequest(VectorRequest, frozen=True, kw_only=True):
@@ -66,7 +72,7 @@ _RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
 async def score(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
 
-    def read(raw: Json) -> tuple[ScoreRequest, str, list[TextRequest]]:
+    def read(raw: Json) -> tuple[ScoreRequest, str, list[RequestSpec]]:
         if raw.get("score_extraction_token"):
             raise RequestError(
                 "score_extraction_token is not available in this build",
@@ -82,8 +88,8 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
             raise RequestError("query must be one text or one list of token ids.", param="query")
         model, adapters = model_and_adapters_of(exchange.context, state, request, len(items))
         ask = _for_classes if service.model_config.labels else _for_labels
-        origin = origin_of(exchange.context, request, "score")
-        return request, model, ask(state, service, request, origin, queries[0], items, adapters)
+        specs = ask(exchange.context, state, service, request, queries[0], items, adapters)
+        return request, model, specs
 
     request, model, requests = await exchange.read(read)
     if service.model_config.labels:
@@ -97,7 +103,7 @@ async def rerank(exchange: HttpExchange, state: ServerState) -> None:
     """Documents by the score that a cross-encoder gives them with the query, best first."""
     service = state.take_in(exchange.context.id)
 
-    def read(raw: Json) -> tuple[RerankRequest, list[TextRequest]]:
+    def read(raw: Json) -> tuple[RerankRequest, list[RequestSpec]]:
         refuse_fields(raw, _RERANK_FIELDS, exchange.context)
         request = typed(raw, RerankRequest)
         if not request.query or not request.documents or not all(request.documents):
@@ -115,8 +121,9 @@ async def rerank(exchange: HttpExchange, state: ServerState) -> None:
         check_count(len(request.documents), service, "documents", "documents")
         pairs = [(request.query, document) for document in request.documents]
         _, adapters = model_and_adapters_of(exchange.context, state, request, len(pairs))
-        origin = origin_of(exchange.context, request, "rerank")
-        return request, vector_service(service, state).read(pairs, origin, adapters)
+        return request, vector_specs(
+            exchange.context, state, service, request, pairs, "rerank", adapters
+        )
 
     request, requests = await exchange.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
@@ -138,14 +145,14 @@ async def rerank(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def _for_classes(
+    context: RequestContext,
     state: ServerState,
     service: Service,
     request: ScoreRequest,
-    origin: Origin,
     query: Prompt,
     items: Sequence[Prompt],
     adapters: Sequence[str],
-) -> list[TextRequest]:
+) -> list[RequestSpec]:
     """What asks for the classes of each pair of query and item."""
     if request.label_token_ids or request.return_token_logprobs:
         raise RequestError("A classifier scores classes, not label tokens", param="label_token_ids")
@@ -153,7 +160,7 @@ def _for_classes(
     if not isinstance(query, str) or len(texts) != len(items):
         raise RequestError("A classifier needs query and items as texts.", param="items")
     pairs = [(item, query) if request.item_first else (query, item) for item in texts]
-    return vector_service(service, state).read(pairs, origin, adapters)
+    return vector_specs(context, state, service, request, pairs, "score", adapters)
 
 
 def _classes(request: ScoreRequest, found: Sequence[Vector]) -> Json:
@@ -164,14 +171,14 @@ def _classes(request: ScoreRequest, found: Sequence[Vector]) -> Json:
 
 
 def _for_labels(
+    context: RequestContext,
     state: ServerState,
     service: Service,
     request: ScoreRequest,
-    origin: Origin,
     query: Prompt,
     items: Sequence[Prompt],
     adapters: Sequence[str],
-) -> list[TextRequest]:
+) -> list[RequestSpec]:
     """What asks for the probabilities of the label tokens right after query and each item."""
     labels = _labels(request, service)
     if not request.temperature > 0:
@@ -190,25 +197,13 @@ def _for_labels(
         _check_length(prompts[-1], service)
         total += len(prompts[-1])
         check_total(total, service.limits)
-    base = TextRequest(
-        id=RequestId(origin.rid),
-        prompt=[],
-        sampling=sampling,
-        priority=origin.priority,
-        namespace=origin.namespace,
-        caller=origin.caller,
-        route=origin.route,
-    )
-    return [
-        replace(
-            base,
-            id=RequestId(f"{origin.rid}_{i}"),
-            prompt=p,
-            scores=ScoreOptions(len(p), 0, labels),
-            adapter=adapter,
-        )
-        for i, (p, adapter) in enumerate(zip(prompts, adapters, strict=True))
+    parsed = ParsedSampling(sampling, TextOptions())
+    specs = [
+        PromptSpec(tokens, parsed, ScoreOptions(len(tokens), 0, labels), adapter)
+        for tokens, adapter in zip(prompts, adapters, strict=True)
     ]
+    fields = Fields(shared_fields(context, request), len(specs))
+    return build_specs(context, fields, specs, "score")
 
 
 async def _label_tokens(
@@ -216,7 +211,7 @@ async def _label_tokens(
     state: ServerState,
     service: Service,
     request: ScoreRequest,
-    requests: list[TextRequest],
+    requests: list[RequestSpec],
 ) -> Json:
     """Probabilities of the label tokens as the next token after query and item."""
     with state.open.holding(requests, context.tenant):
@@ -252,7 +247,7 @@ def _plain_ids(service: Service, prompt: Prompt, is_first: bool) -> list[int]:
         (ids,) = text_ids(service, [prompt], add_special_tokens=is_first)
         return ids
     assert isinstance(prompt, list)
-    return prompt
+    return checked_ids(prompt, service, "input_ids")
 
 
 def _check_length(prompt: list[int], service: Service) -> None:

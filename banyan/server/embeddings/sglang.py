@@ -6,21 +6,20 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import (
-    Origin,
+    Prompt,
     Vector,
     VectorService,
     prompts_of,
     softmax,
     usage_of,
 )
-from banyan.requests.generate_request import checked_rid, checked_salt, namespace_of
-from banyan.requests.generation import TextRequest
-from banyan.server.context import RequestContext
+from banyan.requests.request_spec import RequestSpec
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
@@ -53,7 +52,7 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
     vectors = vector_service(service, state)
 
-    def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
+    def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
         known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
         refuse_fields(raw, known, exchange.context)
         request = typed(raw, NativeRequest)
@@ -63,8 +62,8 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
         value = request.text if request.input_ids is None else request.input_ids
         prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
         _, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
-        origin = origin_of(exchange.context, request, "encode")
-        return request, vectors.read(prompts, origin, adapters), is_list
+        specs = vector_specs(exchange.context, state, service, request, prompts, "encode", adapters)
+        return request, specs, is_list
 
     request, requests, is_list = await exchange.read(read)
     with state.open.holding(requests, exchange.context.tenant):
@@ -77,16 +76,14 @@ async def classify(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
     labels = labels_of(service)
 
-    def read(raw: Json) -> tuple[str, list[TextRequest]]:
+    def read(raw: Json) -> tuple[str, list[RequestSpec]]:
         refuse_fields(raw, {*COMMON, "input"}, exchange.context)
         request = typed(raw, ClassifyRequest)
         prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
         model, adapters = model_and_adapters_of(exchange.context, state, request, len(prompts))
-        vectors, origin = (
-            vector_service(service, state),
-            origin_of(exchange.context, request, "classify"),
+        return model, vector_specs(
+            exchange.context, state, service, request, prompts, "classify", adapters
         )
-        return model, vectors.read(prompts, origin, adapters)
 
     model, requests = await exchange.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
@@ -118,30 +115,35 @@ def labels_of(service: Service) -> tuple[str, ...]:
     return service.model_config.labels
 
 
-def origin_of(context: RequestContext, request: VectorRequest, route: str) -> Origin:
-    return Origin(
-        context.id if request.rid is None else checked_rid(request.rid),
-        namespace_of(
-            context.tenant,
-            checked_salt(request.cache_salt, "cache_salt"),
-            checked_salt(request.extra_key, "extra_key"),
-        ),
-        context.tenant,
-        request.priority or 0,
-        route,
-    )
+def vector_specs(
+    context: RequestContext,
+    state: ServerState,
+    service: Service,
+    request: VectorRequest,
+    prompts: Sequence[Prompt],
+    route: str,
+    adapters: Sequence[str],
+) -> list[RequestSpec]:
+    """One request for the vector of each prompt."""
+    fields = shared_fields(context, request)
+    return vector_service(service, state).read(context, fields, prompts, route, adapters)
+
+
+def shared_fields(context: RequestContext, request: VectorRequest) -> Json:
+    """The fields of `build_specs`, with the id of the exchange where the body gives no rid."""
+    fields = msgspec.structs.asdict(request)
+    return {**fields, "rid": context.id if request.rid is None else request.rid}
 
 
 def model_and_adapters_of(
     context: RequestContext, state: ServerState, request: VectorRequest, count: int
 ) -> tuple[str, tuple[str, ...]]:
     """The model name to answer with, and the adapter of each of `count` prompts; "" for none."""
-    named = (request.model, state, context, request.lora_path)
-    return model_and_adapters(*named, count)
+    return model_and_adapters(request.model, state, context, request.lora_path, count)
 
 
 async def vectors_of(
-    context: RequestContext, state: ServerState, service: Service, requests: Sequence[TextRequest]
+    context: RequestContext, state: ServerState, service: Service, requests: Sequence[RequestSpec]
 ) -> list[Vector]:
     """The vector of each request; their ids are taken while they run."""
     with state.open.holding(requests, context.tenant):

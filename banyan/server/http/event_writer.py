@@ -55,9 +55,9 @@ async def _write_along(
         except Exception as error:
             until.set_exception(error)
 
-    chunks.tell(more)
+    chunks.on_more(more)
     more()
     try:
         return await until
     finally:
-        chunks.tell(None)
+        chunks.on_more(None)

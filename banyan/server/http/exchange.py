@@ -23,7 +23,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.engine_client.throughput_estimate import UNKNOWN_S
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
 from banyan.server.http.limits import ClientGone, json_object

@@ -10,7 +10,8 @@ from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
 from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.generation import TextRequest, collect
+from banyan.requests.generation import collect
+from banyan.requests.request_spec import spec_of
 from banyan.server.admin.health import generate_one
 from banyan.server.lifecycle.warmups import WARMUPS, named_warmups
 from banyan.server.state import Service
@@ -58,5 +59,5 @@ async def _ask(service: Service, prompt: list[int], grammar: str = "") -> None:
     pool = service.limits.is_embedding
     sampling = SamplingParams(max_new_tokens=0 if pool else 1, temperature=0.0)
     id = RequestId(f"warm-up-{fresh_id()}")
-    request = TextRequest(id, prompt, sampling, grammar=grammar, pool=pool, route="warm-up")
+    request = spec_of(id, prompt, sampling, grammar=grammar, pool=pool, route="warm-up")
     await collect(service.generator, [request])

@@ -3,10 +3,10 @@
 import time
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import Prompt, prompts_of, shortened
-from banyan.requests.generation import TextRequest
-from banyan.server.context import RequestContext
-from banyan.server.embeddings.sglang import VectorRequest, origin_of, vector_service, vectors_of
+from banyan.requests.request_spec import RequestSpec
+from banyan.server.embeddings.sglang import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
@@ -18,7 +18,7 @@ async def embed(exchange: HttpExchange, state: ServerState) -> None:
     started_ns = time.monotonic_ns()
     service = state.admit()
 
-    def read(raw: Json) -> tuple[EmbedRequest, str, list[TextRequest]]:
+    def read(raw: Json) -> tuple[EmbedRequest, str, list[RequestSpec]]:
         request = _typed(raw, exchange.context)
         model, adapter = model_and_adapter_of(request.model, exchange.context, state)
         if request.input == []:
@@ -45,7 +45,7 @@ async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
     """The form of before `input`: one text, one vector."""
     service = state.admit()
 
-    def read(raw: Json) -> list[TextRequest]:
+    def read(raw: Json) -> list[RequestSpec]:
         request = _typed(raw, exchange.context)
         _, adapter = model_and_adapter_of(request.model, exchange.context, state)
         if not request.prompt:
@@ -70,7 +70,7 @@ def _requests(
     service: Service,
     prompts: list[Prompt],
     adapter: str,
-) -> list[TextRequest]:
+) -> list[RequestSpec]:
     if not service.limits.is_embedding:
         raise RequestError(
             "this model is served for text; it makes no vectors",
@@ -78,5 +78,5 @@ def _requests(
             code="not_available",
             hint="Start a server with --is-embedding",
         )
-    origin = origin_of(context, VectorRequest(), "embed")
-    return vector_service(service, state).read(prompts, origin, [adapter] * len(prompts))
+    adapters = [adapter] * len(prompts)
+    return vector_specs(context, state, service, VectorRequest(), prompts, "embed", adapters)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
@@ -13,9 +13,9 @@ from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    check_model,
     typed,
 )
+from banyan.server.openai.models import check_model
 from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
+from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
@@ -15,7 +16,7 @@ from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextReques
 from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
-from banyan.server.openai.fields import Report, in_words, origin_of, typed
+from banyan.server.openai.fields import Report, in_words, typed
 from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
 from banyan.server.state import ServerState, Service
@@ -32,7 +33,7 @@ async def chat(exchange: HttpExchange, state: ServerState) -> None:
         if not request.messages:
             return request, None
         body = chat_body(request, report)
-        return request, _asked(exchange, state, service, body, report, "chat")
+        return request, _asked(exchange.context, state, service, body, report, "chat")
 
     await _answer(exchange, state, service, read, {"message": _NOTHING})
 
@@ -46,7 +47,7 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
         if not request.prompt and not request.suffix:
             return request, None
         body = _prompt_body(service, request, report)
-        return request, _asked(exchange, state, service, body, report, "generate")
+        return request, _asked(exchange.context, state, service, body, report, "generate")
 
     await _answer(exchange, state, service, read, {"response": ""})
 
@@ -84,7 +85,7 @@ async def _say_loaded(
 
 
 def _asked(
-    exchange: HttpExchange,
+    context: RequestContext,
     state: ServerState,
     service: Service,
     body: Json,
@@ -93,9 +94,8 @@ def _asked(
 ) -> _Asked:
     """What the body of a chat request runs."""
     chat = typed(body, OpenAIChatRequest)
-    model, adapter = model_and_adapter_of(chat.model, exchange.context, state)
-    origin = origin_of(exchange.context, chat, route, (adapter,))
-    plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+    model, adapter = model_and_adapter_of(chat.model, context, state)
+    plan = plan_chat(context, service, body, chat, route, adapter, report, may_shorten=True)
     return _Asked(model, chat, plan)
 
 

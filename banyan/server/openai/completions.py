@@ -1,37 +1,35 @@
 """/v1/completions: prompts in, their continuations out."""
 
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.requests.context import RequestContext
 from banyan.requests.generation import (
     Arrival,
-    ScoreOptions,
     TextChunk,
-    TextRequest,
     Usage,
     collect,
     run,
     shown_bytes,
 )
+from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, Mold
 from banyan.server.http.event_writer import Later, follow
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import (
-    Origin,
-    Report,
     in_openai_words,
     native_sampling,
-    origin_of,
     read_fields,
-    sequences,
+    specs_of,
 )
-from banyan.server.openai.lora import model_and_adapters
+from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
@@ -50,28 +48,23 @@ MAX_LOGPROBS = 20
 
 async def completions(exchange: HttpExchange, state: ServerState) -> None:
     service = state.take_in(exchange.context.id)
-    server = state.config.server
+    server, context = state.config.server, exchange.context
 
-    def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
-        request = read_fields(raw, CompletionRequest, exchange.context)
+    def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
+        request = read_fields(raw, CompletionRequest, context)
         try:
-            asked = (request.model, state, exchange.context, request.lora_path)
             count = _count(service, request.prompt)
-            model, adapters = model_and_adapters(*asked, count)
-            origin = origin_of(exchange.context, request, "completion", adapters)
-            return (
-                request,
-                model,
-                origin,
-                _plan(service, raw, request, origin, exchange.context.warn_or_refuse),
+            model, adapters = model_and_adapters(
+                request.model, state, context, request.lora_path, count
             )
+            return request, model, _plan(context, service, raw, request, adapters)
         except RequestError as error:
             raise in_openai_words(error) from None
 
-    request, model, origin, plan = await exchange.read(read)
+    request, model, plan = await exchange.read(read)
     extension = Extension(request, state.config.cache.store)
-    told = (server.cache_report, extension)
-    answer = CompletionAnswer(service, origin.rid, plan, request, model, *told)
+    rid = request.rid or context.id
+    answer = CompletionAnswer(service, rid, plan, request, model, server.cache_report, extension)
     with state.open.holding(plan.asked, exchange.context.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
@@ -83,7 +76,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
 class Plan:
     """What one completion request runs: `best_of` sequences a prompt, of which `n` are answered."""
 
-    def __init__(self, asked: list[TextRequest], echoes: list[str], n: int, best_of: int) -> None:
+    def __init__(self, asked: list[RequestSpec], echoes: list[str], n: int, best_of: int) -> None:
         self.asked = asked
         self.echoes = echoes
         """Text to repeat before each prompt's answers; "" without echo."""
@@ -95,7 +88,11 @@ class Plan:
 
 
 def _plan(
-    service: Service, raw: Json, request: CompletionRequest, origin: Origin, report: Report
+    context: RequestContext,
+    service: Service,
+    raw: Json,
+    request: CompletionRequest,
+    adapters: Sequence[str],
 ) -> Plan:
     prompts = _prompts(request.prompt)
     best_of = min(_sequences_of(raw, request), service.limits.max_n)
@@ -124,7 +121,7 @@ def _plan(
         )
         found.append((ids, parsed))
     for name, why in merged(parsed.ignored for _, parsed in found).items():
-        report(name, why)
+        context.warn_or_refuse(name, why)
     n = found[0][1].n
     best_of = _best_of(request, n, service.limits.max_n)
     echoes = [_echo(service, p) for p in prompts] if request.echo else [""] * len(prompts)
@@ -135,7 +132,11 @@ def _plan(
             return ScoreOptions()
         return ScoreOptions(0 if request.echo and request.logprobs is not None else len(ids), top)
 
-    return Plan(sequences(origin, found, scores, best_of), echoes, n, best_of)
+    specs = [
+        PromptSpec(ids, parsed, scores(ids), adapter, count=best_of)
+        for (ids, parsed), adapter in zip(found, adapters or [""] * len(found), strict=True)
+    ]
+    return Plan(specs_of(context, request, specs, "completion"), echoes, n, best_of)
 
 
 def _count(service: Service, prompt: object) -> int:

@@ -6,27 +6,20 @@ answer's warnings header, and `strict` makes those 400 too. Knows no engine.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
-from banyan.messages.requests import NO_HIDDEN
-from banyan.requests import bootstrap as rooms
 from banyan.requests import constraint
-from banyan.requests.generate_request import (
-    checked_rid,
-    checked_salt,
-    first_experts,
-    hidden_wanted,
-    namespace_of,
+from banyan.requests.context import RequestContext
+from banyan.requests.request_spec import (
+    LAST_HIDDEN,
+    Fields,
+    PromptSpec,
+    RequestSpec,
+    build_specs,
 )
-from banyan.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.requests.sampling_params import ParsedSampling
-from banyan.server.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
 
@@ -38,7 +31,6 @@ Report = Callable[[str, str], None]
 Refused = Mapping[str, tuple[Sequence[object], str]]
 """Field -> (values that ask for nothing, why every other value is a 400)."""
 
-_MODEL_NAME = re.compile(r"[\w./+@ -]{1,256}")
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
@@ -123,111 +115,21 @@ def in_words(error: RequestError, words: Mapping[str, str]) -> RequestError:
     return RequestError(text, param=name, status=error.status, code=error.code, hint=error.hint)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What every sequence of one HTTP request has in common."""
-
-    rid: str
-    route: str
-    namespace: bytes = b""
-    caller: bytes = b""
-    priority: int = 0
-    hidden: str = ""
-    """Of the hidden states these routes give the last one alone."""
-    experts_from: int = NO_HIDDEN
-    """First position whose chosen experts are told."""
-    rooms: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The fields that say where its prompts are handed over."""
-    adapters: tuple[str, ...] = ()
-    """Of each prompt, "" for none; () where none has one."""
-
-
-def origin_of(
-    context: RequestContext, request: CommonRequest, route: str, adapters: tuple[str, ...] = ()
-) -> Origin:
-    """Name, cache namespace and priority of what `request` starts."""
-    return Origin(
-        checked_rid(request.rid) if request.rid is not None else context.id,
-        route,
-        namespace_of(
-            context.tenant,
-            checked_salt(request.cache_salt, "cache_salt"),
-            checked_salt(request.extra_key, "extra_key"),
-        ),
-        context.tenant,
-        request.priority or 0,
-        LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
-        first_experts(partial(getattr, request)),
-        rooms.with_replica(
-            {name: getattr(request, name) for name in rooms.FIELDS},
-            context.headers.get(rooms.HEADER, ""),
-        ),
-        adapters,
-    )
-
-
-def sequences(
-    origin: Origin,
-    prompts: list[tuple[list[int], ParsedSampling]],
-    scores: Callable[[list[int]], ScoreOptions],
-    count: int = 0,
-) -> list[TextRequest]:
-    """n sequences for each prompt, in answer order: all of the first prompt, then the next.
-
-    Args:
-        count: sequences for each prompt instead of its own n; 0 = n.
-    """
-    is_batch = isinstance(origin.rooms.get("bootstrap_room"), list) or len(prompts) > 1
-    meetings = rooms.meetings_of(origin.rooms.get, len(prompts) if is_batch else None)
-    adapters = origin.adapters or ("",) * len(prompts)
-    found = [
-        TextRequest(
-            id=RequestId(origin.rid),
-            prompt=ids,
-            sampling=parsed.for_sequence(i),
-            text=parsed.text,
-            scores=scores(ids),
-            grammar=parsed.grammar,
-            namespace=origin.namespace,
-            caller=origin.caller,
-            hidden=origin.hidden,
-            experts_from=origin.experts_from,
-            priority=origin.priority,
-            adapter=adapter,
-            route=origin.route,
-            stride=parsed.stream_interval,
-            room=meeting.name(i),
-            peer=meeting.peer,
-            replica=meeting.replica,
-            giver=meeting.giver,
-        )
-        for (ids, parsed), meeting, adapter in zip(prompts, meetings, adapters, strict=True)
-        for i in range(count or parsed.n)
-    ]
-    if len(found) == 1:
-        return found
-    if origin.experts_from != NO_HIDDEN:
+def specs_of(
+    context: RequestContext, request: msgspec.Struct, prompts: Sequence[PromptSpec], route: str
+) -> list[RequestSpec]:
+    """n sequences for each prompt, in answer order: all of the first prompt, then the next."""
+    fields = msgspec.structs.asdict(request)
+    if fields.get("rid") is None:
+        fields["rid"] = context.id
+    if fields.get("return_hidden_states") is True:
+        fields["return_hidden_states"] = LAST_HIDDEN
+    num = len(prompts) if len(prompts) > 1 else None
+    specs = build_specs(context, Fields(fields, num), prompts, route)
+    if len(specs) > 1 and specs[0].message.wants_experts:
         raise RequestError(
-            f"return_routed_experts is of one sequence on this route, and these are {len(found)}",
+            f"return_routed_experts is of one sequence on this route, and these are {len(specs)}",
             param="return_routed_experts",
             hint="Ask for one at a time, or use /generate.",
         )
-    return [replace(r, id=RequestId(f"{r.id}_{i}")) for i, r in enumerate(found)]
-
-
-def check_model(name: str, served: str, context: RequestContext) -> str:
-    """The model name to answer with; RequestError 404 for impossible names."""
-    if not name or name in (served, "default"):
-        return name or served
-    legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name
-    if context.is_strict or not legal:
-        raise no_such_model(name)
-    context.warn(f"model: {name!r} is not served; {served!r} answers")
-    return name
-
-
-def no_such_model(name: str) -> RequestError:
-    shown = name if len(name) <= 80 else name[:80] + "…"
-    return RequestError(
-        f"The model '{shown}' does not exist", param="model", status=404, code="model_not_found"
-    )
+    return specs

@@ -13,7 +13,7 @@ from banyan.chat_template.template import RESERVED
 from banyan.parsers.tool_calls.as_text import calls_as_text, tools_as_text
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
-from banyan.requests.long_texts import encode_texts, fitted_text
+from banyan.requests.prompts import encode_texts, fitted_text
 from banyan.server.errors import Json
 from banyan.server.state import Service
 

@@ -3,8 +3,14 @@
 import base64
 from collections.abc import Sequence
 
-from banyan.requests.cached_tokens import cache_miss, cached_details
-from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
+from banyan.requests.generation import (
+    Finish,
+    TextChunk,
+    TokenScore,
+    Usage,
+    cache_miss,
+    cached_details,
+)
 from banyan.server.errors import Json
 from banyan.server.openai.schema import CommonRequest
 from banyan.tokenizer.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.parsers.parts import CallStart, Said
-from banyan.requests.cached_tokens import cache_miss
-from banyan.requests.generation import TextChunk, Usage
+from banyan.requests.generation import TextChunk, Usage, cache_miss
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan

@@ -6,16 +6,19 @@ polls, or follows its stream.
 
 import asyncio
 import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.chat_template.template import ChatTemplate
-from banyan.server.context import RequestContext
+from banyan.requests.context import RequestContext
+from banyan.requests.generation import run
 from banyan.server.errors import Json, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
@@ -25,11 +28,10 @@ from banyan.server.openai.fields import (
     account_for,
     account_for_members,
     in_words,
-    origin_of,
     typed,
 )
 from banyan.server.openai.files import listed, page
-from banyan.server.openai.lora import model_and_adapter
+from banyan.server.openai.models import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
 from banyan.server.responses.dialect import RESPONSES
@@ -44,9 +46,9 @@ from banyan.server.responses.request import (
     TextForm,
     chat_body,
 )
-from banyan.server.responses.run import Running
 from banyan.server.responses.tools import (
     MAX_CALLS,
+    MAX_TURNS,
     Offered,
     ServerCalls,
     first_listings,
@@ -62,6 +64,81 @@ log = logger(__name__)
 _PAGE = 20
 _ID = re.compile(r"resp_[\w-]{1,64}", re.ASCII)
 _ON = ("true", "1")
+
+
+@dataclass(frozen=True)
+class Running:
+    """One response that is being made.
+
+    Attributes:
+        plan: of the first turn.
+        plan_turn: of each turn after that; takes the request as it is for this turn, and the
+            output items so far.
+        calls: answers what is called of tool servers.
+        over: called before the last event is seen.
+    """
+
+    service: Service
+    request: ResponsesRequest
+    plan: ChatPlan
+    plan_turn: Callable[[ResponsesRequest, list[Json]], Awaitable[ChatPlan]]
+    calls: ServerCalls
+    answer: ResponseAnswer
+    over: Callable[[], None]
+
+    async def events(self) -> AsyncGenerator[Json, None]:
+        """The events of the response; RequestError when it fails."""
+        answer, plan, num_turns = self.answer, self.plan, 0
+        try:
+            while True:
+                async with aclosing(run(self.service.generator, plan.asked)) as chunks:
+                    async for _, chunk in chunks:
+                        begun = [] if answer.has_begun else answer.begin()
+                        for event in self._seen([*begun, *answer.events(chunk)]):
+                            yield event
+                if answer.is_over:
+                    return
+                for index, item in answer.waiting:
+                    for event in answer.answered(index, await self.calls.outcome(item)):
+                        yield event
+                if reason := self._reason_to_end():
+                    for event in self._seen(answer.end(reason)):
+                        yield event
+                    return
+                num_turns += 1
+                plan = await self.plan_turn(self._rest(num_turns), answer.items)
+                answer.turn(plan)
+        finally:
+            await self.calls.close()
+
+    def fail(self, error: RequestError) -> list[Json]:
+        """The events that end a response which cannot be completed."""
+        return self._seen(self.answer.fail(error))
+
+    def _seen(self, events: list[Json]) -> list[Json]:
+        if self.answer.is_over:
+            self.over()
+        return events
+
+    def _reason_to_end(self) -> str:
+        """Why no turn follows the calls that were answered; "" when one does."""
+        if self.answer.needs_client:
+            return "stop"
+        left = self._tokens_left()
+        return "length" if left is not None and left <= 0 else ""
+
+    def _tokens_left(self) -> int | None:
+        longest = self.request.max_output_tokens
+        return None if longest is None else longest - self.answer.output_tokens
+
+    def _rest(self, num_turns: int) -> ResponsesRequest:
+        """The request for the next turn: a call that was demanded has been made."""
+        may_call = num_turns < MAX_TURNS and self.calls.limit > 0
+        return msgspec.structs.replace(
+            self.request,
+            tool_choice="auto" if may_call else "none",
+            max_output_tokens=self._tokens_left(),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +165,9 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange.context, chat, "responses", (asked.adapter,))
-            return plan_chat(service, body, chat, origin, report)
+            return plan_chat(
+                exchange.context, service, body, chat, "responses", asked.adapter, report
+            )
         except RequestError as error:
             raise in_words(error, WORDS) from None
 

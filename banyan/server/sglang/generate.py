@@ -8,7 +8,6 @@ import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.requests.bootstrap import HEADER, with_replica
 from banyan.requests.generate_response import NativeService
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
@@ -52,8 +51,7 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
         body, service.tokenizer, service.limits, exchange.context.tenant
     )
     asked = body if turn is None else turn.body
-    asked = with_replica(asked, exchange.context.headers.get(HEADER, ""))
-    request = await native.read(asked, exchange.context.tenant, size)
+    request = await native.read(asked, exchange.context, size)
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")
     for name, why in merged(s.not_honoured for s in request.sequences).items():
@@ -112,7 +110,7 @@ async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     native = native_service(state.take_in(exchange.context.id), state)
     limits = native.limits
     request = await exchange.read(
-        lambda body: native.parse(_from_vertex(body, limits), exchange.context.tenant)
+        lambda body: native.parse(_from_vertex(body, limits), exchange.context)
     )
     with state.open.holding([s.request for s in request.sequences], exchange.context.tenant):
         answer = await native.answer(request)

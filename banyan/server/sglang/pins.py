@@ -59,15 +59,13 @@ async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
         raise RequestError(f"ttl_s must be in (0, {_MOST_S:.0f}].", param="ttl_s")
     if not -_MOST_PRIORITY <= asked.priority <= _MOST_PRIORITY:
         raise RequestError(f"priority must be in ±{_MOST_PRIORITY}.", param="priority")
-    tenant = _tenant_of(asked, state)
+    context = replace(exchange.context, tenant=_tenant_of(asked, state))
     body: Json = {k: v for k, v in raw.items() if k not in ("ttl_s", "priority", "api_key")}
     body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-    request = await native.read(body, tenant, size)
+    request = await native.read(body, context, size)
+    pin = {"pin_s": asked.ttl_s, "pin_priority": asked.priority}
     sequences = [
-        replace(
-            s,
-            request=replace(s.request, pin_s=asked.ttl_s, pin_priority=asked.priority, route="pin"),
-        )
+        replace(s, request=replace(s.request.with_message(**pin), route="pin"))
         for s in request.sequences
     ]
     with state.open.holding([s.request for s in sequences], exchange.context.tenant):

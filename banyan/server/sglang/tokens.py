@@ -7,7 +7,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.parsers.tool_calls.definitions import read_tools
-from banyan.requests.long_texts import encode_texts
+from banyan.requests.prompts import encode_texts
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed

@@ -15,9 +15,9 @@ def open_device(soc: str) -> Callable[[], Any]:
     return install(soc).group_options
 
 
-def fabric() -> ModuleType:
+def open_fabric() -> ModuleType:
     return import_module("tests.ascend.emulation.fabric")
 
 
-def deep_ep() -> ModuleType:
+def open_deep_ep() -> ModuleType:
     return import_module("tests.ascend.emulation.deep_ep")

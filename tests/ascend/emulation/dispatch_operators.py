@@ -10,10 +10,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import expert_contracts
+from banyan.ascend.expert_exchange import MIB, dispatch_of
+from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
 from banyan.ops.experts_api import Ranks
-from banyan.platform.dispatch import MIB, buffer_bytes, dispatch_of
 from tests.ascend.emulation.groups import Exchanges
 
 _DISPATCH, _COMBINE = "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"
@@ -74,7 +74,7 @@ class Distributed:
         self._given(_DISPATCH, given, expert_scales)
         weights = expert_scales if expert_scales is not None else expert_ids.float()
         where = (ranks, moe_expert_num, limits)
-        expert_contracts.distribute_dispatch(x, expert_ids, weights, *where)
+        product_contracts.distribute_dispatch(x, expert_ids, weights, *where)
         tokens, per_token = expert_ids.shape
         self._fits(ranks, tokens, x.shape[1], per_token, moe_expert_num)
         local = moe_expert_num // ep_world_size
@@ -136,7 +136,7 @@ class Distributed:
         self._given(_COMBINE, given, expand_scales)
         sent = (assist_info_for_combine, ep_send_counts, expert_scales)
         where = (ranks, moe_expert_num, self._limits)
-        expert_contracts.distribute_combine(expand_x, expert_ids, *sent, *where)
+        product_contracts.distribute_combine(expand_x, expert_ids, *sent, *where)
         tokens, per_token = expert_ids.shape
         rows = self._gathered(_COMBINE, ranks, expand_x).flatten(0, 1)
         info = self._host(assist_info_for_combine)[::_INFO][: len(expand_x)].contiguous()
@@ -170,7 +170,7 @@ class Distributed:
 
     def _fits(self, ranks: Ranks, tokens: int, width: int, per_token: int, experts: int) -> None:
         size = (tokens, width, per_token, ranks.size, experts)
-        needed = -(-buffer_bytes(self._limits, *size) // MIB)
+        needed = -(-self._limits.buffer_bytes(*size) // MIB)
         there = self.buffer_mb(_DISPATCH, ranks)
         require(
             needed <= there,

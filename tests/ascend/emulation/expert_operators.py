@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import expert_contracts, four_bit_contracts
+from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
 from tests.ascend.emulation.quant_operators import lowered_product
 
@@ -50,7 +50,7 @@ class Experts:
     ) -> tuple[Tensor, ...]:
         name = "npu_moe_init_routing_v2"
         first, last = active_expert_range or (0, expert_num)
-        expert_contracts.init_routing(x, expert_idx, expert_num, first, last)
+        product_contracts.init_routing(x, expert_idx, expert_num, first, last)
         wanted = {
             "active_num": expert_idx.numel(),
             "drop_pad_mode": 0,
@@ -108,10 +108,10 @@ class Experts:
             dtype = _DTYPES.get(output_dtype, torch.int8)
             factors = (scale[0], per_token_scale[0])
             given_all = (x[0], weight[0], group_list, *factors, dtype)
-            expert_contracts.grouped_quant_matmul(*given_all)
+            product_contracts.grouped_quant_matmul(*given_all)
             factor, units = (self._host(part).float() for part in factors)
         else:
-            expert_contracts.grouped_matmul(x[0], weight[0], group_list)
+            product_contracts.grouped_matmul(x[0], weight[0], group_list)
             dtype, factor, units = x[0].dtype, None, None
         rows, columns = self._host(x[0]), self._host(weight[0])
         counts = self._host(group_list).tolist()
@@ -150,7 +150,7 @@ class Experts:
         assert scale and units and isinstance(bias, list)
         dtype = _DTYPES.get(output_dtype or 0, torch.int8)
         given = (weight, counts, scale[0], units[0], bias[0])
-        four_bit_contracts.grouped_matmul(x, *given, dtype)
+        product_contracts.grouped_four_bit_matmul(x, *given, dtype)
         rows = self._host(x)
         columns, ends, factors, each, lift = map(self._host, given)
         require(
@@ -173,7 +173,7 @@ class Experts:
         name = "npu_moe_token_unpermute"
         require(probs is not None, name, "probs must be given")
         assert probs is not None
-        expert_contracts.token_unpermute(rows, sorted_indices, probs)
+        product_contracts.token_unpermute(rows, sorted_indices, probs)
         _only(name, given, {})
         places = self._host(sorted_indices).long()
         require(

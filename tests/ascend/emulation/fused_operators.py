@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ascend.ops import fused_contracts
+from banyan.ascend.expert_exchange import FUSED, MIB, fused_dispatch_of
+from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
 from banyan.ops.experts_api import Ranks
-from banyan.platform.dispatch import MIB, fused_buffer_bytes, fusing_of
 from tests.ascend.emulation.dispatch_operators import Distributed
 from tests.ascend.emulation.quant_operators import Products
 
@@ -23,7 +23,7 @@ SCHEMA = (
     "Tensor down, Tensor down_scale, str group, int size, int rank, int room, int experts, "
     "int quant_mode, int mode) -> (Tensor, Tensor)"
 )
-_NAME = fused_contracts.NAME
+_NAME = product_contracts.FUSED_DEEP_MOE
 
 
 class Fused:
@@ -39,7 +39,7 @@ class Fused:
         self._host: Callable[..., Tensor] = core.host_alias
         self._device: Callable[[Tensor, int], Tensor] = core.device_alias
         self._distributed, self._products = distributed, products
-        self._limits = fusing_of(chip)
+        self._limits = fused_dispatch_of(chip)
 
     def fused_deep_moe(
         self,
@@ -59,10 +59,10 @@ class Fused:
         mode: int,
     ) -> tuple[Tensor, Tensor]:
         require(bool(self._limits), _NAME, "this chip has no such operator")
-        require(mode in fused_contracts.MODES, _NAME, f"fuse_mode is 1 or 2, not {mode}")
+        require(mode in product_contracts._FUSE_MODES, _NAME, f"fuse_mode is 1 or 2, not {mode}")
         ranks, limits = Ranks(group, rank, size), self._limits[mode - 1]
         parts = (gate_up, gate_up_scale, down, down_scale)
-        fused_contracts.fused_deep_moe(x, ids, weights, *parts, ranks, experts, mode, limits)
+        product_contracts.fused_deep_moe(x, ids, weights, *parts, ranks, experts, mode, limits)
         require(quant_mode == 1, _NAME, f"quant_mode is 1, not {quant_mode}")
         for name, part in (("gmm1_permuted_weight", gate_up), ("gmm2_weight", down)):
             is_there = part.data_ptr() in self._products.fractal
@@ -129,7 +129,7 @@ class Fused:
 
     def _fits(self, ranks: Ranks, x: Tensor, ids: Tensor, experts: int, mode: int) -> None:
         size = (len(x), x.shape[1], ids.shape[1], ranks.size, experts)
-        needed = -(-fused_buffer_bytes(mode, *size) // MIB)
+        needed = -(-FUSED[mode - 1].buffer_bytes(*size) // MIB)
         there = self._distributed.buffer_mb(_NAME, ranks)
         require(
             needed <= there,

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from banyan.ascend.ops.collective_contracts import exchanged
-from banyan.ascend.ops.contracts import require
+from banyan.ascend.ops.contracts import exchanged, require
 
 SCALE = 64
 """How much smaller than a real one everything here is: 1 GiB a device, and buffers of groups."""

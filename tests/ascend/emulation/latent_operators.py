@@ -6,9 +6,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import prologue_contracts
+from banyan.ascend.ops import latent_contracts
 from banyan.ascend.ops.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM, require
-from banyan.ascend.ops.prologue_contracts import FRACTAL_PAGES, PLAIN, PLAIN_DIM, PrologWeights
+from banyan.ascend.ops.latent_contracts import FRACTAL_PAGES, PLAIN, PLAIN_DIM, PrologWeights
 from tests.ascend.emulation.quant_operators import multiply
 
 _PROLOG, _SCATTER = "npu_mla_prolog_v3", "npu_scatter_pa_kv_cache"
@@ -83,7 +83,7 @@ class Latents:
         )
         gammas, turns = (rmsnorm_gamma_cq, rmsnorm_gamma_ckv), (rope_sin, rope_cos)
         pages = (kv_cache, kr_cache)
-        prologue_contracts.mla_prolog(
+        latent_contracts.mla_prolog(
             *(token_x, dequant_scale_x, weights, gammas, turns, pages, cache_index, cache_mode)
         )
         for name, part in (("dq", weight_dq), ("uq_qr", weight_uq_qr), ("dkv_kr", weight_dkv_kr)):
@@ -140,7 +140,7 @@ class Latents:
         require(not unused, _SCATTER, f"{', '.join(unused)} are not served here")
         is_served = cache_mode == FRACTAL_PAGES
         require(is_served, _SCATTER, f"cache_mode {cache_mode} is not served here")
-        prologue_contracts.scatter_pages(key, value, (key_cache, value_cache), slot_mapping)
+        latent_contracts.scatter_pages(key, value, (key_cache, value_cache), slot_mapping)
         for part, values in ((key_cache, key), (value_cache, value)):
             rows = self._host(values)[:, 0]
             self._write(_SCATTER, part, slot_mapping, rows, part.shape[2], True)

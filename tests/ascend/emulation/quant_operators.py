@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import four_bit_contracts, quant_contracts
+from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
 
 SCHEMAS = {
@@ -45,7 +45,7 @@ class Products:
 
     def npu_dynamic_quant(self, x: Tensor, **given: object) -> tuple[Tensor, Tensor]:
         name = "npu_dynamic_quant"
-        quant_contracts.dynamic_quant(x)
+        product_contracts.dynamic_quant(x)
         require(not given, name, f"{', '.join(given)} are not served here")
         wide = self._host(x).float()
         units = wide.abs().amax(-1).clamp(min=1e-12) / 127
@@ -70,14 +70,14 @@ class Products:
             f"dtype qint8, axis -1 and div_mode False are served here, not {dtype}, {axis} and "
             f"{div_mode}",
         )
-        quant_contracts.quantize(x, scales, zero_points)
+        product_contracts.quantize(x, scales, zero_points)
         wide = self._host(x).float() * self._host(scales).float() + self._host(zero_points).float()
         return self._device(wide.round().clamp(-128, 127).to(torch.int8), x.device.index)
 
     def npu_format_cast(self, x: Tensor, acl_format: int, **given: object) -> Tensor:
         name = "npu_format_cast"
         require(acl_format == _FRACTAL, name, f"form {acl_format} is not served here")
-        quant_contracts.format_cast(x)
+        product_contracts.format_cast(x)
         allowed = torch.get_device_module("npu").config.allow_internal_format
         require(allowed, name, "torch.npu.config.allow_internal_format must be set")
         found = self._device(self._host(x).clone(), x.device.index)
@@ -101,7 +101,7 @@ class Products:
         unused = [key for key, value in given.items() if value is not None]
         require(not unused, name, f"{', '.join(unused)} are not served here")
         dtype = _DTYPES.get(output_dtype or 0, torch.int8)
-        quant_contracts.quant_matmul(x1, x2, scale, dtype, pertoken_scale, bias)
+        product_contracts.quant_matmul(x1, x2, scale, dtype, pertoken_scale, bias)
         total = multiply(self._host(x1), self._host(x2))
         if bias is not None:
             total = total + self._host(bias)
@@ -127,7 +127,7 @@ class Products:
         require(is_whole, name, "offset and pertoken_scale must be given")
         assert isinstance(offset, Tensor) and pertoken_scale is not None
         dtype = _DTYPES.get(output_dtype or 0, torch.int8)
-        four_bit_contracts.quant_matmul(x1, x2, scale, pertoken_scale, offset, dtype)
+        product_contracts.four_bit_matmul(x1, x2, scale, pertoken_scale, offset, dtype)
         rows, columns, factors, lift = map(self._host, (x1, x2, scale, offset))
         out = lowered_product(rows, columns, factors) + lift
         out = out * self._host(pertoken_scale)
@@ -139,6 +139,6 @@ def lowered_product(rows: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
     and an output are counted in. [rows, out] fp32"""
     words = columns.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)
     numbers = ((words & 15) ^ 8) - 8  # [in, out / 8, 8]
-    units = scale.int().view(torch.float32).repeat_interleave(four_bit_contracts.GROUP, 0)
+    units = scale.int().view(torch.float32).repeat_interleave(product_contracts.FOUR_BIT_GROUP, 0)
     weights = numbers.flatten(1).double() * units.double()
-    return ((rows.double() - four_bit_contracts.LOWERED) @ weights).float()
+    return ((rows.double() - product_contracts.FOUR_BIT_OFFSET) @ weights).float()

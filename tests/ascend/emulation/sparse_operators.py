@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import sparse_contracts
+from banyan.ascend.ops import latent_contracts
 from banyan.ascend.ops.contracts import require
 
 _INDEXER, _SPARSE = "npu_lightning_indexer", "npu_sparse_flash_attention"
@@ -47,7 +47,7 @@ class Sparse:
         **given: object,
     ) -> tuple[Tensor, Tensor]:
         rows = (actual_seq_lengths_query, actual_seq_lengths_key, block_table)
-        sparse_contracts.lightning_indexer(query, key, weights, *rows, sparse_count)
+        latent_contracts.lightning_indexer(query, key, weights, *rows, sparse_count)
         _only(_INDEXER, given, {"layout_query": "TND", "layout_key": "PA_BSND"})
         q, shares = self._host(query).float(), self._host(weights).float()
         chosen = torch.full((len(q), 1, sparse_count), -1, dtype=torch.int32)
@@ -78,7 +78,7 @@ class Sparse:
         **given: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = (actual_seq_lengths_query, actual_seq_lengths_kv, block_table)
-        sparse_contracts.sparse_flash_attention(
+        latent_contracts.sparse_flash_attention(
             query, query_rope, key, key_rope, sparse_indices, *rows
         )
         wanted = {"layout_query": "TND", "layout_kv": "PA_BSND"}

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from banyan.ascend.ops import pages
+from banyan.ascend.ops import paged_attention
 from banyan.ascend.platform import NpuPlatform, _LengthGraph
 from tests.border.device_kit import DeviceKit
 from tests.border.driver import Play, play, random_actions, smallest
@@ -51,8 +51,10 @@ def _graphs_are_told_the_lengths_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rows_forget_their_last_key(patch: pytest.MonkeyPatch) -> None:
-    lengths_of = pages.lengths_of
-    patch.setattr(pages, "lengths_of", lambda *at: [max(1, n - 1) for n in lengths_of(*at)])
+    lengths_of = paged_attention.lengths_of
+    patch.setattr(
+        paged_attention, "lengths_of", lambda *at: [max(1, n - 1) for n in lengths_of(*at)]
+    )
 
 
 DEFECTS = (_graphs_are_told_the_lengths_before, _rows_forget_their_last_key)

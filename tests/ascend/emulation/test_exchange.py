@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
+from banyan.ascend.expert_exchange import A2, A3, MIB, dispatch_of
 from banyan.ascend.hccl import HcclCollectives
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
 from banyan.ascend.launch.facts import Model
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.exchange_cases import exchange_cases
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.platform import NpuPlatform
 from banyan.ops import reference
@@ -21,9 +21,9 @@ from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
-from banyan.platform.base import Dispatch
-from banyan.platform.dispatch import A2, A3, MIB, buffer_bytes, dispatch_of, obstacle
+from banyan.platform.expert_exchange import Dispatch
 from tests.ascend.emulation.device import EmulatedNpu, install
+from tests.ascend.emulation.exchange_cases import exchange_cases
 from tests.ascend.emulation.exchanges import Tokens, how_far
 from tests.parallel.ranks import together
 
@@ -256,8 +256,8 @@ def test_what_an_exchange_does_not_take_is_refused(npu: EmulatedNpu, tmp_path) -
     ],
 )
 def test_the_limits_of_a_chip(limits: Dispatch, size: tuple, why: str) -> None:
-    assert why in obstacle(limits, *size)
-    assert bool(why) == bool(obstacle(limits, *size))
+    assert why in limits.obstacle(*size)
+    assert bool(why) == bool(limits.obstacle(*size))
 
 
 def test_a_chip_is_known_by_its_name() -> None:
@@ -269,5 +269,5 @@ def test_the_buffer_is_what_the_launcher_computes(soc: str, limits: Dispatch) ->
     model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
     for tokens, ranks in ((24, 16), (8, 32), (256, 64)):
         size = (tokens, 7168, 8, ranks, 256)
-        assert buffer_bytes(limits, *size) == launched(soc, tokens, ranks, model)
-    assert buffer_bytes(A3, 24, 7168, 8, 16, 256) // MIB == 179  # of the 200 of the install page
+        assert limits.buffer_bytes(*size) == launched(soc, tokens, ranks, model)
+    assert A3.buffer_bytes(24, 7168, 8, 16, 256) // MIB == 179  # of the 200 of the install page

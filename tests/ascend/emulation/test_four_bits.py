@@ -6,13 +6,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.ops import operators as operators_of
-from banyan.ascend.ops.expert_products import GroupedProduct
-from banyan.ascend.ops.four_bit_cases import rows, weight
-from banyan.ascend.ops.four_bit_operators import FourBitOperators
-from banyan.ascend.ops.four_bits import FourBitLinear, FourBitProduct, Packed, product_of
-from banyan.ascend.ops.needs import NpuToolkit
-from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.quantised import PlainLinear, linear_kernel
+from banyan.ascend.ops.operators import FourBitOperators, Operators
+from banyan.ascend.ops.products import (
+    FourBitLinear,
+    FourBitProduct,
+    GroupedProduct,
+    PackedFourBits,
+    PlainLinear,
+    linear_kernel,
+    product_of,
+)
+from banyan.ascend.ops.toolkit import NpuToolkit
+from banyan.ascend.selfcheck.product_cases import four_bit_rows as rows
+from banyan.ascend.selfcheck.product_cases import four_bit_weight as weight
 from banyan.ops.four_bits import FOUR_BITS, FourBits
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_quantised import BARE, scores
@@ -72,7 +78,9 @@ def test_a_product_is_that_of_the_scheme(npu, on, dtype: torch.dtype) -> None:
 def test_the_form_is_eight_numbers_in_a_word() -> None:
     numbers = torch.tensor([[-8], [7], [-1], [0], [1], [2], [3], [-2]], dtype=torch.int8)
     numbers = numbers.repeat(1, 256)
-    found = Packed.of(StoredWeight(FOUR_BITS, (8, 256), FourBits(numbers, torch.ones(8, 8)).raw))
+    found = PackedFourBits.of(
+        StoredWeight(FOUR_BITS, (8, 256), FourBits(numbers, torch.ones(8, 8)).raw)
+    )
     assert found.columns.shape == (256, 1)
     assert found.columns[0, 0].item() & 0xFFFFFFFF == 0xE3210F78
     assert found.scale.tolist() == [[0x3F800000] * 8]

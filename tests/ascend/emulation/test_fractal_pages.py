@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import latents
+from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.needs import NpuToolkit
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.prologue_cases import as_fractal
+from banyan.ascend.ops.toolkit import NpuToolkit
+from banyan.ascend.selfcheck.attention_cases import as_fractal
 from banyan.ops.bind import bind
 from tests.ascend.emulation.test_families import IS_WHOLE, LATENT, start
 from tests.ascend.emulation.test_prologue import MLAPO, WIDE, answers
@@ -106,7 +106,7 @@ def test_a_draft_layer_reads_them_too(scene: dict[str, Any]) -> None:
     rows = (scene["tables"], scene["starts"], scene["contexts"], 0.1)
     made = [
         kernel.function(NpuToolkit(Operators(True), fractal_pages=True))
-        for kernel in (latents.latent_attention, latents.attend_fractal)
+        for kernel in (latent_attention.latent_attention, latent_attention.attend_fractal)
     ]
     pages = (scene["latents"], scene["keys"])
     queries = (scene["q"], scene["turned"])
@@ -126,8 +126,8 @@ def test_nobody_takes_them_for_plain_ones(npu) -> None:
         found = {c.label: c.kernel for c in ops.choices}  # type: ignore[attr-defined]
         names.append({op: found[op] for op in ("write_latent", "latent_attention")})
     assert names[0] == {
-        "write_latent": "latents:write_fractal",
-        "latent_attention": "latents:attend_fractal",
+        "write_latent": "latent_attention:write_fractal",
+        "latent_attention": "latent_attention:attend_fractal",
     }
     assert names[1] == names[2] and not set(names[1].values()) & set(names[0].values())
 

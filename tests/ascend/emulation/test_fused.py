@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.driver import open_deep_ep
+from banyan.ascend.expert_exchange import FUSED, MIB
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
 from banyan.ascend.launch.facts import Model
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.fused import as_bits, in_turns
-from banyan.ascend.ops.fused_operators import Fuser
-from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops.experts import as_bits, interleaved
+from banyan.ascend.ops.operators import Fuser
+from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.platform import NpuPlatform
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.cli import parse
@@ -30,7 +31,6 @@ from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
-from banyan.platform.dispatch import FUSED, MIB, fused_buffer_bytes, fusing_obstacle
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.ascend.emulation.exchanges import Tokens, how_far
 from tests.ascend.emulation.test_families import compare
@@ -181,26 +181,26 @@ def test_what_the_operators_do_not_take_is_refused(npu: EmulatedNpu, tmp_path) -
     ],
 )
 def test_the_limits_of_an_operator(mode: int, size: tuple, why: str) -> None:
-    found = fusing_obstacle(FUSED[mode - 1], *size)
+    found = FUSED[mode - 1].obstacle(*size)
     assert re.search(why, found) and bool(why) == bool(found)
 
 
 def test_an_operator_of_8_bits_needs_less_of_the_buffer() -> None:
-    first, second = (fused_buffer_bytes(mode, 24, 7168, 8, 16, 256) for mode in (1, 2))
+    first, second = (limits.buffer_bytes(24, 7168, 8, 16, 256) for limits in FUSED)
     assert (first // MIB, second) == (179, 3 * 24 * 8 * 7168 + 10 * MIB)
 
 
 def test_the_buffer_is_what_the_launcher_computes() -> None:
     model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
     for mode, (tokens, ranks) in ((1, (24, 16)), (2, (1000, 32))):
-        found = fused_buffer_bytes(mode, tokens, 7168, 8, ranks, 256)
+        found = FUSED[mode - 1].buffer_bytes(tokens, 7168, 8, ranks, 256)
         assert found == launched("A3", tokens, ranks, model, mode)
 
 
 def test_a_first_weight_has_gates_and_ups_in_turns() -> None:
     numbers = torch.arange(8).view(1, 8, 1).expand(1, 8, 3)
-    assert in_turns(numbers, 2)[0, :, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert in_turns(numbers[..., 0], 4)[0].tolist() == list(range(8))
+    assert interleaved(numbers, 2)[0, :, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert interleaved(numbers[..., 0], 4)[0].tolist() == list(range(8))
     assert as_bits(torch.tensor([1.0, -2.0])).tolist() == [0x3F800000, -0x40000000]
 
 

@@ -24,7 +24,8 @@ from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward
 from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny

@@ -15,7 +15,7 @@ from banyan.llm import Engine
 from banyan.platform import open_platform
 from banyan.platform.accelerator import StreamLane
 from banyan.runner import weights
-from banyan.runner.offload import OffloadedBlocks, _Away, _parts_of, _Turns
+from banyan.runner.offload import OffloadedBlocks, _HostBlock, _parts_of, _Prefetcher
 from tests.ascend.emulation import test_drafts
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.test_quantised import MADE
@@ -117,11 +117,11 @@ class Scene:
         for block, part in zip(self.blocks, parts, strict=True):
             block.weight = nn.Parameter(part[0].views[0], requires_grad=False)
             part[0].views[:] = [block.weight]
-        away = [_Away(part, self.platform) for part in parts]
+        away = [_HostBlock(part, self.platform) for part in parts]
         slots = [torch.empty(away[0].size, dtype=torch.uint8, device="npu") for _ in range(2)]
         for at, one in enumerate(away):
-            one.lie_in(slots[at % 2])
-        _Turns(away, slots, self.platform.lane()).hang(self.blocks[0], self.blocks)
+            one.use(slots[at % 2])
+        _Prefetcher(away, slots, self.platform.lane()).hang(self.blocks[0], self.blocks)
 
     @torch.inference_mode()
     def run(self, passes: int = 2) -> None:
@@ -147,7 +147,7 @@ def _does_not_wait(lane: StreamLane, work, after: object) -> object:
 
 PLANTED = {
     "a block that does not wait for its weights": (
-        *(_Turns, "_enter", lambda turns, number, *_: None),
+        *(_Prefetcher, "_enter", lambda turns, number, *_: None),
         "does not wait for a copy from the host",
     ),
     "a copy that does not wait for who reads the buffer": (

@@ -12,11 +12,10 @@ import torch
 
 import banyan
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.latent_operators import LatentOperators
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.latent_contracts import WHOLLY
+from banyan.ascend.ops.operators import LatentOperators, Operators
 from banyan.ascend.ops.prologue import Prologue, open_prologue
-from banyan.ascend.ops.prologue_cases import empty_pages, inputs
-from banyan.ascend.ops.prologue_contracts import WHOLLY
+from banyan.ascend.selfcheck.attention_cases import empty_pages, inputs
 from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
@@ -160,7 +159,7 @@ def shape(**changed: object) -> PrologueShape:
         ({"dim": 2048}, HALF, "the stream is 2048 wide"),
         ({"heads": 3}, HALF, "a rank has 3 heads"),
         ({"query_rank": 0}, HALF, r"have \(0, 128, 512, 64\) numbers"),
-        ({"obstacle": "adapters may lie beside"}, HALF, "adapters may lie beside"),
+        ({"obstacle": "projections may have adapters"}, HALF, "projections may have adapters"),
     ],
 )
 def test_what_it_has_no_shape_for_is_said(changed, dtype, why) -> None:

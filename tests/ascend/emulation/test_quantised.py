@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.needs import NpuToolkit
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.quantised import RoundedLinear, linear_kernel
+from banyan.ascend.ops.products import RoundedLinear, linear_kernel
+from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ops.rounded_inputs import Rounding
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_families import IS_WHOLE, start

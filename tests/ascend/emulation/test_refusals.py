@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 
 import banyan.ascend.ops
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.needs import NpuToolkit, declines_pages
 from banyan.ascend.ops.operators import _NEWER_NAMES as NEWER_NAMES
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.toolkit import NpuToolkit, declines_pages
 from banyan.ops.bind import NO_TOOLKIT, OpSpec
 from tests.ascend.emulation.refused.attention import ATTENTION
 from tests.ascend.emulation.refused.calls import CALLS, HALF, Echo, Given, attention

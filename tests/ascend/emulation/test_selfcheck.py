@@ -2,7 +2,7 @@
 
 import torch
 
-from banyan.ascend.ops.cases import cases
+from banyan.ascend.selfcheck import cases
 from banyan.cli.main import main
 
 

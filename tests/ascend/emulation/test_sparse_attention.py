@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import latents, sparse
-from banyan.ascend.ops.needs import NpuToolkit
+from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ops import reference
 from banyan.ops.index_api import IndexShape
 
@@ -77,9 +77,9 @@ def on_npu(found: Scene, top: int, first: int) -> tuple[Tensor, Tensor]:
         keys = [torch.cat(keys, -1)] * 2
     tables, starts, contexts = found.rows
     rows = (tables.to("npu"), starts, contexts)
-    choose = sparse.choose_positions.function(toolkit)
+    choose = latent_attention.choose_positions.function(toolkit)
     chosen = choose(*on(found.asked), *keys, *rows, top, first)
-    attend = latents.latent_attention.function(toolkit)
+    attend = latent_attention.latent_attention.function(toolkit)
     return chosen, attend(*on(found.q), *on(found.kept), *rows, SCALE, chosen, first)
 
 

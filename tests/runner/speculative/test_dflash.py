@@ -19,7 +19,8 @@ from banyan.models.weights.draft_models import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.dflash import BlockDrafter
 from banyan.runner.speculative.draft_runner import DraftModel
 from tests.models.drafting import PlainBlocks, tiny_blocks

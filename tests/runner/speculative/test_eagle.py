@@ -18,11 +18,12 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.eagle import eagle_model_config
 from banyan.model_config.model_config import FULL, STATE, ModelConfig
 from banyan.models.eagle import EagleLM
-from banyan.models.weights.draft_models import load_eagle, load_mtp, narrow_the_head
+from banyan.models.weights.draft_models import load_eagle, load_mtp_layer, restrict_head
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import ModelRunner, RunnerConfig
+from banyan.runner.runner import ModelRunner
+from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.eagle import HiddenDrafter
 from banyan.runner.speculative.tree_growth import Grower
@@ -96,9 +97,9 @@ def runner_of(
         ahead = load_eagle(draft, model, mine, PAGE)
         if tokens:
             assert isinstance(ahead, EagleLM)
-            narrow_the_head(ahead, model_config, tokens, mine)
+            restrict_head(ahead, model_config, tokens, mine)
     else:
-        ahead = load_mtp(model_config, model, build, PAGE)
+        ahead = load_mtp_layer(model_config, model, build, PAGE)
 
     def open_drafter(open_draft_runner) -> HiddenDrafter:
         draft_runner = open_draft_runner()

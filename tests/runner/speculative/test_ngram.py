@@ -4,7 +4,7 @@ from random import Random
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import DraftRunner
+from banyan.runner.speculative.draft_runner import DraftRunner
 from banyan.runner.speculative.ngram import Ngram
 from tests.support.flags import config_of
 

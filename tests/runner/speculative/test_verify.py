@@ -2,7 +2,7 @@
 
 import pytest
 
-from banyan.runner.speculative.drafting import standing
+from banyan.runner.speculative.drafting import count_accepted
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from banyan.runner.speculative.drafting import standing
     ],
 )
 def test_what_stands_ends_with_the_first_token_that_no_draft_foresaw(drafts, sampled, count):
-    assert standing(drafts, sampled) == count
+    assert count_accepted(drafts, sampled) == count

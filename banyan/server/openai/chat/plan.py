@@ -11,11 +11,12 @@ from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerForm
 from banyan.parsers.reasoning.base import ReasoningFormat
 from banyan.requests.constraint import start_after
-from banyan.requests.generation import ScoreOptions, TextRequest
+from banyan.requests.context import RequestContext
+from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
-from banyan.server.openai.fields import Origin, Report, native_sampling, sequences
+from banyan.server.openai.fields import Report, native_sampling, specs_of
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import Service
@@ -31,7 +32,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 class ChatPlan:
     """What one chat request runs."""
 
-    asked: list[TextRequest]
+    asked: list[RequestSpec]
     form: AnswerForm
     top: int | None
     """Alternatives to report at each token; None when no log-probabilities are wanted."""
@@ -40,10 +41,12 @@ class ChatPlan:
 
 
 def plan_chat(
+    context: RequestContext,
     service: Service,
     raw: Json,
     request: ChatRequest,
-    origin: Origin,
+    route: str,
+    adapter: str,
     warn: Report,
     may_shorten: bool = False,
 ) -> ChatPlan:
@@ -51,6 +54,9 @@ def plan_chat(
 
     Args:
         raw: `request` as it was sent, with the fields of sampling.
+        route: API of the request, for logs and metrics.
+        adapter: LoRA adapter that answers; "" = the model by itself.
+        warn: reports (field, why it has no effect).
         may_shorten: an answer that is asked to be longer than the context leaves room for may end
             there; otherwise it is refused.
 
@@ -78,11 +84,10 @@ def plan_chat(
     form = _form(service, request, use, ids)
     parsed = _guided(service, parsed, form, use, ids)
 
-    def scores(prompt: list[int]) -> ScoreOptions:
-        return ScoreOptions(NO_SCORES if top is None else len(prompt), top or 0)
-
+    scores = ScoreOptions(NO_SCORES if top is None else len(ids), top or 0)
+    asked = specs_of(context, request, [PromptSpec(ids, parsed, scores, adapter)], route)
     end = service.words().token_to_id(form.reasoning.end) if form.reasoning else None
-    return ChatPlan(sequences(origin, [(ids, parsed)], scores), form, top, end)
+    return ChatPlan(asked, form, top, end)
 
 
 def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[list[int], ToolUse]:

@@ -25,7 +25,7 @@ def main() -> None:
     else:
         import torch_npu  # noqa: F401  registers the operators
 
-    from banyan.ascend.ops.exchange_cases import exchange_cases
+    from tests.ascend.emulation.exchange_cases import exchange_cases
     from tests.ascend.emulation.real.calls import called, results
 
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(("npu::", "atb::"))]

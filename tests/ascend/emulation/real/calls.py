@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banyan.ascend.ops.cases import Case, cases
-from banyan.ascend.ops.exchange_cases import exchange_cases
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.selfcheck import cases
+from banyan.ascend.selfcheck.case import Case
+from tests.ascend.emulation.exchange_cases import exchange_cases
 
 Results = dict[str, list[list[str]]]
 """Case -> for each call of an operator: its name, and each of its results."""

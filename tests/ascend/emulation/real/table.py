@@ -6,8 +6,8 @@ python -m tests.ascend.emulation.real.table    # prints it
 from collections import Counter
 from collections.abc import Iterator
 
-from banyan.ascend.ops.cases import cases
-from banyan.ascend.ops.exchange_cases import exchange_cases
+from banyan.ascend.selfcheck import cases
+from tests.ascend.emulation.exchange_cases import exchange_cases
 from tests.ascend.emulation.operators import SCHEMAS
 from tests.ascend.emulation.real.lists import schemas, versions, without_meta
 

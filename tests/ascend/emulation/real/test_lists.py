@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from banyan.ascend.ops import four_bit_operators, latent_operators, operators
-from banyan.ascend.ops.cases import cases
-from banyan.ascend.ops.exchange_cases import exchange_cases
+from banyan.ascend.expert_exchange import A2, A3
+from banyan.ascend.ops import operators
 from banyan.ascend.ops.operators import Operators
-from banyan.platform.dispatch import A2, A3
+from banyan.ascend.selfcheck import cases
 from tests.ascend.emulation import operators as emulated
+from tests.ascend.emulation.exchange_cases import exchange_cases
 from tests.ascend.emulation.real import table
 from tests.ascend.emulation.real.lists import ROOT, schemas, versions
 
@@ -70,8 +70,7 @@ def test_a_call_that_the_release_does_not_take_is_found(declared: Any, named, wh
 def test_every_operator_that_is_called_has_a_case() -> None:
     called = {
         node.attr
-        for module in (operators, latent_operators, four_bit_operators)
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
+        for node in ast.walk(ast.parse(Path(operators.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "_npu"

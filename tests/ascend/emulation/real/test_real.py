@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.ascend.ops.exchange_cases import exchange_cases
 from banyan.parallel.groups import open_groups
+from tests.ascend.emulation.exchange_cases import exchange_cases
 from tests.ascend.emulation.real.calls import results
 from tests.ascend.emulation.real.lists import (
     ask,

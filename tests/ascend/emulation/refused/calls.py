@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops import contracts, quant_contracts
-from banyan.ascend.ops.collective_contracts import exchanged
-from banyan.ascend.ops.fused_operators import Fuser
-from banyan.ascend.ops.operators import Operators, Sent
-from banyan.ascend.ops.prologue_contracts import WHOLLY, PrologWeights
+from banyan.ascend.expert_exchange import A3, FUSED
+from banyan.ascend.ops import contracts, product_contracts
+from banyan.ascend.ops.contracts import exchanged
+from banyan.ascend.ops.latent_contracts import WHOLLY, PrologWeights
+from banyan.ascend.ops.operators import Fuser, Operators, Sent
 from banyan.ops.experts_api import Ranks
-from banyan.platform.dispatch import A3, FUSED
 
 HALF = torch.bfloat16
 RANKS = Ranks("experts", 0, 2)
@@ -279,7 +278,7 @@ CALLS: dict[str, Call] = {
     ),
     "cast_fractal": Call(by_name("cast_fractal", "input"), {"input": bytes_of(64, 32)}),
     "format_cast": Call(  # the caller leaves out what has other sizes
-        lambda _, given: quant_contracts.format_cast(given["input"]), {"input": make(32, 16)}
+        lambda _, given: product_contracts.format_cast(given["input"]), {"input": make(32, 16)}
     ),
     "quant_matmul": Call(
         by_name("quant_matmul", "x1", "x2", "scale", "dtype", "pertoken_scale", "bias"),

@@ -1,8 +1,10 @@
-"""Latent attention by the NPU's operators: every token in the latent space, where all heads share
-one vector and one turned key. Lengths are taken from the host, as beside (`pages.py`).
+"""Latent attention by the NPU's operators, over plain and fractal pages, and the indexer of sparse
+attention.
 
-The operator takes rows of up to 16 tokens, so a longer one is cut into pieces: each has the pages
-of its row, and sees them up to its own last token.
+All heads share one latent vector and one rotated key per token. Lengths come from the host, as in
+`paged_attention.py`. The operator takes rows of up to 16 tokens, so a longer row is cut into pieces
+that share its pages; each piece sees keys up to its own last token. The indexer returns positions,
+[tokens, 1, top] with the best first and -1 after the last, not the bits of ops/api.py.
 """
 
 from collections.abc import Callable
@@ -21,10 +23,10 @@ from banyan.ascend.ops.contracts import (
     LATENT_ROPE_DIM,
     LATENT_TOKENS,
 )
-from banyan.ascend.ops.needs import NpuToolkit, declines
+from banyan.ascend.ops.latent_contracts import count_from
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.pages import lengths_of
-from banyan.ascend.ops.plain import attend_plainly
+from banyan.ascend.ops.paged_attention import attend_plainly, lengths_of
+from banyan.ascend.ops.toolkit import NpuToolkit, declines
 from banyan.ops import reference
 from banyan.ops.bind import Kernel, OpSpec
 
@@ -213,3 +215,46 @@ write_fractal = Kernel(supports=_declines_fractal, make=_write_fractal)
 attend_fractal = Kernel(supports=_declines_fractal, make=_attend_fractal)
 """Where SGLANG_USE_FIA_NZ asks for it: kernels by names of their own, so that nobody takes pages of
 the one form for those of the other."""
+
+
+def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
+    operators = toolkit.operators
+
+    def run(
+        q: Tensor,
+        q_turned: Tensor,
+        weights: Tensor,
+        key_pages: Tensor,
+        turned_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        top: int,
+        first: int = 0,
+    ) -> Tensor:
+        if not len(q):
+            return torch.empty((0, 1, top), dtype=torch.int32, device=q.device)
+        if key_pages is not turned_pages:  # `joins_index` has said no
+            rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))
+            given = (q, q_turned, weights, key_pages, turned_pages)
+            return reference.choose_positions(*given, *rows, top, first)
+        query = torch.cat([q, q_turned], -1)
+        rows = operators.ends_of(q.device, row_starts, context_lengths)
+        given = (weights.contiguous(), page_tables.contiguous(), *rows)
+        asked = count_from(top + first)
+        chosen = operators.choose_positions(query, key_pages.unsqueeze(2), *given, asked)
+        return _from_first(chosen, top) if first else chosen
+
+    return run
+
+
+def _from_first(chosen: Tensor, top: int) -> Tensor:
+    """The best of these but for position 0, which holds nothing and may be anywhere among them.
+
+    chosen: [tokens, 1, more than top]; returns [tokens, 1, top].
+    """
+    passed = (chosen == 0).int().cumsum(-1)[..., :top]  # 1 from its place on
+    return chosen.gather(-1, passed + torch.arange(top, device=chosen.device))
+
+
+choose_positions = Kernel(supports=_declines, make=_choose_positions)

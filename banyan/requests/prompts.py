@@ -1,14 +1,94 @@
-"""`input_embeds`: prompts given as rows of the embedding table, or as anything of that shape.
+"""Long texts to token ids, under bounds that hold before the whole text is tokenised.
 
-Knows numbers and sizes, and nothing of what they mean to the model.
+The tokenizer takes some hundred bytes of memory for each token of a text until it is done, so a
+text is counted in pieces first when it may be too long. Knows no chat and no requests.
 """
 
 import hashlib
 import math
 from array import array
+from collections.abc import Iterable
+from itertools import islice
 
 from banyan.base.errors import RequestError
 from banyan.requests.sampling_params import Limits
+from banyan.tokenizer.tokenizer import Tokenizer
+
+PIECE_CHARS = 32 << 10
+_CUT_TOKENS = 16
+"""More than a cut between two pieces can add to their tokens."""
+
+
+BATCH_TEXTS = 32
+"""Texts that one call tokenises at most, so that the bound on all of them holds in between."""
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Iterable[str], limits: Limits, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of each text.
+
+    Raises:
+        RequestError: one is longer than the context, or all together are longer than a request may
+            be, or one is not valid.
+    """
+    found: list[list[int]] = []
+    total = 0
+    size = BATCH_TEXTS if limits.batch_encode else 1
+    fitted = (fitted_text(tokenizer, text, limits) for text in texts)
+    while batch := list(islice(fitted, size)):
+        if limits.batch_encode:
+            encoded = tokenizer.encode_batch(batch, add_special_tokens)
+        else:
+            encoded = [tokenizer.encode(batch[0], add_special_tokens)]
+        total += sum(map(len, encoded))
+        check_total(total, limits)
+        found += encoded
+    return found
+
+
+def fitted_text(tokenizer: Tokenizer, text: str, limits: Limits) -> str:
+    """`text`, or as much of its beginning as fills the context where prompts may be cut.
+
+    Raises:
+        RequestError: it is longer than the context by far; else the caller finds out.
+    """
+    end = end_of_tokens(tokenizer, text, limits.total)
+    if end == len(text) or limits.auto_truncate:
+        return text[:end]
+    raise RequestError(
+        f"The input (more than {limits.total} tokens in {len(text)} characters) is longer than the "
+        f"model's context length ({limits.total} tokens).",
+        code="context_length_exceeded",
+    )
+
+
+def end_of_tokens(tokenizer: Tokenizer, text: str, most: int) -> int:
+    """A position in `text` up to which it has more than `most` tokens; its end if there is none.
+
+    Texts of up to two characters a token are not counted: they cost little.
+    """
+    if len(text) <= max(PIECE_CHARS, 2 * most):
+        return len(text)
+    num_tokens = 0
+    for at in range(0, len(text), PIECE_CHARS):
+        piece = text[at : at + PIECE_CHARS]
+        num_tokens += len(tokenizer.encode(piece, add_special_tokens=False)) - _CUT_TOKENS
+        if num_tokens > most:
+            return at + len(piece)
+    return len(text)
+
+
+def check_total(num_tokens: int, limits: Limits) -> None:
+    """RequestError when the prompts of one request have this many tokens in all."""
+    most = max(limits.max_prompt_tokens, limits.total)
+    if num_tokens > most:
+        raise RequestError(
+            f"The prompts of one request may have {most} tokens in all, each counted as often as "
+            f"it is answered; these have {num_tokens} or more.",
+            code="context_length_exceeded",
+        )
+
 
 NAME = "input_embeds"
 PLACEHOLDER = 0

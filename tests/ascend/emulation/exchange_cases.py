@@ -1,20 +1,20 @@
-"""Calls of the operators by which ranks exchange rows of experts, as `cases.py` has those of one
-device. What comes back depends on the other rank, so numbers are compared where there is one."""
+"""Cases of the operators by which ranks exchange expert rows. They need a second rank, so the
+self-check has none of them."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops.cases import Case, Place
+from banyan.ascend.expert_exchange import A3
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.selfcheck.case import Case, Place
 from banyan.ops.experts_api import Ranks
-from banyan.platform.base import Dispatch
-from banyan.platform.dispatch import A3
+from banyan.platform.expert_exchange import Dispatch
 
 _TOKENS, _WIDTH, _EXPERTS, _PER_TOKEN = 5, 1024, 6, 2
 SOMEWHERE = Ranks("somewhere", 0, 2)
-"""A group that is nowhere: for kernels that compute shapes alone."""
+"""A group that does not exist: for kernels that compute shapes only."""
 
 
 def exchange_cases(ranks: Ranks = SOMEWHERE, limits: Dispatch = A3) -> Iterator[Case]:

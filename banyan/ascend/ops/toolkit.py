@@ -1,26 +1,22 @@
-"""What the NPU's kernels share and what they need; imports no driver."""
+"""What the NPU's kernels share, and the reasons for which they decline a configuration."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from banyan.ascend.ops.contracts import (
-    HALVES,
-    LARGEST_PAGE,
-    LATENT_DIM,
-    LATENT_ROPE_DIM,
-    PAGE_STEP,
-)
-from banyan.ascend.ops.fused_operators import Fuser
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.driver import open_deep_ep, open_driver
+from banyan.ascend.expert_exchange import A3, dispatch_of, fused_dispatch_of
+from banyan.ascend.ops.contracts import HALVES, LARGEST_PAGE, LATENT_DIM, LATENT_ROPE_DIM, PAGE_STEP
+from banyan.ascend.ops.latent_contracts import INDEX_DIM, MOST_INDEX_HEADS, count_from, is_count
+from banyan.ascend.ops.operators import Fuser, Operators
 from banyan.ascend.ops.prologue import open_prologue
-from banyan.ascend.ops.sparse_contracts import INDEX_DIM, MOST_INDEX_HEADS, count_from, is_count
+from banyan.base.errors import ConfigError
 from banyan.ops.api import Recorder
-from banyan.ops.bind import OpSpec
+from banyan.ops.bind import OpSpec, Toolkit
 from banyan.ops.index_api import IndexShape
 from banyan.ops.prologue_api import LatentPrologue, PrologueShape
-from banyan.platform.base import Dispatch
-from banyan.platform.dispatch import A3
+from banyan.platform.expert_exchange import Dispatch
 
 
 @dataclass(frozen=True)
@@ -78,3 +74,27 @@ def declines_pages(spec: OpSpec) -> str | None:
     if spec.page_size % PAGE_STEP or spec.page_size > LARGEST_PAGE:
         return f"pages of {spec.page_size} tokens, not a multiple of {PAGE_STEP} to {LARGEST_PAGE}"
     return None
+
+
+def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
+    """
+    Args:
+        wishes: "offload", that weights lie so that copies of their bytes are weights too;
+            "fuseep-mode", the operator that sends rows to experts and runs these (1 or 2).
+
+    Raises:
+        ConfigError: another wish, of which none exists here.
+    """
+    wishes = dict(wishes)
+    keeps_plain = bool(wishes.pop("offload", ""))
+    mode = int(wishes.pop("fuseep-mode", 0))
+    for flag, value in wishes.items():
+        raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
+    driver = open_driver()
+    chip = driver.npu.get_device_name()
+    operators = Operators(driver.is_checked, keeps_plain=keeps_plain)
+    fuser = None
+    if mode:
+        fuser = Fuser(open_deep_ep(), mode, fused_dispatch_of(chip)[mode - 1], driver.is_checked)
+    forms = (driver.fuses_latents, driver.fractal_pages)
+    return NpuToolkit(operators, dispatch_of(chip), "", None, *forms, fuser)

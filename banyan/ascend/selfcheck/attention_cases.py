@@ -1,20 +1,27 @@
-"""One call or more of each operator of an Ascend NPU, with what plain torch makes of the same.
-
-For whoever has a device, or thinks so: the self-check compares numbers, the real package's meta
-kernels compare shapes. Inputs are the same every time.
-"""
+"""Cases of norms, rotation, attention over pages, latent attention and its fused prologue."""
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from banyan.ascend.ops.case import Case, Outcome, Place
-from banyan.ascend.ops.four_bit_cases import four_bit_cases
+from banyan.ascend.ops.contracts import FRACTAL, LATENT_DIM, LATENT_ROPE_DIM
+from banyan.ascend.ops.latent_contracts import (
+    DIMS,
+    FRACTAL_PAGES,
+    PLAIN,
+    PLAIN_DIM,
+    PLAIN_PAGES,
+    QUERIES,
+    QUERY_RANK,
+    WHOLLY,
+    PrologWeights,
+)
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.prologue_cases import as_fractal, prologue_cases
-from banyan.base.errors import BanyanError
+from banyan.ascend.selfcheck.case import SLACK, Case, Place, random_tensor
 from banyan.ops import reference
 
 HEADS, KV_HEADS, PAGE, PAGES = 8, 2, 128, 16
@@ -22,11 +29,9 @@ LENGTHS: tuple[int, ...] = (130, 257, 5)
 """Keys of three rows, this step's included."""
 COUNTS = (10, 30, 5)
 _EPSILON = 1e-5
-_SLACK = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
-"""How far a result may be off, absolutely and relatively: kernels add in an order of their own."""
 
 
-def cases() -> Iterator[Case]:
+def attention_cases() -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float16):
         kind = str(dtype).removeprefix("torch.")
         yield from _rows(dtype, kind)
@@ -34,38 +39,19 @@ def cases() -> Iterator[Case]:
             yield from _attention(dtype, dim, f"{kind}, heads of {dim}")
         yield from _latents(dtype, kind)
         yield from _sparse(dtype, kind)
-        yield from _experts(dtype, kind)
-    yield from products()
     yield _rotary()
-    yield from prologue_cases()
-    yield from four_bit_cases()
-
-
-def try_out(case: Case, operators: Operators, place: Place) -> Outcome:
-    """Run a case and compare; an error of the device is an outcome too."""
-    try:
-        found = [result.cpu() for result in case.run(operators, place)]
-    except (BanyanError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        return Outcome(case, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    worst = 0.0
-    for got, wanted in zip(found, case.wanted(), strict=True):
-        if got.shape != wanted.shape:
-            return Outcome(case, math.inf, f"{list(got.shape)} instead of {list(wanted.shape)}")
-        off = (got.float() - wanted.float()).abs() / (1 + wanted.float().abs())
-        worst = max(worst, float(off.max().nan_to_num(nan=math.inf)))
-    why = "" if worst <= case.slack else f"off by {worst:.2g}, {case.slack:.2g} is allowed"
-    return Outcome(case, worst, why)
-
-
-def _random(*shape: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
+    for mode in _WEIGHT_NAMES:
+        yield _prologue_case(mode)
+    yield _prologue_case(WHOLLY, is_fractal=True)
+    yield _fractal_scatter()
 
 
 def _rows(dtype: torch.dtype, kind: str) -> Iterator[Case]:
-    x, residual, weight = (_random(*shape, dtype=dtype) for shape in ((5, 64), (64, 5), (64,)))
+    x, residual, weight = (
+        random_tensor(*shape, dtype=dtype) for shape in ((5, 64), (64, 5), (64,))
+    )
     residual = residual.t().contiguous()
-    slack = _SLACK[dtype]
+    slack = SLACK[dtype]
     yield Case(
         "npu_rms_norm",
         kind,
@@ -91,7 +77,7 @@ def _rows(dtype: torch.dtype, kind: str) -> Iterator[Case]:
 
 
 def _scatter(dtype: torch.dtype, kind: str) -> Case:
-    pages, updates = torch.zeros(6, 4, dtype=dtype), _random(2, 4, dtype=dtype)
+    pages, updates = torch.zeros(6, 4, dtype=dtype), random_tensor(2, 4, dtype=dtype)
     places = torch.tensor([[4], [1]])
 
     def run(operators: Operators, place: Place) -> list[Tensor]:
@@ -106,7 +92,7 @@ def _scatter(dtype: torch.dtype, kind: str) -> Case:
 
 
 def _rotary() -> Case:
-    q, angles = (_random(*shape, dtype=torch.float32) for shape in ((5, 4, 16), (5, 8)))
+    q, angles = (random_tensor(*shape, dtype=torch.float32) for shape in ((5, 4, 16), (5, 8)))
     both = torch.cat([angles, angles], -1)[None, :, None]
 
     def run(operators: Operators, place: Place) -> list[Tensor]:
@@ -116,7 +102,7 @@ def _rotary() -> Case:
     def wanted() -> list[Tensor]:
         return [reference.rotary(q, q, angles.cos(), angles.sin())[0]]
 
-    return Case("npu_rotary_mul", "float32", run, wanted, _SLACK[torch.float32])
+    return Case("npu_rotary_mul", "float32", run, wanted, SLACK[torch.float32])
 
 
 class _Scene:
@@ -124,7 +110,7 @@ class _Scene:
 
     def __init__(self, dtype: torch.dtype, dim: int) -> None:
         self.dtype, self.dim, self.scale = dtype, dim, 1 / math.sqrt(dim)
-        self.k, self.v = (_random(PAGES, PAGE, KV_HEADS, dim, dtype=dtype) for _ in range(2))
+        self.k, self.v = (random_tensor(PAGES, PAGE, KV_HEADS, dim, dtype=dtype) for _ in range(2))
         self.table = torch.zeros(len(LENGTHS), 4, dtype=torch.int32)
         pages = iter(range(PAGES - 1, 0, -2))
         for row, length in enumerate(LENGTHS):
@@ -132,7 +118,7 @@ class _Scene:
                 self.table[row, column] = next(pages)
 
     def query(self, counts: Sequence[int]) -> Tensor:
-        return _random(sum(counts), HEADS, self.dim, dtype=self.dtype)
+        return random_tensor(sum(counts), HEADS, self.dim, dtype=self.dtype)
 
     def wanted(
         self,
@@ -154,7 +140,7 @@ class _Scene:
 
 
 def _attention(dtype: torch.dtype, dim: int, kind: str) -> Iterator[Case]:
-    scene, slack, operator = _Scene(dtype, dim), _SLACK[dtype], "npu_fused_infer_attention_score"
+    scene, slack, operator = _Scene(dtype, dim), SLACK[dtype], "npu_fused_infer_attention_score"
     rows = range(len(LENGTHS))
 
     def single(operators: Operators, place: Place) -> list[Tensor]:
@@ -194,7 +180,7 @@ def _one_row(scene: _Scene, operator: str, kind: str, window: int) -> Case:
     def wanted() -> list[Tensor]:
         return [scene.wanted([row], [count], window)]
 
-    return Case(operator, f"one row, {kind}", run, wanted, _SLACK[scene.dtype])
+    return Case(operator, f"one row, {kind}", run, wanted, SLACK[scene.dtype])
 
 
 def _together(scene: _Scene, operator: str, kind: str, window: int) -> Case:
@@ -211,13 +197,13 @@ def _together(scene: _Scene, operator: str, kind: str, window: int) -> Case:
     def wanted() -> list[Tensor]:
         return [scene.wanted(range(len(LENGTHS)), COUNTS, window)]
 
-    return Case(operator, f"rows together, {kind}", run, wanted, _SLACK[scene.dtype])
+    return Case(operator, f"rows together, {kind}", run, wanted, SLACK[scene.dtype])
 
 
 def _sinks(scene: _Scene, operator: str, kind: str) -> Case:
     """Single tokens, each twice, because a window holds for several tokens only."""
     rows, window = range(len(LENGTHS)), 20
-    sinks = _random(HEADS, dtype=torch.bfloat16)
+    sinks = random_tensor(HEADS, dtype=torch.bfloat16)
 
     def run(operators: Operators, place: Place) -> list[Tensor]:
         query = place(scene.query([1] * len(rows)).unsqueeze(1).repeat(1, 2, 1, 1))
@@ -228,18 +214,18 @@ def _sinks(scene: _Scene, operator: str, kind: str) -> Case:
         return [scene.wanted(rows, [1] * len(rows), window, sinks.float())]
 
     return Case(
-        operator, f"a window of {window} and sinks, {kind}", run, wanted, _SLACK[scene.dtype]
+        operator, f"a window of {window} and sinks, {kind}", run, wanted, SLACK[scene.dtype]
     )
 
 
 def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     """All heads share one vector of 512 numbers and one turned key of 64."""
     heads, table, scale = 32, _Scene(dtype, 64).table, 1 / math.sqrt(192)
-    latents, keys = (_random(PAGES, PAGE, width, dtype=dtype) for width in (512, 64))
+    latents, keys = (random_tensor(PAGES, PAGE, width, dtype=dtype) for width in (512, 64))
 
     def case(counts: Sequence[int], name: str, is_fractal: bool = False) -> Case:
         total, is_single = sum(counts), set(counts) == {1}
-        q, turned = (_random(total, heads, width, dtype=dtype) for width in (512, 64))
+        q, turned = (random_tensor(total, heads, width, dtype=dtype) for width in (512, 64))
         ends = torch.tensor(counts).cumsum(0).tolist()
 
         def run(operators: Operators, place: Place) -> list[Tensor]:
@@ -259,7 +245,7 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
             return [reference.latent_attention(one, two, three, four, *where)]
 
         operator = "npu_fused_infer_attention_score"
-        return Case(operator, f"over latents, {name}, {kind}", run, wanted, _SLACK[dtype])
+        return Case(operator, f"over latents, {name}, {kind}", run, wanted, SLACK[dtype])
 
     yield case((1, 1, 1), "one token a row")
     yield case((16, 3, 5), "rows together")
@@ -302,8 +288,8 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         return [chosen().sort(-1, descending=True).values]
 
     yield Case("npu_lightning_indexer", kind, choose, chosen_down, 0.0)
-    latents, keys = (_random(PAGES, PAGE, 1, width, dtype=dtype) for width in (512, 64))
-    q, turned = (_random(total, heads, width, dtype=dtype) for width in (512, 64))
+    latents, keys = (random_tensor(PAGES, PAGE, 1, width, dtype=dtype) for width in (512, 64))
+    q, turned = (random_tensor(total, heads, width, dtype=dtype) for width in (512, 64))
     scale, places = 1 / math.sqrt(192), chosen()
 
     def attend(operators: Operators, place: Place) -> list[Tensor]:
@@ -318,126 +304,142 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         )
         return [reference.latent_attention(one, two, three, four, table, *sides, scale, bits())]
 
-    yield Case("npu_sparse_flash_attention", kind, attend, attended, _SLACK[dtype])
+    yield Case("npu_sparse_flash_attention", kind, attend, attended, SLACK[dtype])
 
 
-def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:
-    tokens, per_token, experts, dim = 6, 2, 4, 64
-    x, weight = _random(tokens, dim, dtype=dtype), _random(experts, dim, 32, dtype=dtype)
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
-    ids = ids[:, :per_token].to(torch.int32)
-    shares = _random(tokens, per_token, dtype=dtype)
-    order = ids.flatten().sort(stable=True).indices
-    counts = torch.bincount(ids.flatten(), minlength=experts)
-    rows, places = x[order // per_token], order.argsort().to(torch.int32)
+_PROLOGUE_TOKENS, _PROLOGUE_HEADS, _LATENT_PAGES, _LATENT_PAGE = 5, 2, 3, 128
+_NORM_EPS = (1e-6, 1e-5)
+_PROLOGUE_SLACK = 0.1
+"""Squeezed queries are rounded to 8 bits within, and a number may be rounded to its neighbour."""
+_WEIGHT_NAMES = {PLAIN: "plain weights", QUERIES: "heads of 8 bits", WHOLLY: "weights of 8 bits"}
 
-    def multiplied() -> list[Tensor]:
-        of_row = weight.float()[ids.flatten()[order].long()]
-        return [torch.einsum("ri,rio->ro", rows.float(), of_row)]
 
-    def together() -> list[Tensor]:
-        each = rows.float()[places.long()].unflatten(0, (tokens, per_token))
-        return [(each * shares.float().unsqueeze(-1)).sum(1)]
+def as_fractal(pages: Tensor) -> Tensor:
+    """[pages, page size, width] token by token -> [pages, width / 16, page size, 16]"""
+    return pages.unflatten(2, (-1, FRACTAL)).transpose(1, 2).contiguous()
 
-    yield Case(
-        "npu_moe_init_routing_v2",
-        kind,
-        lambda ops, place: ops.init_routing(place(x), place(ids), 0, experts, experts),
-        lambda: [rows, places, counts],
-        0.0,
-    )
-    yield Case(
-        "npu_grouped_matmul",
-        kind,
-        lambda ops, place: [ops.grouped_matmul(place(rows), place(weight), place(counts))],
-        multiplied,
-        _SLACK[dtype],
-    )
-    yield Case(
-        "npu_moe_token_unpermute",
-        kind,
-        lambda ops, place: [ops.token_unpermute(place(rows), place(places), place(shares))],
-        together,
-        _SLACK[dtype],
+
+def _fractal_scatter() -> Case:
+    places = torch.tensor([130, 131, 3, 383, 129])
+    generator = torch.Generator().manual_seed(9)
+    latents, keys = (
+        torch.randn(_PROLOGUE_TOKENS, 1, width, generator=generator).to(torch.bfloat16)
+        for width in (LATENT_DIM, LATENT_ROPE_DIM)
     )
 
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        one, two = (place(as_fractal(part[:, :, 0])) for part in empty_pages())
+        operators.latents.scatter_pages(place(latents), place(keys), (one, two), place(places))
+        return [one, two]
 
-def products() -> Iterator[Case]:
-    """Of 8-bit weights and activations rounded to 8 bits."""
-    for dtype in (torch.bfloat16, torch.float16):
-        yield from _products(dtype, str(dtype).removeprefix("torch."))
+    def wanted() -> list[Tensor]:
+        pages = [part[:, :, 0] for part in empty_pages()]
+        for part, values in zip(pages, (latents, keys), strict=True):
+            part.flatten(0, 1)[places] = values[:, 0]
+        return [as_fractal(part) for part in pages]
+
+    return Case("npu_scatter_pa_kv_cache", "fractal pages, bfloat16", run, wanted, 0.0)
 
 
-def _products(dtype: torch.dtype, kind: str) -> Iterator[Case]:
-    x, scale = _random(5, 64, dtype=dtype), _random(32, dtype=torch.float32).abs() / 64
-    generator = torch.Generator().manual_seed(1)
-    numbers, columns = (
-        torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-        for shape in ((5, 64), (64, 32))
+def _prologue_case(mode: int, is_fractal: bool = False) -> Case:
+    pages_lie = FRACTAL_PAGES if is_fractal else PLAIN_PAGES
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        x, weights, gammas, turns, places = inputs(mode)
+        there = replace(
+            weights,
+            squeeze=operators.cast_fractal(place(weights.squeeze)),
+            query=operators.cast_fractal(place(weights.query)),
+            latent=operators.cast_fractal(place(weights.latent)),
+            keys=place(weights.keys),
+            scales=tuple(None if s is None else place(s) for s in weights.scales),
+        )
+        units = None
+        rows = place(x)
+        if mode == WHOLLY:
+            rows, units = operators.dynamic_quant(rows)
+            units = units.unsqueeze(1)
+        latents, keys = empty_pages()
+        pages = (place(latents), place(keys))
+        norms = (place(gammas[0]), place(gammas[1]))
+        angles = (place(turns[0]), place(turns[1]))
+        given = (rows, units, there, norms, angles, pages, place(places), _NORM_EPS)
+        query, turned, normed, factors = operators.latents.mla_prolog(
+            *given, has_norm=True, mode=pages_lie
+        )
+        if mode != PLAIN:
+            normed = normed.float() * factors
+        return [query, turned, normed, *pages]
+
+    def wanted() -> list[Tensor]:
+        *queries, latents, keys = _prologue_wanted(mode)
+        pages = [latents, keys]
+        if is_fractal:  # in the same memory
+            pages = [as_fractal(part[:, :, 0]).view(part.shape) for part in pages]
+        return [*queries, *pages]
+
+    name = f"{_WEIGHT_NAMES[mode]}, {'fractal pages, ' if is_fractal else ''}bfloat16"
+    return Case("npu_mla_prolog_v3", name, run, wanted, _PROLOGUE_SLACK)
+
+
+def _prologue_wanted(mode: int) -> list[Tensor]:
+    x, weights, gammas, (sin, cos), places = inputs(mode)
+    squeeze, query, latent = (
+        part.float() if scale is None else part.float() * scale
+        for part, scale in zip(
+            (weights.squeeze, weights.query, weights.latent), weights.scales, strict=True
+        )
     )
-    units, bias = x.float().abs().amax(-1) / 127, torch.arange(-16, 16, dtype=torch.int32) * 99
-    inverse, offset = torch.tensor([32.0], dtype=dtype), torch.tensor([3.0], dtype=dtype)
-    total = numbers.int() @ columns.int()
+    angles = tuple(part[:, : LATENT_ROPE_DIM // 2].float() for part in (cos, sin))
+    normed = reference.rms_norm(x.float() @ squeeze, gammas[0].float(), _NORM_EPS[0])
+    heads = (normed @ query).unflatten(1, (_PROLOGUE_HEADS, -1))
+    plain, turning = heads.split([PLAIN_DIM, LATENT_ROPE_DIM], -1)
+    kept, key = (x.float() @ latent).split([LATENT_DIM, LATENT_ROPE_DIM], -1)
+    halves = [part.unflatten(-1, (-1, 2)).mT.flatten(-2) for part in (turning, key.unsqueeze(1))]
+    turned, key = reference.rotary(*halves, *angles)
+    pages = empty_pages()
+    for part, values in zip(
+        pages, (reference.rms_norm(kept, gammas[1].float(), _NORM_EPS[1]), key), strict=True
+    ):
+        part.flatten(0, 2)[places] = values.flatten(1).to(part.dtype)
+    in_space = torch.einsum("thp,hpr->thr", plain, weights.keys.float())
+    return [in_space, turned, normed, *pages]
 
-    def rounded(ops: Operators, place: Place) -> list[Tensor]:
-        found, each = ops.dynamic_quant(place(x))
-        return [found.float() * each.unsqueeze(1), each]
 
-    def by_token(ops: Operators, place: Place) -> list[Tensor]:
-        columns_there = ops.cast_fractal(place(columns))
-        given = (place(numbers), columns_there, place(scale), dtype, place(units))
-        return [ops.quant_matmul(*given)]
+def empty_pages() -> tuple[Tensor, Tensor]:
+    latents = torch.zeros(_LATENT_PAGES, _LATENT_PAGE, 1, LATENT_DIM, dtype=torch.bfloat16)
+    return latents, latents[..., :LATENT_ROPE_DIM].contiguous()
 
-    def measured(ops: Operators, place: Place) -> list[Tensor]:
-        given = (place(numbers), place(columns), place(scale), dtype, None, place(bias))
-        return [ops.quant_matmul(*given)]
 
-    # A number may be rounded to its neighbour.
-    yield Case("npu_dynamic_quant", kind, rounded, lambda: [x.float(), units], 2e-2)
-    yield Case(
-        "npu_quantize",
-        kind,
-        lambda ops, place: [ops.quantize(place(x), place(inverse), place(offset)).float() / 32],
-        lambda: [(x.float() * 32 + 3).round().clamp(-128, 127) / 32],
-        4e-2,
-    )
-    yield Case(
-        "npu_quant_matmul",
-        f"a unit of each token, {kind}",
-        by_token,
-        lambda: [total.float() * scale * units.unsqueeze(1)],
-        _SLACK[dtype],
-    )
-    yield Case(
-        "npu_quant_matmul",
-        f"with a bias, {kind}",
-        measured,
-        lambda: [(total + bias).float() * scale],
-        _SLACK[dtype],
-    )
-    many = torch.stack([columns, columns.flip(1)])
-    factors = torch.stack([scale, scale.flip(0)])
-    factors = factors.to(dtype if dtype == torch.bfloat16 else torch.float32)
-    counts = torch.tensor([2, 3])
+Inputs = tuple[Tensor, PrologWeights, tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]
 
-    def by_group(ops: Operators, place: Place) -> list[Tensor]:
-        given = (place(counts), place(factors), place(units), dtype)
-        return [ops.grouped_quant_matmul(place(numbers), ops.cast_fractal(place(many)), *given)]
 
-    each = [numbers[:2].int() @ many[0].int(), numbers[2:].int() @ many[1].int()]
-    wanted = torch.cat([part.float() * factors[at].float() for at, part in enumerate(each)])
-    yield Case(
-        "npu_grouped_matmul",
-        f"of 8 bits, {kind}",
-        by_group,
-        lambda: [wanted * units.unsqueeze(1)],
-        _SLACK[dtype],
-    )
-    yield Case(
-        "npu_format_cast",
-        kind,
-        lambda ops, place: [ops.cast_fractal(place(columns))],
-        lambda: [columns],
-        0.0,
-    )
+@cache
+def inputs(mode: int) -> Inputs:
+    """x, weights, gammas, sin and cos, places."""
+    dim, half = DIMS[0], torch.bfloat16
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def matrix(inputs: int, outputs: int, is_rounded: bool) -> tuple[Tensor, Tensor | None]:
+        """A narrow one, side by side: that is quicker to make. Sums of it are about one."""
+        narrow = drawn(inputs, 64).repeat(1, outputs // 64)
+        if not is_rounded:
+            return (narrow * inputs**-0.5).to(half), None
+        scale = (1 + torch.arange(outputs).view(1, -1) % 7) / 4 / 32 * inputs**-0.5
+        return (narrow * 32).round().clamp(-127, 127).to(torch.int8), scale
+
+    squeeze, of_squeeze = matrix(dim, QUERY_RANK, mode == WHOLLY)
+    width = PLAIN_DIM + LATENT_ROPE_DIM
+    query, of_query = matrix(QUERY_RANK, _PROLOGUE_HEADS * width, mode != PLAIN)
+    latent, of_latent = matrix(dim, LATENT_DIM + LATENT_ROPE_DIM, mode == WHOLLY)
+    keys = (drawn(_PROLOGUE_HEADS, PLAIN_DIM, LATENT_DIM) * PLAIN_DIM**-0.5).to(half)
+    scales = (of_squeeze, of_query, of_latent)
+    gammas = ((1 + drawn(QUERY_RANK) / 4).to(half), (1 + drawn(LATENT_DIM) / 4).to(half))
+    angles = drawn(_PROLOGUE_TOKENS, LATENT_ROPE_DIM // 2).repeat(1, 2)
+    turns = (angles.sin().to(half), angles.cos().to(half))
+    places = torch.tensor([130, 131, 3, 383, 129])
+    weights = PrologWeights(mode, squeeze, query, keys, latent, scales)
+    return drawn(_PROLOGUE_TOKENS, dim).to(half), weights, gammas, turns, places

@@ -1,8 +1,8 @@
-"""K and V in pages by the NPU's operators. A page is [page_size, kv_heads, head_dim], as elsewhere;
-the operators see it with the heads side by side.
+"""Attention over pages of K and V by the NPU's operators, and writing of these pages.
 
-Lengths are taken from the host, where the plan has them: an operator that knew them from the device
-would have to wait for it.
+A page is [page_size, kv_heads, head_dim]; the operators read it with the heads side by side.
+Lengths come from the plan on the host: an operator that read them from the device would have to
+wait for it.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,43 @@ import torch
 from torch import Tensor
 
 from banyan.ascend.ops.contracts import TOGETHER_DIMS
-from banyan.ascend.ops.needs import NpuToolkit, declines_pages
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.plain import attend_plainly
+from banyan.ascend.ops.toolkit import NpuToolkit, declines_pages
 from banyan.ops.bind import Kernel
+from banyan.ops.reference import dense_attention, visible
+
+
+def attend_plainly(
+    q: Tensor,
+    k_pages: tuple[Tensor, ...],
+    v_pages: Tensor,
+    page_tables: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention` of ops/api.py. k_pages: parts of the keys, [pages, page size,
+    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row."""
+    out = q.new_empty(*q.shape[:2], v_pages.shape[-1])
+    size = v_pages.shape[1]
+    for row, length in enumerate(lengths):
+        tokens = slice(starts[row], starts[row + 1])
+        context = length - (tokens.stop - tokens.start)
+        first = max(0, context - window + 1) if window > 0 else -window
+        before = first // size * size
+        pages = page_tables[row, first // size : -(-length // size)].long()
+        v, *keys = (
+            part[pages].flatten(0, 1)[first - before : length - before]
+            for part in (v_pages, *k_pages)
+        )
+        k = torch.cat(keys, -1)
+        positions = torch.arange(context, length, device=q.device)
+        seen = visible(positions, first, length - first, window)
+        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
+    return out
 
 
 def _write_kv(toolkit: NpuToolkit) -> Callable[..., None]:

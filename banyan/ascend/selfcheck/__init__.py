@@ -1,7 +1,14 @@
-"""`banyan npu-selfcheck`: each operator on the NPU that is here, against plain torch."""
+"""`banyan npu-selfcheck`: each operator on the NPU of this machine, compared with plain torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
+
+from banyan.ascend.driver import open_driver
+from banyan.ascend.ops.operators import Operators
+from banyan.ascend.selfcheck.attention_cases import attention_cases
+from banyan.ascend.selfcheck.case import Case, try_out
+from banyan.ascend.selfcheck.product_cases import product_cases
 from banyan.base.errors import ConfigError
 
 USAGE = """banyan npu-selfcheck
@@ -20,12 +27,6 @@ def npu_selfcheck(argv: Sequence[str]) -> int:
         return 0
     if argv:
         raise ConfigError(f"banyan npu-selfcheck takes no {argv[0]}", hint="leave it out")
-    import torch
-
-    from banyan.ascend.driver import open_driver
-    from banyan.ascend.ops.cases import cases, try_out
-    from banyan.ascend.ops.operators import Operators
-
     npu = open_driver().npu
     device = torch.device("npu", 0)
     print(f"{npu.get_device_name(0)}, torch {torch.__version__}")
@@ -38,3 +39,9 @@ def npu_selfcheck(argv: Sequence[str]) -> int:
         count += 1
     print(f"verdict: {count - failed} of {count} cases are as on the host")
     return int(failed > 0)
+
+
+def cases() -> Iterator[Case]:
+    """One call or more of each operator; inputs are the same every time."""
+    yield from attention_cases()
+    yield from product_cases()
