@@ -30,8 +30,7 @@ class AttentionShape:
         is_gated: the output of a head is scaled by the sigmoid of a gate that is projected with q.
         has_head_gates: it is scaled by the sigmoid of one number per head.
         query_rank: width of the low-rank query projection, which is normed; 0 = none. It is
-            replicated
-            on every rank (multi-matrix factorisation, Step-3, arXiv 2507.19427).
+            replicated on every rank (multi-matrix factorisation, Step-3, arXiv 2507.19427).
         factor: on the output of the block.
         reads: input width; 0 = `dim`.
     """

@@ -35,9 +35,8 @@ class Build:
     places: location of each expert; None = in order, without copies.
     sends_rows: each row is sent only to the ranks of its experts (all-to-all), not gathered on
         all ranks.
-    exchanged: most tokens per rank for an all-to-all of fixed size in `groups.exchange`; 0
-        = the
-        all-to-all exchanges counts first.
+    exchanged: most tokens per rank for an all-to-all of fixed size in `groups.exchange`; 0 =
+        the all-to-all exchanges counts first.
     is_fused: one operator does the all-to-all and the experts; larger batches take several
         calls.
     side_stream: runs the shared experts in parallel with the routed ones; None = one stream.

@@ -97,8 +97,8 @@ class Caching(nn.Module):
 
 
 def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
-    """The caches of several models in one page store: layers of each model are numbered after
-    those before."""
+    """The caches of several models in one page store: layers of each model are numbered after those
+    before."""
     found: list[LayerCache] = []
     for caches in models:
         first = 1 + max((cache.layer for cache in found), default=-1)
@@ -108,8 +108,7 @@ def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]
 
 def align_groups(model_config: ModelConfig, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
     """The page groups of the whole model, which may include groups without a layer on this rank.
-    Falls
-    back to `mine` if the model config does not know one of them."""
+    Falls back to `mine` if the model config does not know one of them."""
     layers = range(0 if model_config.is_encoder else model_config.num_layers)
     kinds = [kind for layer in layers for kind in model_config.kept_by(layer)]
     keys = dict.fromkeys((kind, model_config.window if kind == WINDOW else 0) for kind in kinds)
@@ -121,8 +120,7 @@ def align_groups(model_config: ModelConfig, mine: Sequence[PageGroup]) -> tuple[
 
 def group_caches(caches: Iterable[LayerCache]) -> tuple[PageGroup, ...]:
     """One group per kind and window, ordered by their first layers; plans use this order. A model
-    without
-    caches has one empty group."""
+    without caches has one empty group."""
     groups: dict[tuple[str, int], list[LayerCache]] = {}
     for cache in caches:
         groups.setdefault((cache.kind, cache.window), []).append(cache)

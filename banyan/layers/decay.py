@@ -16,8 +16,7 @@ MATRIX = "matrix"
 
 class DecayGates(Layer):
     """Per head: the bias of the step size, the logarithm of the decay rate, and optionally the
-    factor of
-    the skip connection.
+    factor of the skip connection.
 
     Args:
         rule: how ranks shard the heads.

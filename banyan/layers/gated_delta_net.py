@@ -1,6 +1,5 @@
 """Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next: linear attention with the delta rule, after
-a
-short convolution over q, k and v."""
+a short convolution over q, k and v."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,5 @@
 """The lightning indexer of sparse latent attention (DeepSeek-V3.2-Exp, section 2.1): small heads
-score
-which positions a token attends to.
+score which positions a token attends to.
 
 The score of a position is Σ over heads of weight · relu(q · k). Positive factors that are equal for
 all positions are left out, as they do not change the order. Every rank computes the same choice.

@@ -1,6 +1,5 @@
 """Kimi delta attention (arXiv 2510.26692): a gated delta net with a decay per key dimension, after
-a
-short convolution over q, k and v."""
+a short convolution over q, k and v."""
 
 import torch
 from torch import Tensor

@@ -166,8 +166,7 @@ class LatentAttention(Caching):
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None without
-        rotation;
-        returns [tokens, dim]."""
+        rotation; returns [tokens, dim]."""
         kept: tuple[Tensor, Tensor] | None = None
         if self.is_fused:
             q, turned, squeezed = self._together(x, angles, step)
@@ -189,8 +188,8 @@ class LatentAttention(Caching):
     def _one_by_one(
         self, x: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Queries in the latent space, rotated queries, compressed queries; latent and key for
-        the cache."""
+        """Queries in the latent space, rotated queries, compressed queries; latent and key for the
+        cache."""
         facts, ops = self.facts, self.ops
         squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
         widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]

@@ -1,6 +1,5 @@
 """Lightning attention (arXiv 2501.08313): linear attention with a fixed decay per head and a gated
-norm
-over the outputs."""
+norm over the outputs."""
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ _STEP = 1.0
 
 def rates_of(layer: int, facts: StateFacts) -> Tensor:
     """Decay rate of each head, [heads] fp32: a state is multiplied by exp(−rate) per token. Powers
-    of one
-    number, like ALiBi's slopes, that decrease toward the last layer."""
+    of one number, like ALiBi's slopes, that decrease toward the last layer."""
     slopes = torch.full((facts.heads,), 2 ** (-8 / facts.heads), dtype=torch.float64)
     slower = 1 - layer / (facts.depth - 1 + 1e-5) + 1e-5
     return (slopes ** torch.arange(1, facts.heads + 1) * slower).float()

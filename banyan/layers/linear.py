@@ -140,8 +140,7 @@ def pack(parts: list[StoredWeight], ops: Ops) -> PackedLinear:
     """Pack the parts [out of the part, in], stacked in this order, into the kernel's form.
 
     Parts of different types (a file may store v in a finer type than q and k) stay separate if
-    their
-    kernels use blocks, as stacking would mean unpacking.
+    their kernels use blocks, as stacking would mean unpacking.
     """
     if all(STORAGE_TYPES[part.type].is_float for part in parts):
         return ops.pack_linear(stack(parts))

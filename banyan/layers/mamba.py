@@ -21,8 +21,7 @@ _UNBOUNDED = (0.0, float("inf"))
 
 class MambaRates(Layer):
     """Per channel: the bias of the step size, the logarithms of the decay rates, and the factor of
-    the
-    skip connection."""
+    the skip connection."""
 
     def __init__(self, facts: StateFacts, build: Build) -> None:
         super().__init__()

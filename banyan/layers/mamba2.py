@@ -1,6 +1,5 @@
 """Mamba-2 (arXiv 2405.21060): a state per head with a decay per token, after a short convolution,
-and
-a gated norm over the heads' outputs."""
+and a gated norm over the heads' outputs."""
 
 import torch
 from torch import Tensor

@@ -65,8 +65,7 @@ class PlainNorm(Layer):
 
 class SpreadNorm(RMSNorm):
     """RMSNorm over a vector that is sharded over a group's ranks. With fewer units than ranks some
-    ranks
-    hold the same units; the mean of squares is unchanged.
+    ranks hold the same units; the mean of squares is unchanged.
 
     Args:
         dim: over all ranks, each unit counted once.

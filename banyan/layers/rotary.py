@@ -9,8 +9,7 @@ be longer than the original length, because keys of one set must not meet querie
 
 Dynamic NTK depends on a length. A token at position p uses length p + 1, as transformers does when
 a sequence is fed token by token. Cached keys are then independent of chunking and of prefix
-sharing;
-the length of the whole prompt would make them depend on later tokens.
+sharing; the length of the whole prompt would make them depend on later tokens.
 """
 
 import math

@@ -43,9 +43,8 @@ class SharedLinear(nn.Module):
     """A shared projection plus a layer's own low-rank projections.
 
     Args:
-        parts: name of a low-rank pair -> parts of the shared projection that it adds to;
-            together all
-            parts in order.
+        parts: name of a low-rank pair -> parts of the shared projection that it adds to; together
+            all parts in order.
         rank: of the low-rank pairs.
     """
 
@@ -108,8 +107,7 @@ class SharedBlockLayer(nn.Module):
         self, stream: Tensor, first: Tensor, angles: Angles | None, step: StepInputs
     ) -> Tensor:
         """stream, and first, the first layer's input: [tokens, dim]; returns the same shape, which
-        the layer
-        reads in addition to the stream."""
+        the layer reads in addition to the stream."""
         x = self.norm(self.ops.concat([stream, first]))
         x = self.mlp_norm(self.attention(x, angles, step))
         return self.linear(self.mlp(x))

@@ -101,8 +101,7 @@ class StepAttention(Protocol):
 
     def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Pages of a layer's latents and keys, and the location of each token in them, for a
-        prologue that
-        writes them before `latent`: `ops.prologue_api.LatentPrologue`."""
+        prologue that writes them before `latent`: `ops.prologue_api.LatentPrologue`."""
         ...
 
 
@@ -160,8 +159,7 @@ class AuxHiddenStates:
 
 class OutputTokens:
     """Selects the tokens with outputs after the last attention layer (output-token pruning). Keeps
-    the
-    unpruned tensors, so that a recorded graph can select other tokens later.
+    the unpruned tensors, so that a recorded graph can select other tokens later.
 
     Args:
         tokens: [n] int64, indices along the step's tokens.

@@ -37,8 +37,7 @@ class LowRank:
         experts: number of experts in these matrices; `rank`, `inputs` and `outputs` are per expert.
             0: a plain projection. Three dimensions: the first is the expert, of size 1 if all
             experts share the matrix. Two dimensions: `down` has its ranks ordered by expert, `up`
-            by
-            rank and then by expert.
+            by rank and then by expert.
         magnitude: tensor with the row norms of weight plus update (DoRA); "" if there is none.
     """
 

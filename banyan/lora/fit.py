@@ -1,6 +1,5 @@
 """FitCheck: whether an adapter fits a model. Every tensor needs a place, and every projection that
-the
-configuration names needs tensors. Checks names and shapes only."""
+the configuration names needs tensors. Checks names and shapes only."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -64,9 +63,8 @@ class Base:
 
 def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
     """An adapter with the module names of the whole model. An adapter for the body alone
-    (`AutoModel`)
-    lacks their prefix. Changes to the pooler of an encoder without classes have no effect and are
-    dropped."""
+    (`AutoModel`) lacks their prefix. Changes to the pooler of an encoder without classes have no
+    effect and are dropped."""
     names = FAMILIES.load(base.model_config.architecture).names.get(adapter_config.format)
     if names is None:
         return adapter_config
@@ -114,8 +112,7 @@ class FitCheck:
 
     def _check_tokenizer(self) -> None:
         """ConfigError if the adapter's own tokenizer has tokens beyond the base model's vocabulary.
-        Some base
-        tokenizers have such tokens too; those are accepted."""
+        Some base tokenizers have such tokens too; those are accepted."""
         base, highest = self._base.model_config, self._adapter_config.highest_token
         if highest < base.vocab_size or names_token(base.path, highest):
             return
@@ -256,8 +253,7 @@ class FitCheck:
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
         """Where rows of single tokens go. If embedding and head are tied, to both, as in PEFT,
-        unless the
-        adapter has separate rows for the head.
+        unless the adapter has separate rows for the head.
 
         Raises:
             ConfigError: the base model has no such tokens there.
@@ -315,8 +311,7 @@ class FitCheck:
 
     def check_claims(self) -> None:
         """ConfigError if a layer lacks a projection that the configuration names, or if the adapter
-        replaces
-        only one of the two projections of a head."""
+        replaces only one of the two projections of a head."""
         there = {module_place(name, self._names) for name in self._adapter_config.modules}
         claimed: dict[WeightPlace | None, str] = {}  # a body may have two names
         for name in self._claimed():

@@ -270,8 +270,7 @@ def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
 
 def _named(model_config: ModelConfig) -> dict[str, list[str]]:
     """Projections of blocks that take adapters, with {} for the layer -> last parts of their names
-    in
-    checkpoints."""
+    in checkpoints."""
     names = FAMILIES.load(model_config.architecture).names["safetensors"]
     found: dict[str, list[str]] = {}
     for template, target in names.modules.items():

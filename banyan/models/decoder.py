@@ -1,11 +1,9 @@
 """DecoderLM: the common decoder-only transformer; sizes come from the model config, the form from
-the
-family.
+the family.
 
 Blocks of attention and feed-forward around a residual stream. Constant factors are folded where
-they
-cost nothing: a factor r on what is added to the stream becomes a stream that is r times smaller,
-which norms ignore except for their eps.
+they cost nothing: a factor r on what is added to the stream becomes a stream that is r times
+smaller, which norms ignore except for their eps.
 """
 
 from typing import cast
@@ -116,8 +114,7 @@ class DecoderLayer(nn.Module):
         first: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Attention or state layer: its output (None if the layer has neither), its input, and the
-        residual
-        stream."""
+        residual stream."""
         if self.shared is not None:
             stream = x if residual is None else self.ops.add(x, residual)
             assert self.attention is not None and first is not None
@@ -209,10 +206,8 @@ class DecoderLM(nn.Module):
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
-        share the
-        step's tokens, or of `output_tokens` only. A stage before the last returns the input of the
-        next
-        stage (`step.previous_states`)."""
+        share the step's tokens, or of `output_tokens` only. A stage before the last returns the
+        input of the next stage (`step.previous_states`)."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
         stages = self.stages
         x, residual = step.previous_states, None
@@ -353,8 +348,7 @@ def _state_layer(model_config: ModelConfig, layer: int, build: Build) -> StateLa
 
 def _stream_factors(model_config: ModelConfig, layer: int) -> tuple[float, float]:
     """Factors on a normed residual stream: before a layer, and between its attention and its
-    feed-forward
-    block."""
+    feed-forward block."""
     facts = model_config.normed_stream
     if facts is None:
         return 1.0, 1.0

@@ -52,8 +52,8 @@ class DFlashLM(DecoderLM):
         return self.facts.aux_layers
 
     def project_states(self, states: Tensor) -> Tensor:
-        """states: [n, aux layers · hidden_size]; returns the input of its layers' keys and
-        values, [n, width]."""
+        """states: [n, aux layers · hidden_size]; returns the input of its layers' keys and values,
+        [n, width]."""
         return self.state_norm(self.join(states))
 
     @property
@@ -63,8 +63,7 @@ class DFlashLM(DecoderLM):
 
 class DFlashStateWriter(nn.Module):
     """Satisfies `models.base.Model`: writes keys and values of the target model's tokens, whose
-    projected
-    states arrive as `StepInputs.previous_states`. Has no logits."""
+    projected states arrive as `StepInputs.previous_states`. Has no logits."""
 
     prunes_to_outputs = False
 

@@ -1,12 +1,10 @@
 """Draft models that were trained for one target model.
 
 EagleLM (EAGLE, arXiv 2401.15077): a projection joins each token with the target model's hidden
-state
-of the token before; a few Llama blocks predict the next hidden state, which the target's head
-reads.
-Eagle3LM (EAGLE-3, arXiv 2503.01840): a projection joins the inputs of three target layers; one
-block
-reads the result together with the token, and the model's own head predicts frequent tokens.
+state of the token before; a few Llama blocks predict the next hidden state, which the target's head
+reads. Eagle3LM (EAGLE-3, arXiv 2503.01840): a projection joins the inputs of three target layers;
+one block reads the result together with the token, and the model's own head predicts frequent
+tokens.
 """
 
 from dataclasses import replace

@@ -33,8 +33,7 @@ END = "end"
 
 class PageEndCache(Caching):
     """The model's hidden state of the last token of each page. A request that continues after a
-    cached page
-    needs it. The state of one token is spread over the page."""
+    cached page needs it. The state of one token is spread over the page."""
 
     def __init__(self, layer: int, width: int, page_size: int, build: Build) -> None:
         super().__init__()
@@ -67,8 +66,7 @@ class MTPLayer(DecoderLayer):
 
 class DraftLM(nn.Module):
     """Base of draft models that read hidden states of a target model from
-    `StepInputs.previous_states`.
-    Satisfies `models.base.Model`.
+    `StepInputs.previous_states`. Satisfies `models.base.Model`.
 
     Args:
         model_config: of the draft layers.

@@ -2,10 +2,8 @@
 
 Used for architectures without a family here (--model-impl transformers). The library builds and
 loads the model. Every projection becomes a packed weight, and each attention call goes to the
-step's
-pages. A trial pass at load refuses models whose tokens could depend on their batch or whose
-attention
-does not use the library's interface.
+step's pages. A trial pass at load refuses models whose tokens could depend on their batch or whose
+attention does not use the library's interface.
 """
 
 from typing import Any, Protocol, cast

@@ -57,8 +57,7 @@ def balance_between_steps(
     config: Config, model_config: ModelConfig, build: Build, model: Callable[[], Model | None]
 ) -> None:
     """Let this rank move experts between steps, if ranks balance by themselves. All ranks that
-    share
-    experts do the same.
+    share experts do the same.
 
     model: the one that runs.
     """
@@ -176,8 +175,7 @@ class ExpertBalancer:
 
 class ExpertMover:
     """Moves weights of experts between ranks, layer by layer. Every rank derives its sends and
-    receives from
-    the op alone.
+    receives from the op alone.
 
     Args:
         build: of the model, with the locations of experts.
@@ -245,8 +243,7 @@ def move_experts(
 
 def moves(present: np.ndarray, wanted: list[int], of_rank: int) -> Iterator[tuple[int, int]]:
     """(source, target) places of experts that move: from the same rank if possible, else from the
-    first
-    place with the expert."""
+    first place with the expert."""
     for target, expert in enumerate(wanted):
         if int(present[target]) == expert:
             continue

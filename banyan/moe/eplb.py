@@ -21,9 +21,8 @@ def balanced(
 
     Args:
         places: total, a multiple of `ranks`, and at least the number of experts.
-        groups: consecutive experts a token uses few groups. If nodes divide the
-            groups, each
-            group is placed on one node, copies included.
+        groups: number of groups of consecutive experts; a token uses few groups. If nodes divide
+            them, each group is placed on one node, copies included.
     """
     layers, experts = loads.shape
     assert places >= experts and places % ranks == 0 and ranks % nodes == 0
@@ -63,8 +62,7 @@ def copied(loads: np.ndarray, places: int) -> np.ndarray:
 
 def packed(loads: np.ndarray, packs: int) -> list[list[int]]:
     """Indices of `loads` in packs of equal size: the heaviest first, each to the lightest pack that
-    is not
-    full."""
+    is not full."""
     room = len(loads) // packs
     found: list[list[int]] = [[] for _ in range(packs)]
     sums = np.zeros(packs)

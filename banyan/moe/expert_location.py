@@ -1,6 +1,5 @@
 """ExpertMap: the expert at each place of each layer, the same on every rank; and its initial value:
-in
-order, from a file, or balanced by counts from a file.
+in order, from a file, or balanced by counts from a file.
 
 There are more places than experts if some have copies. The places of a rank follow each other.
 """
@@ -29,8 +28,7 @@ class ExpertMap:
     experts: number per layer.
     rank, ranks: this one among those that share the places.
     dispatch: which copy of an expert a token uses: "static", "dynamic", or "fake", which
-        replaces
-        the chosen experts by others so that loads are equal.
+        replaces the chosen experts by others so that loads are equal.
     """
 
     def __init__(

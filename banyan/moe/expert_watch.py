@@ -16,8 +16,7 @@ from banyan.parallel.groups import Group
 
 ChoiceObserver = Callable[[np.ndarray, np.ndarray], None]
 """Called with the choices of a step, [layers, tokens, per_token] int32, and the tokens' positions.
-With
-DP attention the choices are of all replicas, the positions of this one."""
+With DP attention the choices are of all replicas, the positions of this one."""
 
 
 class ExpertWatch:
@@ -25,7 +24,7 @@ class ExpertWatch:
 
     Args:
         recorder: of the ops; None if steps are never recorded.
-        dp_rows: rows of the DP attention batch; None without DP attention.
+        joint: rows of the DP attention batch; None without DP attention.
         stages: pipeline stages; all their ranks have a watch.
         layers: number of layers with experts in each stage.
         per_token: experts per token.
@@ -74,8 +73,7 @@ class ExpertWatch:
 
     def whole(self, chosen: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Choices of a step's tokens in all layers, [layers with experts, tokens, per_token]. Every
-        rank of all
-        stages calls this.
+        rank of all stages calls this.
 
         chosen: the value of `chosen` after the step.
         """

@@ -205,8 +205,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [tokens, dim], of all replicas that share the experts; ids, weights: from the router;
-        returns this
-        replica's [tokens, dim]."""
+        returns this replica's [tokens, dim]."""
         assert self.packed is not None
         out = self.packed(x, ids, weights)
         for group in self.groups:
@@ -215,8 +214,7 @@ class Experts(nn.Module):
 
     def anywhere(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
         """`forward` for experts that were moved or have copies; the result is bit-identical. Each
-        (token,
-        expert) pair is returned by the rank that computed it, and all are summed here.
+        (token, expert) pair is returned by the rank that computed it, and all are summed here.
 
         ids: choices of the rows of all replicas; own: ids and weights of this one's.
         """
@@ -235,8 +233,7 @@ class Experts(nn.Module):
         only.
 
         x: this replica's [tokens, dim]; ids: choices of the rows of all replicas; own: ids and
-        weights of
-        this one's.
+        weights of this one's.
         """
         assert self.packed is not None
         group, places = self.groups[0], self.places
@@ -313,8 +310,7 @@ class ExpertBlock(nn.Module):
         self, x: Tensor, rows: Tensor, shared: "GatedMLP | PlainMLP"
     ) -> tuple[Tensor, Tensor]:
         """Compute routed and shared experts, in parallel if there is a side stream. The all-reduce
-        comes after
-        both, because a group runs one collective at a time."""
+        comes after both, because a group runs one collective at a time."""
         stream = self.side_stream
         if stream is None:
             return self._of_experts(x, rows), shared.of_gathered(rows)
@@ -348,8 +344,7 @@ class ExpertBlock(nn.Module):
 
 class ExpertExchange:
     """All-to-all of a fixed size by the device's own operators. Ranks exchange no counts, so the
-    host does
-    not wait and steps can be captured.
+    host does not wait and steps can be captured.
 
     Args:
         most: tokens of a rank in one exchange.

@@ -2,8 +2,7 @@
 (/start_expert_distribution_record).
 
 Only rank 0 of a replica keeps it: every rank routes the same, and stages exchange their choices.
-The
-record is in memory until it is dumped; a dump contains plain arrays (`formats/arrays.py`).
+The record is in memory until it is dumped; a dump contains plain arrays (`formats/arrays.py`).
 """
 
 import os
@@ -88,8 +87,7 @@ def open_expert_record(
     experts: ExpertsConfig, model_config: ModelConfig, build: Build, name: str, report_every: int
 ) -> "ExpertRecord | None":
     """None on ranks without a record. With DP attention the first replica counts the choices of
-    all; each
-    replica keeps single choices of its own tokens.
+    all; each replica keeps single choices of its own tokens.
 
     Args:
         name: of this engine, for file names.
@@ -260,8 +258,7 @@ def counts_of(chosen: np.ndarray, count: int) -> np.ndarray:
 
 def evenness(counts: np.ndarray, shares: int) -> float:
     """Mean load over the largest, averaged over layers: of ranks, or of experts if one rank has
-    all.
-    1 = balanced. counts: [layers, experts]."""
+    all. 1 = balanced. counts: [layers, experts]."""
     loads = counts.reshape(len(counts), shares, -1).sum(-1) if shares > 1 else counts
     most = loads.max(-1)
     return float(np.mean(loads.mean(-1)[most > 0] / most[most > 0])) if most.any() else 1.0
@@ -271,8 +268,7 @@ def returned_experts(
     watch: ExpertWatch | None, chosen: np.ndarray, batch: Batch, model_config: ModelConfig
 ) -> dict[int, Tensor]:
     """Choices of a step for requests that ask for them; also notifies the observers. Every rank
-    that ran the
-    step calls this.
+    that ran the step calls this.
 
     chosen: `ExpertWatch.chosen` after the step.
     returns: for rows with EXPERTS: index in the plan -> int32 [positions, layers, per_token], best
