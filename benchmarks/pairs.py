@@ -30,8 +30,8 @@ from banyan.config.schema import Config
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform import open_platform
 from banyan.sim.hardware import Hardware
-from banyan.sim.layout import Layout
-from banyan.sim.study import Question, study
+from banyan.sim.layout import ParallelLayout
+from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import MOONCAKE_BLOCK, Arrival
 from benchmarks.pair_site import VOCAB, Told, alone, ask, flags_of, load_average, pairs, write_model
 
@@ -136,8 +136,8 @@ def hardware_of(
     schedule = config.schedule
     whole = Arrival(0.0, array("i", [5] * _PROMPT).tobytes(), 1)
     told = study(
-        Question(config=config, model_config=model_config, hardware=guess, arrivals=[whole]),
-        Layout(),
+        StudyQuestion(config=config, model_config=model_config, hardware=guess, arrivals=[whole]),
+        ParallelLayout(),
     )
     assert told.report is not None
     steps = -(-_PROMPT // max(1, schedule.chunk_tokens))
@@ -169,9 +169,9 @@ def tell(told: Sequence[Told], arrivals: Sequence[Arrival], began_s: float) -> M
     return found
 
 
-def compare(found: Measured, question: Question) -> None:
+def compare(found: Measured, question: StudyQuestion) -> None:
     """A line for each figure, measured and simulated."""
-    report = study(question, Layout(prefill=PREFILL, decode=DECODE)).report
+    report = study(question, ParallelLayout(prefill=PREFILL, decode=DECODE)).report
     assert report is not None
     rows = (
         ("tokens/s", found.tokens / found.seconds, report.tokens_per_s, 1.0),
@@ -223,7 +223,9 @@ def main() -> None:
     hardware = hardware_of(config, model_config, row_s, prompt_s)
     compare(
         found,
-        Question(config=config, model_config=model_config, hardware=hardware, arrivals=arrivals),
+        StudyQuestion(
+            config=config, model_config=model_config, hardware=hardware, arrivals=arrivals
+        ),
     )
 
 

@@ -286,7 +286,7 @@ def store_of(tier: str) -> Iterator[list[str]]:
         return
     words = ["--enable-hierarchical-cache", "--hicache-storage-backend", tier]
     if tier == "mooncake":
-        from tests.kv_transfer.outside import mooncake
+        from tests.support.mooncake import mooncake
 
         os.environ.setdefault("GLOG_minloglevel", "3")  # its client writes many lines
         with mooncake(8 << 30) as master:

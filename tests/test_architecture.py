@@ -95,7 +95,8 @@ SHELVES = {
         "admin": "errors state http openai embeddings",
         "console": "state http",
         "openapi": "errors state http openai admin console",
-        "lifecycle": "state http admin batches tool_servers routes",
+        "grpc": "errors state http sglang embeddings admin",
+        "lifecycle": "state listeners http admin batches tool_servers",
     },
 }
 """Folder -> its sub-folder -> what else of the folder that one may import."""

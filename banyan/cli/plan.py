@@ -20,7 +20,7 @@ from banyan.kv_cache.sizing import MIB
 from banyan.lora.adapter_files import named_adapters, read_adapter
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform import open_platform
-from banyan.sim.fitting import Fit, Room, fit
+from banyan.sim.fitting import AvailableMemory, MemoryFit, fit
 from banyan.sim.layout import Weights
 from banyan.sim.study import weight_bytes_of
 
@@ -65,7 +65,7 @@ def plan(argv: Sequence[str]) -> int:
     platform = open_platform(config.device.name)
     config, _ = settle(config, platform.defaults(model_config))
     memory = platform.memory()
-    room = Room(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
+    room = AvailableMemory(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
     if options.memory_gib:
         given = int(options.memory_gib * GIB)
         room = replace(room, total_bytes=given, free_bytes=given)
@@ -144,7 +144,9 @@ def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> i
     return kept_size_of_folder(model_config, has_kernels, rounded_to)
 
 
-def _lines(config: Config, model_config: ModelConfig, room: Room, found: Fit) -> Iterator[str]:
+def _lines(
+    config: Config, model_config: ModelConfig, room: AvailableMemory, found: MemoryFit
+) -> Iterator[str]:
     memory, ranks = found.memory, config.parallel.tp * config.parallel.pp
     each = " on each rank" if ranks > 1 else ""
     replicas = f", {config.parallel.dp} replicas" if config.parallel.dp > 1 else ""
@@ -187,7 +189,7 @@ def _contexts(most: int) -> Iterator[int]:
     yield most
 
 
-def _verdict(options: PlanOptions, found: Fit) -> int:
+def _verdict(options: PlanOptions, found: MemoryFit) -> int:
     """Say whether what is asked for fits; returns the exit code."""
     if not options.context:
         return 0

@@ -16,8 +16,8 @@ from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
-from banyan.sim.layout import Layout, read_layout
-from banyan.sim.study import Question, Study, study
+from banyan.sim.layout import ParallelLayout, read_layout
+from banyan.sim.study import Study, StudyQuestion, study
 from banyan.sim.workload import Arrival, mooncake, poisson
 
 log = logger(__name__)
@@ -76,11 +76,13 @@ def simulate(argv: Sequence[str]) -> int:
         )
     parallel = config.parallel
     layouts = [read_layout(text) for text in options.layouts] or [
-        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.uses_dp_attention, cp=parallel.cp)
+        ParallelLayout(
+            parallel.tp, parallel.pp, parallel.dp, parallel.uses_dp_attention, cp=parallel.cp
+        )
     ]
     config, _ = settle(config, _defaults(hardware))
     schedule = replace(config.schedule, max_queued=0, max_queued_tokens=0)
-    question = Question(
+    question = StudyQuestion(
         config=replace(config, schedule=schedule),
         model_config=model_config,
         hardware=hardware,

@@ -23,7 +23,7 @@ from banyan.config.hicache import HOST
 from banyan.config.hooks import hook_specs
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
-from banyan.engine_client.request_records import meters_of
+from banyan.engine_client.request_records import metrics_observers_of
 from banyan.grammar.base import BACKENDS
 from banyan.kv_transfer.store import STORES
 from banyan.model_config.model_config import ModelConfig
@@ -32,9 +32,9 @@ from banyan.parsers.reasoning import REASONING_PARSERS
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.requests.defaults import check_preferred
 from banyan.runner.speculative import DRAFTERS
-from banyan.server.admin.metric_labels import check_labels
+from banyan.server.admin.metrics import check_labels
 from banyan.server.admin.traces import check_traces
-from banyan.server.lifecycle.warmups import WARMUPS, named_warmups
+from banyan.server.lifecycle.warmup import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 
 log = logger(__name__)
@@ -111,12 +111,17 @@ def check_names(config: Config) -> None:
                     f"--tool-server {name} needs the package mcp",
                     hint="run: pip install 'banyan[tools]'",
                 )
+    if server.grpc_mode and find_spec("smg_grpc_proto") is None:
+        raise ConfigError(
+            "--grpc-mode needs the package smg-grpc-proto",
+            hint="run: pip install 'banyan[grpc]'",
+        )
     if config.observe.metrics and find_spec("prometheus_client") is None:
         raise ConfigError(
             "--enable-metrics needs the package prometheus-client",
             hint="run: pip install 'banyan[metrics]'",
         )
-    meters_of(config.observe)
+    metrics_observers_of(config.observe)
     check_labels(config.observe)
     check_traces(config.observe)
     kv_events(config.observe)

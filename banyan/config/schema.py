@@ -221,7 +221,7 @@ class ParallelConfig:
     divides_prompts: bool = False
     """`cp` is as many as there are ranks, where it is left at 1."""
     cp_split: str = "zigzag"
-    """How tokens are divided into shares: a name of `runner.division.SPLITS`."""
+    """How tokens are divided into shares: a name of `context_parallel.split.SPLITS`."""
     dense_tp: int = 0
     """Ranks that share a feed-forward block without experts in a model that has some: 1; 0 = as
     all others."""

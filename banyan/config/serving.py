@@ -84,6 +84,10 @@ class ServerConfig:
     """A certificate that changes is taken without a restart."""
     disable_console: bool = False
     """Browsers that open / get a page that says what the server is, and not the console."""
+    grpc_mode: bool = False
+    """Serve gRPC on `port` instead of HTTP."""
+    grpc_http_port: int | None = None
+    """Serve HTTP on this port too, with `grpc_mode`."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
 
@@ -96,7 +100,7 @@ class ServerConfig:
         return "https" if self.ssl_cert else "http"
 
     @property
-    def words_wait(self) -> bool:
+    def tokenizer_waits(self) -> bool:
         """Whether tokenising a text waits for other requests or processes."""
         return self.waiting_texts > 0
 

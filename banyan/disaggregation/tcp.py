@@ -34,7 +34,7 @@ def open_with_engine(
     engine = open_engine(host, options)
     if not options.is_prefill:
         log.warning(
-            "%s lets whoever reaches its ports at %s write to, and read, the memory that pages "
+            "%s lets anyone who reaches its ports at %s write to, and read, the memory that pages "
             "land in%s; pages are checked, and not encrypted",
             engine.name,
             host,

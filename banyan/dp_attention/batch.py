@@ -95,7 +95,7 @@ class DividedBatch(DPAttentionBatch):
     Args:
         share: the one that this rank computes, together with `ranks` − 1 others.
         shares: how many there are.
-        split: how rows are cut (`runner.division.SPLITS`).
+        split: how rows are cut (`context_parallel.split.SPLITS`).
     """
 
     def __init__(

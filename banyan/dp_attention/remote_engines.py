@@ -1,6 +1,6 @@
-"""FarEngines: engines of joined replicas that other nodes keep, as the server that leads sees them.
+"""RemoteEngines: engines of DP attention replicas on other nodes, as the leading server sees them.
 
-The front of each is connected to as if its engine were here; the nodes pass on what both say.
+Each connects to its client as a local engine does; the nodes forward the frames of both.
 """
 
 import threading
@@ -27,7 +27,7 @@ class _Waiting:
     on_death: Callable[[str], None]
 
 
-class FarEngines:
+class RemoteEngines:
     """
     Args:
         secret: what the nodes have in common.

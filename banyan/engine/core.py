@@ -1,8 +1,8 @@
-"""EngineCore: three verbs (receive, launch, complete) and a depth. The server, the offline API,
-the simulator, replay and the tests all drive this one object.
+"""EngineCore: decides what one replica computes. Its three verbs are receive, launch and complete.
 
-It never waits, never sleeps and never reads a clock. Depth 1 is synchronous, depth 2 overlaps
-planning with execution, and with several stages there is one plan more for each of them.
+The server, the offline API, the simulator, replay and the tests all drive this object. It never
+waits and never reads a clock. Depth 1 is synchronous; depth 2 overlaps planning with execution;
+each further pipeline stage adds one plan.
 """
 
 from collections import deque
@@ -45,15 +45,15 @@ from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
-_Asked = (
+_Request = (
     Generate | Abort | StopAt | RetractAll | Unpin | RunControlOps | LoadAdapter | UnloadAdapter
 )
-_Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
-CoreInput = _Asked | _Told
+_Report = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
+CoreInput = _Request | _Report
 
 
-class Recorder(Protocol):
-    """Takes down everything that decisions depend on, in order (engine/journal.py)."""
+class CoreRecorder(Protocol):
+    """Records everything that decisions depend on, in order (engine/journal.py)."""
 
     def received(self, message: CoreInput, now: float) -> None: ...
     def launched(
@@ -65,40 +65,38 @@ class Recorder(Protocol):
 
 
 class EngineCore:
-    """One replica's decisions.
+    """The decisions of one replica.
 
     Args:
-        scheduler: what to compute next.
-        lockstep: agreement with other replicas; None when there are none.
-        recorder: journal; None for none.
+        step_agreement: agreement with the other replicas of DP attention; None without.
+        recorder: journal or flight recorder; None without.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        lockstep: StepAgreement | None = None,
-        recorder: Recorder | None = None,
+        step_agreement: StepAgreement | None = None,
+        recorder: CoreRecorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.depth = scheduler.limits.depth
         self.is_paused = False
         self.released: list[str] = []
-        """Memory that is not there (messages/control_ops.py); no rows are planned without all of
-        it."""
-        self._lockstep = lockstep
+        """Tags of released memory (messages/control_ops.py); while any is, no rows are planned."""
+        self._step_agreement = step_agreement
         self.recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
         """(step, launched at, has rows), oldest first."""
         self._last_step = NO_STEP
-        self._given: deque[RunControlOps] = deque()
-        self._carried_out: RunControlOps | None = None
-        """Of the plan in flight, when that has orders."""
+        self._queued_ops: deque[RunControlOps] = deque()
+        self._running_ops: RunControlOps | None = None
+        """Control ops of the plan in flight."""
         self._held: StepPlanBuilder | None = None
-        """What the other replicas have yet to agree to."""
+        """A drafted plan that waits for the agreement of the other replicas."""
         self._held_s = 0.0
 
     def receive(self, message: CoreInput, now: float) -> None:
-        """Take in a message. Its consequences show in the next launch and in the outboxes."""
+        """Take in a message. It takes effect in the next launch and in the outboxes."""
         if self.recorder is not None:
             self.recorder.received(message, now)
         match message:
@@ -119,35 +117,37 @@ class EngineCore:
             case Unpin():
                 self.scheduler.cache.pins.let_go(message.request)
             case RunControlOps():
-                self._given.append(message)
+                self._queued_ops.append(message)
             case LoadAdapter() | UnloadAdapter():
                 change_adapters(self.scheduler, message)
-        self._ask_for_adapters()
+        self._queue_adapter_ops()
 
     def launch(self, now: float) -> StepPlan | None:
-        """The next plan, or None when there is nothing to do, the depth is reached, it is paused,
-        or other replicas have yet to agree: then what was drafted is held for the next call.
+        """Make the next plan.
 
-        Orders have a plan of their own, which is alone in flight. A pause leaves no trace in the
-        journal but the steps of other replicas that it goes along with: nothing is decided while it
-        lasts.
+        Returns:
+            None if there is nothing to do, the depth is reached, the engine is paused, or other
+            replicas have not agreed yet (the drafted plan is kept for the next call).
+
+        Control ops get a plan of their own, which is alone in flight. During a pause nothing is
+        decided; the journal then records only steps of other replicas in which this one takes part.
         """
         if self._held is None and not self._may_launch():
             return None
         was_held = self._held is not None
         builder = self._held or self._next_builder(now)
         peers: list[Load] | None = []
-        if self._lockstep is not None and not builder.orders:
-            peers = self._lockstep.agree(builder.load)
+        if self._step_agreement is not None and not builder.orders:
+            peers = self._step_agreement.agree(builder.load)
         self._held = builder if peers is None else None
         plan = None
         if peers or (builder.has_work and peers is not None):
             plan = builder.plan(peers)
         if was_held:
-            is_news = peers is not None
+            is_recorded = peers is not None
         else:
-            is_news = plan is not None or peers is None or self._may_plan
-        if self.recorder is not None and is_news:
+            is_recorded = plan is not None or peers is None or self._may_plan
+        if self.recorder is not None and is_recorded:
             self.recorder.launched(plan, peers, now, self.is_paused)
         if plan is not None:
             self._last_step = plan.step
@@ -155,19 +155,21 @@ class EngineCore:
             self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
         return plan
 
-    def _ask_for_adapters(self) -> None:
-        """Give the orders that bring and take adapters, when nothing else is given. Decided where
-        something has come in, which a journal always holds."""
-        if self._given or self._carried_out is not None:
+    def _queue_adapter_ops(self) -> None:
+        """Queue the control ops that load and unload adapters, if no other op is queued.
+
+        Called only after an input, so that the journal reproduces the decision.
+        """
+        if self._queued_ops or self._running_ops is not None:
             return
         if (wanted := wanted_adapters(self.scheduler)) is not None:
-            self._given.append(wanted)
+            self._queued_ops.append(wanted)
 
     def _next_builder(self, now: float) -> StepPlanBuilder:
-        """What this replica would do next; from here on its rows count as launched."""
+        """Draft the next plan; from here on its rows count as launched."""
         step = StepId(self._last_step + 1)
         self._held_s = now
-        if self._given:
+        if self._queued_ops:
             return self._control_op_plan(step)
         if not self._may_plan:
             return StepPlanBuilder(step, [], 0)
@@ -177,26 +179,25 @@ class EngineCore:
         return builder
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
-        """Take in the result of the oldest plan in flight; what it means for front and runner."""
+        """Commit the result of the oldest plan in flight; returns events and masks."""
         if self.recorder is not None:
             self.recorder.completed(result, now)
         step, _, _ = self._in_flight.popleft()
         assert result.step == step, f"result of step {result.step}, expected {step}"
         self.scheduler.commit(result, now)
-        if self._carried_out is not None:
-            self._end_orders(self._carried_out, result)
-        self._ask_for_adapters()
+        if self._running_ops is not None:
+            self._end_control_ops(self._running_ops, result)
+        self._queue_adapter_ops()
         return self.take_events(), self.take_masks()
 
     def flush(self, now: float) -> bool:
-        """Empty the cache but for what is pinned; False (and nothing done) while requests hold
-        pages."""
+        """Empty the cache except pinned pages; False if requests hold pages (nothing happens)."""
         if self.recorder is not None:
             self.recorder.flushed(now)
         return self.scheduler.flush(keeps_pins=True)
 
     def take_events(self) -> list[Event]:
-        """Drain the outbox towards the front."""
+        """Drain the outbox towards the client."""
         request_table, rooms = self.scheduler.request_table, self.scheduler.rooms
         events, request_table.events = request_table.events, []
         if rooms is not None:
@@ -205,7 +206,7 @@ class EngineCore:
         return events
 
     def take_masks(self) -> list[Mask]:
-        """Drain the outbox towards the runner; masks of a sheet that is held go with its plan."""
+        """Drain the outbox towards the runner. Masks of a held plan stay with it."""
         request_table = self.scheduler.request_table
         masks, request_table.masks = request_table.masks, []
         if self._held is not None:
@@ -221,9 +222,9 @@ class EngineCore:
         return lookups
 
     def take_cache_events(self) -> Sequence[Stored | Removed]:
-        """Drain what the cache has come to hold and let go; nothing unless it tells."""
-        news = self.scheduler.cache.news
-        return () if news is None else news.take()
+        """Drain the cache events; () if they are switched off."""
+        events = self.scheduler.cache.news
+        return () if events is None else events.take()
 
     def take_room_orders(self) -> list[KVTransferOp]:
         """Drain the outbox towards other servers."""
@@ -235,17 +236,17 @@ class EngineCore:
 
     @property
     def uses_dp_attention(self) -> bool:
-        """Whether steps are agreed with other replicas."""
-        return self._lockstep is not None
+        """Whether every step needs the agreement of other replicas."""
+        return self._step_agreement is not None
 
     @property
     def in_flight(self) -> int:
-        """Plans in flight that count towards the depth; plans with only copies do not."""
+        """Plans in flight that count towards the depth: those with rows."""
         return sum(has_rows for _, _, has_rows in self._in_flight)
 
     @property
     def oldest_step(self) -> StepId:
-        """The step whose result comes next; NO_STEP when none is in flight."""
+        """The step whose result is due next; NO_STEP if none is in flight."""
         return self._in_flight[0][0] if self._in_flight else NO_STEP
 
     @property
@@ -254,7 +255,7 @@ class EngineCore:
         return self.scheduler.is_idle and self.scheduler.cache.horizon.is_clear
 
     def check(self) -> None:
-        """Raise AssertionError when an invariant of scheduler or memory is broken."""
+        """Raise AssertionError if an invariant of scheduler or cache is broken."""
         self.scheduler.check()
 
     def stats(self, now: float) -> Stats:
@@ -292,9 +293,9 @@ class EngineCore:
         )
 
     def _may_launch(self) -> bool:
-        if self._carried_out is not None:
+        if self._running_ops is not None:
             return False
-        if self._given:
+        if self._queued_ops:
             return self.scheduler.cache.horizon.is_clear
         return (self._may_plan or self.uses_dp_attention) and self.in_flight < self.depth
 
@@ -304,32 +305,32 @@ class EngineCore:
         return not self.is_paused and not self.released
 
     def _control_op_plan(self, step: StepId) -> StepPlanBuilder:
-        """What is given first, as a plan. Whoever holds pages that go recomputes later."""
-        self._carried_out = self._given.popleft()
+        """A plan of the oldest queued control ops. If they release pages, requests recompute."""
+        self._running_ops = self._queued_ops.popleft()
         builder = StepPlanBuilder(step, [], 0)
-        builder.orders = self._carried_out.orders
+        builder.orders = self._running_ops.orders
         if any(_takes_pages(order) for order in builder.orders):
             self.scheduler.request_table.retract_all()
             self.scheduler.flush()
         return builder
 
-    def _end_orders(self, given: RunControlOps, result: StepResult) -> None:
-        """Answer whoever gave the orders, and go by what has been done."""
-        self._carried_out = None
+    def _end_control_ops(self, ops: RunControlOps, result: StepResult) -> None:
+        """Apply the control ops that succeeded and queue the reply."""
+        self._running_ops = None
         done = [reply for reply in result.replies if reply.ok]
-        for order, reply in zip(given.orders, done, strict=False):
-            self._is_done(order, reply)
-        ok = len(done) == len(given.orders)
-        told = done if ok else [reply for reply in result.replies if not reply.ok]
-        text = result.error or " ".join(reply.text for reply in told)
+        for order, reply in zip(ops.orders, done, strict=False):
+            self._apply(order, reply)
+        ok = len(done) == len(ops.orders)
+        shown = done if ok else [reply for reply in result.replies if not reply.ok]
+        text = result.error or " ".join(reply.text for reply in shown)
         body = done[-1].body if ok and done else b""
-        again = end_adapters(self.scheduler, given, ok, told, text)
-        if again is None or given.call == NO_CALL:
+        again = end_adapters(self.scheduler, ops, ok, shown, text)
+        if again is None or ops.call == NO_CALL:
             return
         text = again
-        self.scheduler.request_table.events.append(Reply(given.call, ok, text, body))
+        self.scheduler.request_table.events.append(Reply(ops.call, ok, text, body))
 
-    def _is_done(self, order: ControlOp, reply: ControlOpReply) -> None:
+    def _apply(self, order: ControlOp, reply: ControlOpReply) -> None:
         match order:
             case TakeAdapter() | DropAdapter():
                 assert self.scheduler.adapters is not None
@@ -341,11 +342,11 @@ class EngineCore:
                     self.scheduler.flush()
                 self.scheduler.cache.pins.let_go()  # pages of other weights are of no use
                 self.scheduler.cache.weights = name_of_weights(order.version)
-                self._has_back([WEIGHTS])
+                self._mark_resumed([WEIGHTS])
             case ReleaseMemory():
                 self.released += [tag for tag in order.tags if tag not in self.released]
             case ResumeMemory():
-                self._has_back(order.tags)
+                self._mark_resumed(order.tags)
             case AttachStore(is_trial=False):
                 self.scheduler.fetcher.attach(order)
             case DetachStore(is_trial=False):
@@ -353,12 +354,12 @@ class EngineCore:
             case _:
                 pass
 
-    def _has_back(self, tags: list[str]) -> None:
+    def _mark_resumed(self, tags: list[str]) -> None:
         self.released = [tag for tag in self.released if tag not in tags]
 
     def _step_age_s(self, now: float) -> float:
-        """Seconds since the oldest step was launched, or held; orders take their time."""
-        if self._in_flight and self._carried_out is None:
+        """Age of the oldest launched or held step; control ops have no time limit."""
+        if self._in_flight and self._running_ops is None:
             return now - self._in_flight[0][1]
         return now - self._held_s if self._held is not None else 0.0
 

@@ -1,6 +1,6 @@
-"""CoreSpec: everything that an EngineCore's decisions depend on besides what it is told.
+"""CoreSpec: everything besides its inputs that an EngineCore's decisions depend on.
 
-The same spec and the same calls give the same plans, which is what simulation and replay rest on.
+The same spec and the same calls give the same plans. Simulation and replay rely on this.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from banyan.base.errors import CapacityError
 from banyan.config.hicache import can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config, LoraConfig
 from banyan.dp_attention.step_clock import StepAgreement
-from banyan.engine.core import EngineCore, Recorder
+from banyan.engine.core import CoreRecorder, EngineCore
 from banyan.grammar.base import GrammarFactory
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import eviction_key
@@ -29,7 +29,7 @@ _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
 _LEAST_WRITES, _MOST_WRITES = 4, 64
-"""Pages on their way to a store take so much memory of the host, but so many there always are."""
+"""Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
 
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,38 +40,43 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     order: str = "fcfs"
     eviction: str = "lru"
     eviction_numbers: dict[str, int] = {}
-    """What that policy takes by name (config/eviction.py)."""
+    """Parameters of the eviction policy (config/eviction.py)."""
     share: bool = True
     store: StoreRules | None = None
     role: str = ""
-    """GIVES or TAKES of disaggregation/scheduling.py; "" = neither."""
+    """PD role (disaggregation/scheduling.py); "" = none."""
     adapters: AdapterRules | None = None
 
     def build(
         self,
         grammars: GrammarFactory | None = None,
-        lockstep: StepAgreement | None = None,
-        recorder: Recorder | None = None,
+        step_agreement: StepAgreement | None = None,
+        recorder: CoreRecorder | None = None,
         tells: bool = False,
     ) -> EngineCore:
-        """A fresh core.
+        """Build a fresh core.
 
         Args:
-            tells: somebody takes the news of what the cache holds.
+            tells: record cache events for a publisher.
 
         Raises:
             ConfigError: a policy has no such name.
         """
         eviction, has_peers = eviction_key(self.eviction, self.eviction_numbers), bool(self.role)
-        # What a draft model keeps of a token depends on the next one, so units are whole for it.
+        # A draft model's cache entry of a token depends on the next token: no partial blocks.
         cache = KVCache(
-            *(self.groups, eviction, self.share, self.store, tells, has_peers),
+            self.groups,
+            eviction,
+            share=self.share,
+            store=self.store,
+            tells=tells,
+            has_peers=has_peers,
             has_parts=not self.limits.paid_drafts,
         )
         adapters = None if self.adapters is None else Adapters(self.adapters)
         order = ORDERS.load(self.order)
         scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)
-        return EngineCore(scheduler, lockstep, recorder)
+        return EngineCore(scheduler, step_agreement, recorder)
 
 
 def core_spec(
@@ -81,14 +86,14 @@ def core_spec(
     loads: Sequence[tuple[str, int]] = (),
     are_laid_out: bool = False,
 ) -> CoreSpec:
-    """What the decisions of one replica depend on.
+    """Collect what the decisions of one replica depend on.
 
     Args:
-        loads: digest and bytes of each adapter of the start.
-        are_laid_out: each that may be loaded has its place in memory already.
+        loads: digest and bytes of each adapter that is loaded at the start.
+        are_laid_out: memory for all adapters is allocated already.
 
     Raises:
-        CapacityError: they need more memory than they may have.
+        CapacityError: the adapters need more memory than they may take.
     """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
@@ -141,7 +146,7 @@ def core_spec(
 
 
 def _adapter_rules(lora: LoraConfig, loads: Sequence[tuple[str, int]], most: int) -> AdapterRules:
-    """most: bytes of memory for all of them; 0 = nobody counts."""
+    """most: bytes of memory for all adapters; 0 = not counted."""
     needed = sum(size for _, size in loads)
     if 0 < most < needed:
         raise CapacityError(

@@ -15,7 +15,7 @@ from banyan.base.log import logger
 from banyan.base.version import own_version
 from banyan.config.serving import ObserveConfig
 from banyan.engine import snapshot
-from banyan.engine.core import CoreInput, EngineCore, Recorder
+from banyan.engine.core import CoreInput, CoreRecorder, EngineCore
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HALF, HEAD, RING_MAGIC, half_bytes, mapped
 from banyan.engine.journal import Began, Journal, Records
@@ -110,10 +110,10 @@ class FlightRecorder(Records):
         self._is_mute = True
 
 
-class Both:
+class RecorderPair:
     """Two recorders of one core."""
 
-    def __init__(self, one: Recorder, other: Recorder) -> None:
+    def __init__(self, one: CoreRecorder, other: CoreRecorder) -> None:
         self._both = one, other
 
     def received(self, message: CoreInput, now: float) -> None:
@@ -153,7 +153,7 @@ class Recorders:
     def __init__(
         self, observe: ObserveConfig, spec: CoreSpec, descriptor: int, cleanup: ExitStack
     ) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: CoreRecorder | None = None
         """For the core; None when nothing is recorded."""
         self._flight: FlightRecorder | None = None
         if descriptor != NO_RECORDING:
@@ -163,7 +163,7 @@ class Recorders:
             journal = Journal(observe.journal, spec, observe.journal_bytes)
             cleanup.callback(journal.close)
             flight = self._flight
-            self.recorder = journal if flight is None else Both(journal, flight)
+            self.recorder = journal if flight is None else RecorderPair(journal, flight)
 
     def follow(self, core: EngineCore, now: float) -> None:
         """The core that has the recorder, before anything is told to it."""

@@ -1,5 +1,6 @@
-"""GrammarQueue: where requests wait until their constraint is compiled, before the core hears of
-them. Others pass by; decisions and the journal never see the waiting.
+"""GrammarQueue: holds requests until their grammar is compiled, before the core receives them.
+
+Other requests pass. The scheduler and the journal see a request only after the wait.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from banyan.messages.requests import Abort, Control, Generate, Message
 
 
 class GrammarQueue:
-    """Stands between the front and the core.
+    """A filter between the client's link and the core.
 
     Args:
         compiler: compiles in the background.
@@ -25,13 +26,13 @@ class GrammarQueue:
         self._waiting: dict[RequestId, Generate] = {}
         """In order of arrival."""
         self._num_waiting: Counter[str] = Counter()
-        """Requests by the constraint that they wait for."""
+        """Number of waiting requests by grammar."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def keeps(self, message: Message, events: list[Event]) -> bool:
-        """Whether `message` ends here: a request that has to wait, or the end of one that does."""
+    def holds(self, message: Message, events: list[Event]) -> bool:
+        """Whether `message` ends here: a request that must wait, or an abort of a waiting one."""
         match message:
             case Generate():
                 return bool(message.grammar) and self._take(message, events)
@@ -45,9 +46,10 @@ class GrammarQueue:
         return False
 
     def release(self, receive: Callable[[Generate], None]) -> None:
-        """Hand on the requests whose constraint has been compiled, or cannot be.
+        """Pass on the requests whose grammar has been compiled, or cannot be compiled.
 
-        One at a time, so that a full cache cannot lose what the next one needs.
+        Results are collected one at a time: a full cache of compiled grammars cannot evict one
+        before its requests have been passed on.
         """
         while self._compiler.collect():
             for request, generate in list(self._waiting.items()):

@@ -1,5 +1,6 @@
-"""What compiles constraints for one model: its vocabulary and a backend. For a replica's loop, and
-for a replay of what one has decided; loads no torch.
+"""Opens the grammar compiler of one model: its vocabulary and a backend.
+
+Used by a replica's loop and by `banyan replay`; imports no torch.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,13 @@ from banyan.model_config.model_config import ModelConfig
 def open_grammars(
     config: Config, model_config: ModelConfig, wake: Callable[[], None] = lambda: None
 ) -> GrammarCompiler | None:
-    """None where constraints are not served; reads the tokenizer only when the first one comes."""
+    """Open the compiler; None if grammars are off. The first grammar loads the tokenizer."""
     grammar = config.grammar
     if grammar.backend in ("", "none"):
         return None
 
     def read() -> tuple[Vocabulary, Encode]:
-        from banyan.tokenizer.load import load_tokenizer  # a library of its own
+        from banyan.tokenizer.load import load_tokenizer  # imports tokenizers
 
         tokenizer = load_tokenizer(config.model.tokenizer_path)
         pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids

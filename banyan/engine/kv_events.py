@@ -1,8 +1,8 @@
-"""Publisher: tells routers which prefixes this engine's cache holds, in SGLang's format.
+"""KVEventPublisher: publishes cache events over ZeroMQ for cache-aware routers, in SGLang's format.
 
-Each message has a topic, a number (8 bytes, big-endian, one higher each time) and a batch in
-msgpack: [seconds, events, replica]. Who missed some asks the replay endpoint for all from a number
-on; each answer is like a message, and the last has the number −1 and no batch.
+A message has a topic, a number (8 bytes, big-endian, increasing by one) and a msgpack batch:
+[seconds, events, replica]. A reader that missed messages asks the replay endpoint for all from a
+number on. Each answer has the form of a message; the last has the number −1 and no batch.
 """
 
 import contextlib
@@ -24,44 +24,46 @@ from banyan.lora.namespaces import id_of
 log = logger(__name__)
 
 MEDIUM = "GPU"
-"""What the format calls the memory that is computed with, whatever it is."""
+"""The format's word for device memory, also on a CPU."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 200
 _LOOK_MS = 100
 
 
-class Publisher:
-    """
+class KVEventPublisher:
+    """Sends from its own thread.
+
     Args:
-        asked: the flag's value.
-        replica: which one this is.
-        block: tokens of a unit.
-        bare: namespaces of this length have nothing of a tenant or an adapter.
-        adapter_of: the adapter that the rest of a namespace belongs to, "" for none.
+        config: the parsed value of --kv-events-config.
+        replica: number of this replica.
+        block_tokens: tokens of a block.
+        bare_bytes: length of a namespace without tenant and adapter.
+        adapter_of: name of the adapter that the rest of a namespace belongs to; "" = none.
 
     Raises:
-        ConfigError: an endpoint cannot be listened at.
+        ConfigError: an endpoint cannot be opened.
     """
 
     def __init__(
         self,
-        asked: KVEvents,
+        config: KVEvents,
         replica: int,
-        block: int,
-        bare: int,
+        block_tokens: int,
+        bare_bytes: int,
         adapter_of: Callable[[bytes], str],
     ) -> None:
-        self._asked, self._replica, self._block, self._bare = asked, replica, block, bare
+        self._config, self._replica = config, replica
+        self._block_tokens, self._bare_bytes = block_tokens, bare_bytes
         self._adapter_of = adapter_of
-        self._topic = asked.topic.encode()
-        self._queue: queue.Queue[bytes | None] = queue.Queue(asked.max_queue_size)
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=asked.buffer_steps)
+        self._topic = config.topic.encode()
+        self._queue: queue.Queue[bytes | None] = queue.Queue(config.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         """(number, batch), oldest first."""
         self._next = 0
         self._num_lost = 0
         self._context = zmq.Context()
-        self._out = self._open(zmq.PUB, asked.endpoint)
-        self._replay = self._open(zmq.ROUTER, asked.replay_endpoint)
+        self._out = self._open(zmq.PUB, config.endpoint)
+        self._replay = self._open(zmq.ROUTER, config.replay_endpoint)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
         self._put([("AllBlocksCleared", {})])
@@ -80,7 +82,7 @@ class Publisher:
 
     def _put(self, events: list[tuple[str, dict[str, object]]]) -> None:
         shown: list[object]
-        if self._asked.encoding == "map":
+        if self._config.encoding == "map":
             shown = [{"type": kind, **_without_nulls(fields)} for kind, fields in events]
         else:
             shown = [[kind, *fields.values()] for kind, fields in events]
@@ -90,43 +92,43 @@ class Publisher:
         except queue.Full:
             self._num_lost += 1
             if self._num_lost == 1:
-                log.error("cache events are lost: %d wait already", self._asked.max_queue_size)
+                log.error("cache events are lost: %d wait already", self._config.max_queue_size)
 
-    def _event(self, news: Stored | Removed) -> tuple[str, dict[str, object]]:
-        if isinstance(news, Removed):
-            return "BlockRemoved", {"block_hashes": news.names, "medium": MEDIUM}
-        salt = news.namespace[self._bare :]
+    def _event(self, event: Stored | Removed) -> tuple[str, dict[str, object]]:
+        if isinstance(event, Removed):
+            return "BlockRemoved", {"block_hashes": event.names, "medium": MEDIUM}
+        salt = event.namespace[self._bare_bytes :]
         adapter = self._adapter_of(salt)
         return "BlockStored", {
-            "block_hashes": news.names,
-            "parent_block_hash": news.parent,
-            "token_ids": list(memoryview(bytes(news.tokens)).cast("i")),
-            "block_size": self._block,
+            "block_hashes": event.names,
+            "parent_block_hash": event.parent,
+            "token_ids": list(memoryview(bytes(event.tokens)).cast("i")),
+            "block_size": self._block_tokens,
             "lora_id": id_of(adapter) if adapter else None,
             "medium": MEDIUM,
             **({"lora_name": adapter} if adapter else {}),
-            **({"cache_salt": salt.hex()} if salt and self._asked.encoding == "map" else {}),
+            **({"cache_salt": salt.hex()} if salt and self._config.encoding == "map" else {}),
         }
 
     def _open(self, kind: int, endpoint: str) -> "zmq.Socket[bytes] | None":
         if not endpoint:
             return None
-        own = self._asked.of(endpoint, self._replica)
-        made = self._context.socket(kind)
-        made.setsockopt(zmq.LINGER, _LINGER_MS)
-        made.setsockopt(zmq.SNDHWM, self._asked.hwm)
-        made.setsockopt(zmq.MAXMSGSIZE, 1 << 10)  # of what readers ask
+        own = self._config.of(endpoint, self._replica)
+        opened = self._context.socket(kind)
+        opened.setsockopt(zmq.LINGER, _LINGER_MS)
+        opened.setsockopt(zmq.SNDHWM, self._config.hwm)
+        opened.setsockopt(zmq.MAXMSGSIZE, 1 << 10)  # of replay requests
         try:
-            if kind == zmq.ROUTER or self._asked.is_bound:
-                made.bind(own)
+            if kind == zmq.ROUTER or self._config.is_bound:
+                opened.bind(own)
             else:
-                made.connect(own)
+                opened.connect(own)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(
                 f"--kv-events-config: {own} cannot be used: {error}", hint="name another endpoint"
             ) from None
-        return made
+        return opened
 
     def _run(self) -> None:
         while True:
@@ -145,18 +147,18 @@ class Publisher:
             self._answer()
 
     def _answer(self) -> None:
-        """Send those who ask what they missed."""
+        """Answer replay requests."""
         if self._replay is None:
             return
         while self._replay.poll(0):
-            who, *_, wanted = self._replay.recv_multipart()
+            reader, *_, wanted = self._replay.recv_multipart()
             if len(wanted) != len(_END):
                 continue
             first = int.from_bytes(wanted, "big", signed=True)
             for number, batch in self._kept:
                 if int.from_bytes(number, "big", signed=True) >= first:
-                    self._replay.send_multipart([who, b"", self._topic, number, batch])
-            self._replay.send_multipart([who, b"", self._topic, _END, b""])
+                    self._replay.send_multipart([reader, b"", self._topic, number, batch])
+            self._replay.send_multipart([reader, b"", self._topic, _END, b""])
 
 
 def _without_nulls(fields: dict[str, object]) -> dict[str, object]:

@@ -1,5 +1,7 @@
-"""What carries pages beyond the device of one replica, as the flags wish: to a store that outlives
-the process, or from one server to another. Part of the composition root (engine/core_process.py).
+"""Opens what moves KV pages out of one replica's device, as the flags ask: to host memory or a
+store (hierarchical cache), or to another server (PD disaggregation).
+
+Part of the composition root (engine/core_process.py).
 """
 
 import os
@@ -16,6 +18,7 @@ from banyan.base.log import logger
 from banyan.config.hicache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config
 from banyan.disaggregation.page_cutting import PageForm
+from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
 from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.hierarchical_cache import can_be_stored
@@ -58,22 +61,22 @@ from banyan.runner.control_ops import Finish, RankReply
 log = logger(__name__)
 
 OpenMover = Callable[[KVStore], PageMover]
-_NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
-"""Folders whose code decides what bytes a page holds."""
+_NUMERIC_PACKAGES = ("layers", "models", "ops", "runner")
+"""Packages whose code decides the bytes of a page."""
 _BY_HEAD: dict[str, PartsOfHead | None] = {PLAIN_PAGES: None, BY_HEAD: parts_of_head}
-"""Layouts of pages that can be cut by tokens."""
+"""Page layouts that can be cut by tokens."""
 _SHOWN = 16
-"""Letters of a digest that people are shown."""
+"""Characters of a digest in messages."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """What one replica serves, as far as the bytes of its pages depend on it.
+class ServedReplica:
+    """Everything that the bytes of one replica's KV pages depend on.
 
     Attributes:
-        groups: of the cache as the model's layers declare them.
+        groups: page groups as the model's layers declare them.
         pools: the same groups as the engine counts them.
-        draft: a model that drafts, whose part of a page lies beside this one's; None = none does.
+        draft: the draft model, which has a part of each page; None if there is none.
     """
 
     config: Config
@@ -89,16 +92,17 @@ class Served:
         return self.platform.traits
 
     def model_facts(self) -> tuple[object, ...]:
-        """Of the weights, and of how they are read."""
+        """Facts about the weights and how they are divided among ranks."""
         ranks = self.build.groups.attention.size
         return (
-            *(*self.weight_facts(), self.config.parallel.tp, self.config.parallel.pp),
+            *self.weight_facts(),
+            self.config.parallel.tp,
+            self.config.parallel.pp,
             [read_kv_scales(self.config, self.model_config, rank) for rank in range(ranks)],
         )
 
     def shared_facts(self) -> tuple[object, ...]:
-        """As `model_facts`, where pages are cut for other ranks: those that scale their numbers
-        alike count as one."""
+        """Like `model_facts`, for pages cut for other ranks: equal KV scales count once."""
         scales = [
             read_kv_scales(self.config, self.model_config, rank)
             for rank in range(self.build.groups.attention.size)
@@ -109,21 +113,31 @@ class Served:
         model = self.config.model
         files = [] if model.load_format == "dummy" else files_of_weights(self.model_config.path)
         return (
-            *(replace(self.model_config, path=""), digest_of_files(files)),
-            *(model.revision, model.load_format, model.implementation),
-            *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
-            *(model.hooks, model.dump_input if model.injects else ""),
-            *(model.quantization, model.torchao),
+            replace(self.model_config, path=""),
+            digest_of_files(files),
+            model.revision,
+            model.load_format,
+            model.implementation,
+            sorted(model.overrides.items()),
+            model.loader_functions,
+            model.context_length,
+            model.hooks,
+            model.dump_input if model.injects else "",
+            model.quantization,
+            model.torchao,
         )
 
     def code_facts(self) -> tuple[object, ...]:
-        """Of what computes: other code, or other kernels, may compute other bytes."""
+        """Facts about code and kernels: others may compute other bytes."""
         device = self.config.device
         choices = cast(BoundOps, self.build.ops).choices
         unused = ON_PAGES if self.model_config.latent is not None else ON_LATENTS
         return (
-            *(digest_of_code(_NUMERIC_ROOMS), torch.__version__),
-            *(sorted(self.traits.features), device.isa, device.exact_head),
+            digest_of_code(_NUMERIC_PACKAGES),
+            torch.__version__,
+            sorted(self.traits.features),
+            device.isa,
+            device.exact_head,
             [(c.label, c.kernel) for c in choices if c.label not in unused],
             self.config.model.cpu_activations,
         )
@@ -131,7 +145,7 @@ class Served:
     def forms(
         self, page_layouts: Sequence[PageLayout], groups: Sequence[GroupLayout]
     ) -> tuple[PageForm, ...]:
-        """How tokens lie in the pages of each group."""
+        """How the tokens of a page are laid out, by group."""
         builds = [self.build] if self.draft is None else [self.build, self.draft.build]
         choices = [choice for build in builds for choice in cast(BoundOps, build.ops).choices]
         layouts = {choice.pages for choice in choices if choice.label in ON_PAGES}
@@ -140,46 +154,62 @@ class Served:
         return forms_of(page_layouts, groups, _BY_HEAD[layouts.pop()])
 
     def draft_facts(self) -> tuple[object, ...]:
-        """Of a draft model's part of a page."""
+        """Facts about the draft model's part of a page."""
         if self.draft is None:
             return ()
         model_config, model = self.draft.model.model_config, draft_of(self.config)
         files = [] if model.load_format == "dummy" else files_of_weights(model_config.path)
         choices = cast(BoundOps, self.draft.build.ops).choices
         return (
-            *(replace(model_config, path=""), digest_of_files(files), model.load_format),
-            *(model.quantization, [(choice.label, choice.kernel) for choice in choices]),
+            replace(model_config, path=""),
+            digest_of_files(files),
+            model.load_format,
+            model.quantization,
+            [(choice.label, choice.kernel) for choice in choices],
         )
 
     def page_facts(self) -> dict[str, str]:
-        """Of what a page holds, by name."""
+        """Number types, by name."""
         return {
             "number type": self.config.model.activation_dtype,
             "number type of the cache": self.config.cache.dtype,
         }
 
 
+def served_replica(opened: OpenModel, pools: Sequence[CacheGroup]) -> ServedReplica:
+    """Collect what the bytes of this replica's pages depend on."""
+    return ServedReplica(
+        config=opened.config,
+        model_config=opened.model_config,
+        platform=opened.platform,
+        build=opened.build,
+        groups=groups_of(opened),
+        pools=pools,
+        draft=opened.draft,
+    )
+
+
 def mover_of(
-    served: Served, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
+    served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover | None:
-    """What opens the mover of a replica; None where pages stay on the device.
+    """Choose how to open a replica's page mover; None if pages stay on the device.
 
     Args:
-        wake: rung whenever something has ended.
-        secret: what servers that hand over to each other have in common.
-        doors: to the pages of the other ranks.
+        wake: called when a copy or lookup has ended.
+        secret: shared by the servers of a PD pair.
+        rank_access: access to the pages of the other ranks.
     """
     config = served.config
     _check_the_device(config, served.traits)
     if config.handoff.role:
-        return _rooms_of(served, wake, secret, rank_access)
+        return _pd_mover(served, wake, secret, rank_access)
     if not can_have_store(config, served.model_config):
         return None
-    return _store_of(served, wake, rank_access)
+    return _store_mover(served, wake, rank_access)
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
-    """Pages of another device than the host go to the host first."""
+    """Refuse page movers that this device does not support."""
     if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
         raise ConfigError(
             f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
@@ -194,8 +224,8 @@ def _check_the_device(config: Config, traits: Traits) -> None:
         )
 
 
-def _store_of(
-    served: Served, wake: Callable[[], None], rank_access: Sequence[RankAccess]
+def _store_mover(
+    served: ServedReplica, wake: Callable[[], None], rank_access: Sequence[RankAccess]
 ) -> OpenMover:
     cache, world = served.config.cache, served.config.parallel.world
 
@@ -206,7 +236,8 @@ def _store_of(
             store = open_store(served, mover, cache.store, store_wishes(cache).rest)
             log.info(
                 "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
-                *(cache.store, store.capacity_bytes / 1e9),
+                cache.store,
+                store.capacity_bytes / 1e9,
             )
         if cache.host_tier:
             _check_the_pages(served, "--enable-hierarchical-cache")
@@ -219,25 +250,31 @@ def _store_of(
     return open_mover
 
 
-def open_store(served: Served, mover: Mover, name: str, rest: dict[str, object]) -> Store:
-    """The store `name` of a replica's pages.
+def open_store(served: ServedReplica, mover: Mover, name: str, rest: dict[str, object]) -> Store:
+    """Open the store `name` for a replica's pages.
 
     Args:
-        rest: what the store itself is told.
+        rest: options of the store itself.
 
     Raises:
-        ConfigError, ModelError: it cannot be used, or weights cannot be read for their digest.
+        ConfigError: the store cannot be used.
+        ModelError: weights cannot be read for their digest.
     """
     _check_the_pages(served, f"--hicache-storage-backend {name}")
     open_ = STORES.load(name)
     facts = (
-        *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
-        *(served.draft_facts(), served.config.cache.page_size, served.config.cache.host_layout),
+        served.model_facts(),
+        served.code_facts(),
+        served.page_facts(),
+        served.groups,
+        served.draft_facts(),
+        served.config.cache.page_size,
+        served.config.cache.host_layout,
     )
     return open_(StoreOptions(identity(facts), mover.page_bytes(), rest))
 
 
-def _check_the_pages(served: Served, flag: str) -> None:
+def _check_the_pages(served: ServedReplica, flag: str) -> None:
     if not can_be_stored(served.pools):
         raise ConfigError(
             f"{flag}: some layers of this model do not keep every position, or keep them in pages "
@@ -246,11 +283,13 @@ def _check_the_pages(served: Served, flag: str) -> None:
         )
 
 
-def store_preparers(served: Served, mover: PageMover | None) -> dict[type[ControlOp], PrepareOp]:
-    """What attaches a store to one rank of a replica and detaches it; nothing where none can be.
+def store_preparers(
+    served: ServedReplica, mover: PageMover | None
+) -> dict[type[ControlOp], PrepareOp]:
+    """Control ops that attach and detach a store on one rank; {} if no store is possible.
 
     Args:
-        mover: of rank 0.
+        mover: rank 0's; None on other ranks.
     """
     config, rank = served.config, served.build.groups.world.rank
     if not can_have_store(config, served.model_config):
@@ -264,22 +303,29 @@ def store_preparers(served: Served, mover: PageMover | None) -> dict[type[Contro
 
 
 def _pages_of_all(
-    served: Served, store: KVStore, rank_access: Sequence[RankAccess]
+    served: ServedReplica, store: KVStore, rank_access: Sequence[RankAccess]
 ) -> KVStore | RankPages:
-    """The pages of all ranks of a replica."""
+    """Access to the pages of all ranks of a replica."""
     parallel = served.config.parallel
     if parallel.world == 1:
         return store
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
     cache = served.config.cache
     is_by_name = cache.host_tier and cache.host_layout in BY_NAME
-    given = (rank_access, layouts == {BY_HEAD}, parallel.meet_timeout_s)
-    return RankPages(store, *given, is_by_name)
+    return RankPages(
+        store,
+        rank_access,
+        is_by_head=layouts == {BY_HEAD},
+        timeout_s=parallel.meet_timeout_s,
+        is_by_name=is_by_name,
+    )
 
 
 def arrange(config: Config, pages: KVStore) -> None:
-    """Say how a rank's pages are carried to memory of the host, and back. Rank 0 of several puts
-    together what all of them have (`runner/rank_pages.py`)."""
+    """Choose how a rank's pages are copied to host memory and back.
+
+    Rank 0 assembles the pages of all ranks (`runner/rank_pages.py`).
+    """
     cache = config.cache
     if cache.host_tier:
         is_by_name = cache.host_layout in BY_NAME and config.parallel.world == 1
@@ -289,13 +335,13 @@ def arrange(config: Config, pages: KVStore) -> None:
 def _host_tier(
     cache: CacheConfig, pages: KVStore, page_bytes: Sequence[int], behind: Store | None
 ) -> HostTier:
-    """Memory of the host for the pages of a device, or of several.
+    """Open the host tier of the hierarchical cache.
 
     Args:
-        page_bytes: of a page of each group, over all ranks.
+        page_bytes: size of a page of each group, over all ranks.
 
     Raises:
-        ConfigError: the host has less.
+        ConfigError: the host has too little free memory.
     """
     groups = zip(page_bytes, pages.groups, strict=True)
     there = sum(size * group.num_pages for size, group in groups)
@@ -308,34 +354,39 @@ def _host_tier(
             hint="lower --hicache-size or --hicache-ratio",
         )
     log.info(
-        "host_tier_gb=%.3f copies=%s layout=%s: pages of the device lie in memory of the host too",
-        *(wanted / 1e9, cache.host_copies, cache.host_layout),
+        "host_tier_gb=%.3f copies=%s layout=%s: pages of the device are kept in host memory too",
+        wanted / 1e9,
+        cache.host_copies,
+        cache.host_layout,
     )
     return HostTier(wanted, _pinned, behind)
 
 
 def _pinned(size_bytes: int) -> np.ndarray:
-    """Memory of the host that a device reads and writes by itself."""
+    """Allocate host memory that a device can read and write directly."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def _fabric_of(served: Served) -> "Fabric | None":
-    """What engines between devices are opened with; None where there are none."""
+def _fabric_of(served: ServedReplica) -> "Fabric | None":
+    """Options for transfer engines between devices; None if there is no interconnect."""
     from banyan.disaggregation.transfer_engine import Fabric
 
     found, device = served.platform.interconnect(), served.build.device
     if found is None:
         return None
     return Fabric(
-        *(found.library, device.index or 0, found.protocol, found.store),
-        lambda size_bytes: DeviceMemory(size_bytes, device),
+        library=found.library,
+        device=device.index or 0,
+        protocol=found.protocol,
+        store=found.store,
+        allocate=lambda size_bytes: DeviceMemory(size_bytes, device),
     )
 
 
-def _rooms_of(
-    served: Served, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
+def _pd_mover(
+    served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
-    from banyan.disaggregation.transfer import (  # nobody else needs sockets
+    from banyan.disaggregation.transfer import (  # imports sockets, which only PD needs
         TRANSFERS,
         TransferOptions,
     )
@@ -363,7 +414,7 @@ def _rooms_of(
         patience_s=handoff.patience_s,
         fabric=lambda: _fabric_of(served),
     )
-    open_rooms = TRANSFERS.load(handoff.transfer)
+    open_transfer = TRANSFERS.load(handoff.transfer)
 
     def open_mover(store: KVStore) -> PageMover:
         pages = _pages_of_all(served, store, rank_access)
@@ -377,14 +428,14 @@ def _rooms_of(
             "layout of the cache": layout,
             **_facts_of_sizes(store.groups, forms),
         }
-        mover = open_rooms(pages, replace(options, facts=facts, forms=forms), wake)
+        mover = open_transfer(pages, replace(options, facts=facts, forms=forms), wake)
         return mover if parallel.world == 1 else EarlyMover(mover)
 
     return open_mover
 
 
 def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) -> dict[str, str]:
-    """What is not cut, and so must be as long on both servers."""
+    """Page sizes that cannot be cut and must therefore be equal on both servers."""
     facts: dict[str, str] = {}
     for group, form in zip(groups, forms, strict=True):
         if group.kind == STATE:

@@ -1,8 +1,7 @@
-"""Launchers: how a plan gets to the runner without the loop waiting for it.
+"""Launchers: bring plans to the runner without blocking the loop.
 
-Threaded has one worker thread, plans in order; where the device works on while the host goes on, a
-second one waits for results. Fanout sends every plan to the other ranks first. The runner is known
-only as a protocol.
+`Threaded` runs plans in order in a worker thread. If the device works asynchronously, a second
+thread waits for results. `Fanout` sends every plan to the other ranks first.
 """
 
 import threading
@@ -18,34 +17,36 @@ from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
 log = logger(__name__)
 
 
-class PendingStep(Protocol):
+class LaunchedStep(Protocol):
+    """A step that may still run; both methods wait for it."""
+
     def result(self) -> StepResult: ...
     def copies(self) -> CopyResult | None: ...
 
 
-class Runner(Protocol):
-    """What a launcher needs of the execution storey."""
+class StepRunner(Protocol):
+    """Runs plans on this rank."""
 
     def launch(
         self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None
-    ) -> PendingStep: ...
+    ) -> LaunchedStep: ...
 
 
 class Handle:
-    """One plan in flight. Filled by the launcher's thread, read by the loop."""
+    """One plan in flight. The launcher's thread writes it, the loop reads it."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.tokens = _tokens_of(plan)
-        """Those of other replicas in a joint step too; of a burst those of one step."""
+        """Tokens of the step, with DP attention of all replicas; in multi-step plans per step."""
         self.steps = 1 if plan.steps == 1 else min(row.count for row in plan.rows)
-        """Decode steps that it holds at most."""
+        """Most decode steps that the plan runs."""
         self.result: StepResult | None = None
         self.copies: CopyResult | None = None
         self.launch_s = 0.0
-        """What launching took, where the device works on while the host goes on."""
+        """Launch time on an asynchronous device, else 0."""
         self.wait_s = 0.0
-        """What waiting for the result took then, from the end of the plan before on."""
+        """Wait for the result on an asynchronous device, from the end of the previous plan."""
         self._masks: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -60,13 +61,13 @@ class Handle:
             self._changed.notify_all()
 
     def mask_of(self, row: int) -> bytes:
-        """The mask of a row; waits for it. The engine sends one for every masked row."""
+        """Wait for the mask of a row. The engine sends one for every masked row."""
         with self._changed:
             self._changed.wait_for(lambda: row in self._masks or self._is_closed)
             return self._masks.get(row, b"")
 
     def close(self) -> None:
-        """Nobody will deliver masks any more."""
+        """No more masks will be delivered: end the waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -86,33 +87,32 @@ class Launcher(Protocol):
 
 
 class Threaded:
-    """Runs plans one after another in a thread of its own.
+    """Runs plans in order in a worker thread.
 
     Args:
-        runner: executes plans.
-        wake: called from a thread whenever a handle is done.
-        is_async: the runner's `launch` returns while the device still works: another thread waits
+        wake: called from a thread when a handle is done.
+        is_async: `runner.launch` returns while the device still works. A second thread then waits
             for results, so that the next plan is launched while this one runs. A launch may wait
-            for a mask that depends on the plan before it, so neither can be the loop's thread.
-        inside: what the thread that launches works in, from its first plan to its last.
-        ring_next: has the next plan wake the loop itself, once its rows run; False = it cannot.
-            Woken before that, the loop would take its turn while nothing runs.
+            for a mask that depends on the previous plan, so neither can be the loop's thread.
+        inside: context of the launching thread, from its first plan to its last.
+        wake_next: lets the next plan wake the loop itself when its rows begin to run; returns
+            False if it cannot. Woken earlier, the loop would work while the device is idle.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         wake: Callable[[], None],
         is_async: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
-        ring_next: Callable[[], bool] = lambda: False,
+        wake_next: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runner = runner
         self._inside = inside
         self._wake = wake
-        self._ring_next = ring_next
+        self._wake_next = wake_next
         self._queue: SimpleQueue[Handle | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[Handle, PendingStep | Exception] | None] | None = None
+        self._launched: SimpleQueue[tuple[Handle, LaunchedStep | Exception] | None] | None = None
         self._open: list[Handle] = []
         self._threads = [threading.Thread(target=self._run, name="runner", daemon=True)]
         if is_async:
@@ -158,14 +158,14 @@ class Threaded:
                 item = self._queue.get()
 
     def _next(self) -> Handle | None:
-        """The plan that follows one that has ended, of which the loop is told."""
+        """Get the next plan and wake the loop for the one that has ended."""
         try:
             item = self._queue.get_nowait()
         except Empty:
             self._wake()
             return self._queue.get()
         runs = item is not None and item.plan.rows and not item.plan.orders
-        if not (runs and self._ring_next()):
+        if not (runs and self._wake_next()):
             self._wake()
         return item
 
@@ -176,8 +176,8 @@ class Threaded:
             self._wake()
 
 
-def settle(handle: Handle, pending: PendingStep | Exception, is_timed: bool = False) -> None:
-    """Give a plan its result; waits for it. Whatever fails, fails the step and not the engine."""
+def settle(handle: Handle, pending: LaunchedStep | Exception, is_timed: bool = False) -> None:
+    """Wait for the result of a plan and store it. A failure fails the step, not the engine."""
     plan, began = handle.plan, time.perf_counter()
     try:
         if isinstance(pending, Exception):
@@ -194,7 +194,7 @@ def settle(handle: Handle, pending: PendingStep | Exception, is_timed: bool = Fa
 
 
 class Fanout:
-    """Sends plans to the other ranks, then to this one. Ranks decide nothing.
+    """Sends plans to the other ranks, then runs them on this one.
 
     Args:
         local: launcher of rank 0.

@@ -14,7 +14,7 @@ from banyan.messages.transport import PrivateFolder
 
 
 class LocalEngines:
-    """Satisfies `engine.nodes.Kept`.
+    """Satisfies `engine.multi_node.LocalProcesses`.
 
     Args:
         duties: of the engines, by which replica each of them is; their addresses are found here.

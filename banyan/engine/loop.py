@@ -1,11 +1,15 @@
-"""EngineLoop: the live shell around EngineCore. Inbox, core, launcher, outbox; a plain loop in one
-thread. It blocks on two file descriptors only: the link to the front, and the runner's wake-up.
+"""EngineLoop: drives an EngineCore in one thread.
+
+It receives messages, launches plans, collects results and sends events. It sleeps only in `poll`,
+on the client's link, the wake event and, with DP attention, the step clock.
 """
 
+import math
 import select
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -21,10 +25,9 @@ from banyan.engine.control import answer
 from banyan.engine.core import CoreInput, EngineCore
 from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.launcher import Handle, Launcher
-from banyan.engine.outbox import ENDS, Outbox
-from banyan.engine.step_forecast import StepForecast
+from banyan.engine.outbox import ENDS, EventOutbox
 from banyan.engine.step_log import StepLog
-from banyan.engine.watchdog import OtherRanks, Watchdog
+from banyan.engine.watchdog import RankMonitor, Watchdog
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
@@ -45,28 +48,31 @@ log = logger(__name__)
 
 HEARTBEAT_S = 0.25
 REST_S = 30.0
-"""A pause after which `at_rest` costs the next request less than it is worth."""
+"""Idle time after which trimming memory (`on_rest`) pays off."""
 BLAME_S = 2.0
-"""How long the failure of a step waits for the word that another rank has died of it."""
+"""How long a failed step waits for the report that another rank has died of it."""
+SMOOTHING = 0.3
+"""Weight of the newest measurement in `StepForecast`."""
+LEAD_S = 0.002
+"""Time kept for planning and launching, on top of twice what they have taken."""
 
 
 class Link(Protocol):
-    """The engine's end of the link to its front."""
+    """The engine's end of the link to its client."""
 
     def poll_fd(self) -> int: ...
     def receive(self) -> list[Message]: ...
     def send(self, events: list[Event]) -> None: ...
 
 
-class Publisher(Protocol):
-    """Who is told what the cache holds."""
+class CacheEventSink(Protocol):
+    """Publishes what the cache stores and removes (engine/kv_events.py)."""
 
     def publish(self, news: Sequence[Stored | Removed]) -> None: ...
 
 
 class StoreMover(Protocol):
-    """Carries pages to and from a store or another server (kv_transfer/page_mover.py,
-    kv_transfer/rooms); it rings the loop's wake."""
+    """Copies pages to and from a store or another server, in the background. It wakes the loop."""
 
     def look(self, lookups: list[Lookup]) -> None: ...
     def execute(self, ops: list[KVTransferOp]) -> None: ...
@@ -75,41 +81,114 @@ class StoreMover(Protocol):
 
 
 class Balancer(Protocol):
-    """Says what moves between steps; it rings the loop's wake (moe/balancer.py)."""
+    """Decides which experts move between steps (moe/balancer.py). It wakes the loop."""
 
     def due(self) -> list[ControlOp]: ...
 
 
+@dataclass(frozen=True)
+class LoopConfig:
+    """Numbers and switches of an EngineLoop.
+
+    Attributes:
+        check_ledger: check every invariant after every step (tests).
+        crashes_on_nan: a row whose logits are not finite ends the engine, not only its request.
+        watchdog_s: time without progress after which the log gets a report of all threads.
+        soft_watchdog_s: a second, shorter limit for such a report; 0 = none.
+        silence_s: time without a sign of life from another rank after which the log gets one.
+        step_log_interval: decode steps between two log lines about load; 0 = none.
+    """
+
+    check_ledger: bool = False
+    crashes_on_nan: bool = False
+    watchdog_s: float = 300.0
+    soft_watchdog_s: float = 0.0
+    silence_s: float = 20.0
+    step_log_interval: int = 0
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """Optional parts of an EngineLoop; None = the replica does without.
+
+    Attributes:
+        grammar_queue: holds requests until their grammar is compiled.
+        ranks: the other ranks. A failed step then ends the engine: the others may hang in it.
+        marks: profiler spans of the loop's thread.
+        mover: moves KV pages.
+        step_clock: agreement with the other replicas of DP attention; all of them end together.
+        publisher: gets cache events.
+        balancer: moves experts.
+        interrupt: ends multi-step plans, up to this one, after the decode step that runs.
+        so_far: tokens that the running multi-step plan has sampled so far, by row.
+        go_on: pipeline parallel: called with the number of plans in flight when no plan follows.
+        on_rest: called when the first work (usually the warm-up) is done, and then after every
+            REST_S without work.
+    """
+
+    grammar_queue: GrammarQueue | None = None
+    ranks: RankMonitor | None = None
+    marks: Marks | None = None
+    mover: StoreMover | None = None
+    step_clock: StepClock | None = None
+    publisher: CacheEventSink | None = None
+    balancer: Balancer | None = None
+    interrupt: Callable[[StepId], None] | None = None
+    so_far: Callable[[StepId], Mapping[int, bytes] | None] | None = None
+    go_on: Callable[[int], None] | None = None
+    on_rest: Callable[[], None] | None = None
+
+
+class StepForecast:
+    """Predicts how long the step in flight will take, so that the next one is planned late.
+
+    A plan made early cannot include a request that arrives a moment later; a plan made too late
+    leaves the runner idle. Keeps running means of step seconds by size class (powers of two of
+    tokens), of planning, and of launching if that overlaps with the step in flight.
+    """
+
+    def __init__(self) -> None:
+        self._step_s: dict[int, float] = {}
+        self._plan_s = self._launch_s = 0.0
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        size = tokens.bit_length()
+        before = self._step_s.get(size, seconds)
+        self._step_s[size] = before + SMOOTHING * (seconds - before)
+
+    def planned(self, seconds: float) -> None:
+        self._plan_s += SMOOTHING * (seconds - self._plan_s)
+
+    def launched(self, seconds: float) -> None:
+        self._launch_s += SMOOTHING * (seconds - self._launch_s)
+
+    def wait(self, tokens: int, running_s: float, steps: int = 1) -> float:
+        """Seconds until the next step should be planned.
+
+        Args:
+            tokens: size of the step that runs now.
+            running_s: how long it has been running.
+            steps: decode steps in its plan. The end of several is less certain, and an arrival
+                ends the next plan after its first step, so one step is kept as reserve.
+        """
+        step_s = self._step_s.get(tokens.bit_length(), 0.0)
+        expected = max(1, steps - 1) * step_s
+        lead = LEAD_S + 2 * (self._plan_s + self._launch_s)
+        return max(0.0, expected - running_s - lead)
+
+
+_DEFAULT_CONFIG = LoopConfig()
+_NO_PARTS = LoopParts()
+
+
 class EngineLoop:
-    """Drives one EngineCore until told to stop.
+    """Drives one EngineCore until `stop`.
 
     Args:
-        core: decides.
-        launcher: executes; it rings `wake` when a step is done.
-        link: to the front.
-        wake: the loop's wake-up.
-        check_ledger: check every invariant after every step (tests).
-        desk: where requests wait for their constraint; None without a grammar backend.
-        ranks: None when there is one rank only. A step that fails is the end of several: the
-            others may wait in the middle of it for ever.
-        watchdog_s: without progress for this long, the log is told where everything stands.
-        soft_watchdog_s: the same, for a shorter time; 0 = no such one.
-        silence_s: the same, when another rank has given no sign of life for this long.
-        step_log: told of every step.
-        marks: of the loop's thread, for whoever records it.
-        mover: of the runner, where pages go to a store; None without one.
-        publisher: told what the cache holds; None = nobody is.
-        hurry: ends the bursts of plans up to a step with the step that runs.
-        so_far: what the rows of the burst that runs have sampled (ModelRunner.told); None = what a
-            burst samples is known at its end.
-        step_clock: by which the core agrees with the replicas that it shares batches with; they
-            end together.
-        crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
-        balancer: gives orders of its own; None where nobody does.
-        go_on: told, where plans follow each other through several stages, that there is none to
-            follow those in flight, and how many these are (pipeline/launcher.py).
-        at_rest: called once the first work is done, the warm-up as a rule, and in every pause of
-            REST_S.
+        core: makes the decisions.
+        launcher: runs plans; it wakes the loop when one is done.
+        link: to the client.
+        wake: wakes the loop.
     """
 
     def __init__(
@@ -119,70 +198,58 @@ class EngineLoop:
         link: Link,
         wake: WakeEvent,
         clock: Clock,
-        check_ledger: bool = False,
-        desk: GrammarQueue | None = None,
-        ranks: OtherRanks | None = None,
-        watchdog_s: float = 300.0,
-        step_log: StepLog | None = None,
-        marks: Marks | None = None,
-        mover: StoreMover | None = None,
-        soft_watchdog_s: float = 0.0,
-        silence_s: float = 20.0,
-        step_clock: StepClock | None = None,
-        publisher: Publisher | None = None,
-        interrupt: Callable[[StepId], None] | None = None,
-        so_far: Callable[[StepId], Mapping[int, bytes] | None] | None = None,
-        crashes_on_nan: bool = False,
-        balancer: Balancer | None = None,
-        go_on: Callable[[int], None] | None = None,
-        at_rest: Callable[[], None] | None = None,
+        config: LoopConfig = _DEFAULT_CONFIG,
+        parts: LoopParts = _NO_PARTS,
     ) -> None:
         self._core = core
-        self._interrupt = interrupt
-        self._so_far = so_far
-        self._ends: list[Abort | StopAt] = []
-        """Of requests of which more has been sent than is decided: they wait for that."""
-        self._mover = mover
-        self._publisher = publisher
         self._launcher = launcher
         self._link = link
         self._wake = wake
         self._clock = clock
-        self._check_ledger = check_ledger
-        self._crashes_on_nan = crashes_on_nan
-        self._balancer = balancer
-        self._go_on = go_on
-        self._at_rest = at_rest
-        self._desk = desk
-        self._ranks = ranks
-        stands = self._stuck_s, self._plans, self._queues
-        silence_s = min(silence_s, watchdog_s)
-        self._watchdogs = [Watchdog(watchdog_s, *stands, ranks, silence_s)]
-        if soft_watchdog_s:
-            self._watchdogs.append(Watchdog(soft_watchdog_s, *stands, ranks))
+        self._config = config
+        self._grammar_queue = parts.grammar_queue
+        self._ranks = parts.ranks
+        self._marks = parts.marks or Marks("engine")
+        self._mover = parts.mover
+        self._step_clock = parts.step_clock
+        self._publisher = parts.publisher
+        self._balancer = parts.balancer
+        self._interrupt = parts.interrupt
+        self._so_far = parts.so_far
+        self._go_on = parts.go_on
+        self._on_rest = parts.on_rest
+        self._ends: list[Abort | StopAt] = []
+        """Ends of requests whose latest sent tokens are not committed yet; they wait for that."""
+        silence_s = min(config.silence_s, config.watchdog_s)
+        self._watchdogs = [self._watchdog(config.watchdog_s, silence_s)]
+        if config.soft_watchdog_s:
+            self._watchdogs.append(self._watchdog(config.soft_watchdog_s, math.inf))
         self._stats = Stats()
-        self._step_log = step_log or StepLog(0)
-        self._marks = marks or Marks("engine")
-        self._step_clock = step_clock
+        self._step_log = StepLog(config.step_log_interval)
         self._flying: deque[Handle] = deque()
+        """Plans in flight, oldest first."""
         self._forecast = StepForecast()
-        self._outbox = Outbox()
+        self._outbox = EventOutbox()
         self._started_s = 0.0
-        """When the oldest step in flight began to execute."""
+        """When the oldest step in flight began to run."""
         self._turned_s = clock.now()
-        """When the latest round began."""
+        """When the latest iteration began."""
         self._beat_s = 0.0
+        """When the latest heartbeat was sent."""
         self._was_idle = True
         self._rests_s: float | None = None
-        """Since when nothing is left to do; None while there is, and once `at_rest` was called."""
+        """Since when the engine is idle; None while it works, and once `on_rest` was called."""
         self._pause_s = 0.0
-        """How long that lasts before it is called."""
+        """Idle time until `on_rest` is called."""
         self._is_stopping = False
         self._failure = ""
         self._failed = threading.Event()
 
+    def _watchdog(self, limit_s: float, silence_s: float) -> Watchdog:
+        return Watchdog(limit_s, self._stuck_s, self._plans, self._queues, self._ranks, silence_s)
+
     def run(self, ready: Ready) -> None:
-        """Serve until `stop`; a failure of the loop itself ends every open request with Fatal."""
+        """Serve until `stop`. If the loop itself fails, every open request ends with Fatal."""
         self._link.send([ready])
         self._turned_s = self._clock.now()
         for watchdog in self._watchdogs:
@@ -206,8 +273,8 @@ class EngineLoop:
         finally:
             if self._step_clock is not None:
                 self._step_clock.close(reason)
-            if self._failure:  # clients have been told; this is for those who look for the cause
-                self._watchdogs[0].tell(self._failure)
+            if self._failure:  # clients have the reason; the log gets the state of all threads
+                self._watchdogs[0].report(self._failure)
             for watchdog in self._watchdogs:
                 watchdog.close()
             self._launcher.close()
@@ -215,18 +282,18 @@ class EngineLoop:
                 self._mover.close()
 
     def stop(self) -> None:
-        """Ask the loop to end; safe from any thread and from signal handlers."""
+        """End the loop soon; safe from any thread and from signal handlers."""
         self._is_stopping = True
         self._wake.wake()
 
     def fail(self, text: str) -> None:
-        """Something the engine depends on has died; safe from any thread."""
+        """End the engine because a part of it has died; safe from any thread."""
         self._failure = text
         self._failed.set()
         self._wake.wake()
 
     def _turn(self, readable: set[int]) -> None:
-        """One round. readable: descriptors that polled so."""
+        """One iteration. readable: the descriptors that polled readable."""
         if self._wake.fd in readable:
             self._wake.clear()
         if self._failure:
@@ -240,8 +307,8 @@ class EngineLoop:
         if self._link.poll_fd() in readable:
             for message in self._link.receive():
                 self._receive(message, events, now)
-        if self._desk is not None:
-            self._desk.release(lambda generate: self._admit(generate, now))
+        if self._grammar_queue is not None:
+            self._grammar_queue.release(lambda generate: self._admit(generate, now))
         self._marks.end("receive")
         self._collect(events)
         if self._mover is not None:
@@ -261,17 +328,17 @@ class EngineLoop:
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
         self._beat(events)
-        events = self._outbox.pass_on(events, now) + self._outbox.foretell(self._foretold())
+        events = self._outbox.filter(events, now) + self._outbox.early(self._early_tokens())
         if events:
             self._link.send(events)
         self._marks.end("send", events=len(events))
         if self._rests_s is not None and now - self._rests_s >= self._pause_s:
             self._rests_s, self._pause_s = None, REST_S
-            if self._at_rest is not None:
-                self._at_rest()
+            if self._on_rest is not None:
+                self._on_rest()
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
-        if self._desk is not None and self._desk.keeps(message, events):
+        if self._grammar_queue is not None and self._grammar_queue.holds(message, events):
             return
         if isinstance(message, Control):
             reply = answer(self._core, message, now)
@@ -279,7 +346,7 @@ class EngineLoop:
                 events.append(reply)
             return
         is_end = isinstance(message, Abort | StopAt)
-        if is_end and self._flying and self._outbox.is_ahead(message.request):
+        if is_end and self._flying and self._outbox.is_early(message.request):
             self._ends.append(message)
             self._end_multi_step()
             return
@@ -292,12 +359,12 @@ class EngineLoop:
         self._end_multi_step()
 
     def _end_multi_step(self) -> None:
-        """Something has come in that the next plan should know of."""
+        """Let the next plan include what has just arrived."""
         if self._interrupt is not None and any(plan.steps > 1 for plan in self._plans()):
             self._interrupt(self._plans()[-1].step)
 
-    def _foretold(self) -> list[Tokens]:
-        """What the oldest plan in flight has come to so far."""
+    def _early_tokens(self) -> list[Tokens]:
+        """Tokens that the oldest plan in flight has sampled so far."""
         if self._so_far is None or not self._flying or not self._flying[0].plan.tell:
             return []
         step = self._flying[0].plan.step
@@ -306,7 +373,7 @@ class EngineLoop:
         return [] if tokens is None else so_far(flights, tokens)
 
     def _collect(self, events: list[Event]) -> None:
-        """Take in every step that is done, oldest first."""
+        """Commit every step that is done, oldest first."""
         while self._flying and self._flying[0].is_done():
             handle = self._flying.popleft()
             result, now = handle.result, self._clock.now()
@@ -315,14 +382,14 @@ class EngineLoop:
             if result.error and is_shared:
                 raise self._out_of_step(result)
             if not handle.plan.orders:
-                # Launches run beside the device: the slower of the two sets the pace.
+                # Launches overlap with the device: the slower of the two decides.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds
                 self._forecast.measured(handle.tokens, took / _ran(handle.plan, result))
                 self._forecast.launched(handle.launch_s)
-            told, masks = self._core.complete(result, now)
-            if self._crashes_on_nan:
+            new_events, masks = self._core.complete(result, now)
+            if self._config.crashes_on_nan:
                 _check_rows(result)
-            events += told
+            events += new_events
             self._deliver(masks)
             ends, self._ends = self._ends, []
             for message in ends:
@@ -330,29 +397,31 @@ class EngineLoop:
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now
-            if self._step_log.counts(handle.plan):
-                self._step_log.tell(self._core.stats(now), now)
-            if self._check_ledger:
+            if self._step_log.count(handle.plan):
+                self._step_log.write(self._core.stats(now), now)
+            if self._config.check_ledger:
                 self._core.check()
 
     def _out_of_step(self, result: StepResult) -> DeviceError:
-        """Why a step failed; when another rank has died, its death says more."""
+        """Why a step failed. If another rank has died, that is the better reason."""
         if self._step_clock is not None:
-            self._step_clock.receive()  # or another replica
+            self._step_clock.receive()  # raises if another replica has ended
         self._failed.wait(BLAME_S)
-        told = self._failure or f"step {result.step} failed on rank 0: {result.error}"
-        return DeviceError(told, hint="the ranks are no longer in step: start the replica again")
+        text = self._failure or f"step {result.step} failed on rank 0: {result.error}"
+        return DeviceError(text, hint="the ranks are no longer in step: start the replica again")
 
     def _stuck_s(self) -> float:
-        """Seconds without a round, or without the end of the step that runs; from any thread.
-        Orders take the time that they need."""
+        """Seconds since the latest iteration, or since the running step began; from any thread.
+
+        Control ops have no time limit.
+        """
         now, plans = self._clock.now(), self._plans()
         is_running = any(not plan.orders for plan in plans)
         return max(now - self._turned_s, now - self._started_s if is_running else 0.0)
 
     def _queues(self) -> str:
-        """As of the latest heartbeat; from any thread."""
-        s, waiting = self._stats, len(self._desk) if self._desk is not None else 0
+        """Queue lengths as of the latest heartbeat; from any thread."""
+        s, waiting = self._stats, len(self._grammar_queue) if self._grammar_queue is not None else 0
         return (
             f"running={s.running} waiting={s.waiting} waiting_for_grammars={waiting} "
             f"free_pages={s.free_pages} held_pages={s.held_pages} total_pages={s.total_pages}"
@@ -373,12 +442,12 @@ class EngineLoop:
                 return
             if not self._flying:
                 self._started_s = now
-                self._step_log.wakes(now)
+                self._step_log.begin_work(now)
             self._flying.append(self._launcher.launch(plan))
             self._forecast.planned(self._clock.now() - now)
 
     def _wait_to_plan(self) -> float:
-        if self._go_on is not None:  # a stage without a plan would rest
+        if self._go_on is not None:  # a pipeline stage without a plan would be idle
             return 0.0
         tokens = sum(handle.tokens for handle in self._flying)
         steps = max((handle.steps for handle in self._flying), default=1)
@@ -395,14 +464,14 @@ class EngineLoop:
         is_idle = self._core.is_idle
         if is_idle and not self._was_idle:
             self._audit()
-            self._step_log.rests(now)
+            self._step_log.end_work(now)
             self._rests_s = now
             if self._core.recorder is not None:
                 self._core.recorder.rested(now)
         elif not is_idle:
             self._rests_s = None
         is_due = now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle)
-        # Who has an answer and asks for the counters finds it in them.
+        # A client that reads the counters after its answer must find itself in them.
         if is_due or any(isinstance(event, ENDS) for event in events):
             self._beat_s = now
             stats = self._core.stats(now)
@@ -414,7 +483,7 @@ class EngineLoop:
         self._was_idle = is_idle
 
     def _audit(self) -> None:
-        """Idle check: a broken count is reported, and goes on being reported in Stats.leaked."""
+        """Check the page ledger while idle; Stats.leaked keeps reporting a broken one."""
         try:
             self._core.check()
         except AssertionError as error:
@@ -430,7 +499,7 @@ class EngineLoop:
 
 
 def _check_rows(result: StepResult) -> None:
-    """Raise DeviceError where the logits of a row were not finite."""
+    """Raise DeviceError if the logits of a row were not finite."""
     for failure in result.failed:
         if failure.text == NOT_FINITE:
             where = f"row {failure.row} of step {result.step}"
@@ -438,5 +507,5 @@ def _check_rows(result: StepResult) -> None:
 
 
 def _ran(plan: StepPlan, result: StepResult) -> int:
-    """How many of the steps that a plan holds have run."""
+    """Decode steps of a plan that have run."""
     return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])

@@ -1,6 +1,7 @@
 # pyright: basic
-"""The first part of the composition root for one replica: the device, ranks and weights, and how
-memory is divided before anything runs. `engine/core_process.py` puts engine and runner on it.
+"""Opens the device, the groups of ranks and the weights of one rank, and plans its memory.
+
+`engine/core_process.py` builds engine and runner on the result.
 """
 
 import gc
@@ -69,7 +70,7 @@ log = logger(__name__)
 
 
 class Phases:
-    """Start-up phases and their seconds, in order."""
+    """Seconds of each start-up phase, in order."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -84,14 +85,19 @@ class Phases:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A device with the model's weights on it; the cache is not laid out yet.
+    """A device with the model's weights on it, before the KV cache is allocated.
 
     Attributes:
-        config: what was asked for, with nothing left open.
-        settings: the fields that the device has decided, "part.field" -> its value.
+        config: the flags, with defaults of the device filled in.
+        settings: the fields that the device has decided, "part.field" -> value.
+        kernels: table of the kernels in use, for the log.
+        threads: per rank.
+        draft: the draft model; None if no model drafts.
+        offload: the weights kept in host memory.
     """
 
     config: Config
+    model_config: ModelConfig
     settings: dict[str, object]
     platform: Platform
     build: Build
@@ -99,9 +105,7 @@ class OpenModel:
     kernels: str
     threads: int
     draft: DraftModel | None = None
-    """What drafts for the model, where that is a model too."""
     offload: Offload | None = None
-    """Which of the model's weights lie in memory of the host."""
 
 
 def open_model(
@@ -126,8 +130,11 @@ def open_model(
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
     groups = open_groups(
-        *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
-        config.parallel.meet_timeout_s,
+        rank,
+        parallel.attention_ranks,
+        mesh_address,
+        traits.collectives,
+        parallel.meet_timeout_s,
         recorder=ops.recorder,
         is_crowded=threads * sharers > traits.cores,
         are_experts_apart=parallel.ep > 1,
@@ -143,18 +150,26 @@ def open_model(
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
         phases.done("meeting")
-    units = read_kv_scales(config, model_config, groups.attention.rank)
     is_rounded = config.model.cpu_activations != "fp32" and (
         config.model.rounds or not model_config.stores_floats
     )
     keeps_parts = cast(BoundOps, ops).is_reference("adapt")
     stacked = StackLayout(dtype, device)
     lora_targets = open_lora_targets(config.lora, traits, is_rounded, keeps_parts, stacked)
-    watch = open_expert_watch(config, model_config, groups, traits, ops.recorder)
-    places = open_expert_map(config, model_config, groups, traits)
-    sends = sends_rows(config)
-    beside = (units, lora_targets, watch, places, sends, exchanged, bool(fused_mode(config)))
-    build = Build(ops, groups, dtype, device, *beside, _side_stream(config, model_config, platform))
+    build = Build(
+        ops=ops,
+        groups=groups,
+        dtype=dtype,
+        device=device,
+        kv_units=read_kv_scales(config, model_config, groups.attention.rank),
+        adapters=lora_targets,
+        watch=open_expert_watch(config, model_config, groups, traits, ops.recorder),
+        places=open_expert_map(config, model_config, groups, traits),
+        sends_rows=sends_rows(config),
+        exchanged=exchanged,
+        is_fused=bool(fused_mode(config)),
+        side_stream=_open_side_stream(config, model_config, platform),
+    )
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -176,18 +191,29 @@ def open_model(
     phases.done("weights")
     settings = settings_of(config, origins)
     kernels = kernel_table(cast(BoundOps, ops).choices)
-    return OpenModel(config, settings, platform, build, model, kernels, threads, draft, offload)
+    return OpenModel(
+        config=config,
+        model_config=model_config,
+        settings=settings,
+        platform=platform,
+        build=build,
+        model=model,
+        kernels=kernels,
+        threads=threads,
+        draft=draft,
+        offload=offload,
+    )
 
 
-def _side_stream(
+def _open_side_stream(
     config: Config, model_config: ModelConfig, platform: Platform
 ) -> SideStream | None:
-    """Where shared experts run beside the others; None where they run before them."""
+    """Open the stream for shared experts; None if they run before the routed ones."""
     if not config.experts.has_lane:
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
-        why = "this model has no experts that every token goes through"
+        why = "this model has no shared experts"
     if not why:
         return platform.lane()
     log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
@@ -202,16 +228,16 @@ def _open_draft(
     build: Build,
     toolkit: Toolkit,
 ) -> DraftModel:
-    """The model that drafts, on the ranks and the device of the one that is served."""
+    """Open the draft model on the ranks and the device of the target model."""
     model = draft_of(config)
     is_mtp = config.speculative.is_mtp
     model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
     ops = _bind(config, model_config, traits, build.device, toolkit)
-    # Drafts are guesses, and the same for all adapters.
+    # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.joint is not None:  # other replicas may have nothing to draft for
-        apart = build.groups.of_one_replica()
-        mine = replace(mine, groups=apart, sends_rows=False, exchanged=0)
+        own_groups = build.groups.of_one_replica()
+        mine = replace(mine, groups=own_groups, sends_rows=False, exchanged=0)
     if is_mtp:
         log.info("draft layer=%d", model_config.num_layers)
         mtp = load_mtp(model, model_config, target, mine, config.cache.page_size)
@@ -232,15 +258,15 @@ def _open_draft(
 def _open_toolkit(
     config: Config, model: LoadConfig, traits: Traits, threads: int, is_offloaded: bool = False
 ) -> Toolkit:
-    """What the kernels of one model share, as the flags about them wish."""
-    wishes = {
+    """Open what the kernels of one model share, as the flags ask for it."""
+    options = {
         "offload": "plain" if is_offloaded and traits.has_own_forms else "",
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
         "fuseep-mode": str(fused_mode(config) or ""),
     }
-    return open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v})
+    return open_toolkit(traits.name, threads, {k: v for k, v in options.items() if v})
 
 
 def _bind(
@@ -250,7 +276,7 @@ def _bind(
     device: torch.device,
     toolkit: Toolkit,
 ) -> Ops:
-    """The kernels of one model on this rank."""
+    """Choose the kernels of one model on this rank."""
     return bind(
         traits.name,
         device,
@@ -266,22 +292,26 @@ def _bind(
     )
 
 
-def groups_of(model_config: ModelConfig, opened: OpenModel) -> tuple[PageGroup, ...]:
+def groups_of(opened: OpenModel) -> tuple[PageGroup, ...]:
+    """The page groups of the KV cache, including the draft model's layers."""
     draft = () if opened.draft is None else opened.draft.model.caches
-    return align_groups(model_config, group_caches(numbered_through([opened.model.caches, draft])))
+    caches = numbered_through([opened.model.caches, draft])
+    return align_groups(opened.model_config, group_caches(caches))
 
 
-def agree_on_memory(
-    model_config: ModelConfig, opened: OpenModel
-) -> tuple[Memory, list[GroupBytes]]:
-    """What the rank with least memory has, once all of them have loaded their weights, and the
-    most that a page of each group takes on any of them: a plan is carried out by every rank. All
-    ranks must call this."""
+def agree_on_memory(opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
+    """Exchange memory sizes after all ranks have loaded their weights. All ranks must call this.
+
+    Every rank runs the same plans, so the rank with the least memory decides.
+
+    Returns:
+        The least memory of any rank, and the largest page of each group on any rank.
+    """
     world, mine = opened.build.groups.everyone, opened.platform.memory()
     page_size = opened.config.cache.page_size
     groups = [
         GroupBytes(group.kind, group.page_bytes(page_size), group.window)
-        for group in groups_of(model_config, opened)
+        for group in groups_of(opened)
     ]
     if world.size == 1:
         return mine, groups
@@ -294,19 +324,20 @@ def agree_on_memory(
     return Memory(total, free, -ours), agreed
 
 
-def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
+def plan_the_memory(opened: OpenModel) -> MemoryPlan:
+    """Divide the memory between weights, KV cache and rollback checkpoints."""
     config = opened.config
-    found, groups = agree_on_memory(model_config, opened)
+    found, groups = agree_on_memory(opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
     sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
-    # What states were after tokens that may not stand.
+    # A state after each draft token, for rollback when drafts are rejected.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
     running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
     rollback_checkpoints = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
         config.schedule,
-        context_length=config.model.context_length or model_config.context_length,
+        context_length=config.model.context_length or opened.model_config.context_length,
         groups=groups,
         process_bytes=found.ours_bytes + rollback_checkpoints,
         total_bytes=found.total_bytes // sharers,
@@ -315,11 +346,11 @@ def plan_the_memory(model_config: ModelConfig, opened: OpenModel) -> MemoryPlan:
 
 
 def draft_room_of(config: Config, running: int) -> int:
-    """Drafts that one step of so many rows verifies at most."""
+    """Most drafts that one step of `running` rows verifies."""
     return min(DRAFT_ROOM, running * config.speculative.drafts)
 
 
-def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
+def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
@@ -330,7 +361,7 @@ def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPla
         max_length=memory.max_request_tokens,
         groups=tuple(
             GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
-            for declared, group in zip(groups_of(model_config, opened), memory.groups, strict=True)
+            for declared, group in zip(groups_of(opened), memory.groups, strict=True)
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
@@ -339,7 +370,7 @@ def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPla
         draft_room=draft_room,
         verified=config.speculative.num_tokens if config.speculative.drafts else 0,
         shares_pages=config.parallel.world > 1
-        and (bool(config.handoff.role) or can_have_store(config, model_config)),
+        and (bool(config.handoff.role) or can_have_store(config, opened.model_config)),
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
         reads_all=config.model.is_watched or opened.build.watch is not None,
@@ -347,7 +378,7 @@ def runner_sizes(model_config: ModelConfig, opened: OpenModel, memory: MemoryPla
 
 
 def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits) -> None:
-    """Refuse what only some devices do, on others."""
+    """Refuse flags that this device cannot honour."""
     parallel = config.parallel
     if config.speculative.drafts and not traits.is_host:
         check_drafts(config.speculative, traits, model_config)
@@ -369,7 +400,11 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
 
 
 def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Traits) -> None:
-    """ConfigError where float weights of a model are to be rounded and some would not be."""
+    """Refuse a quantisation that would leave some float weights unquantised.
+
+    Raises:
+        ConfigError: experts cannot be quantised on this device.
+    """
     if quantization and model_config.experts is not None and not traits.is_host:
         raise ConfigError(
             f"--quantization {quantization}: experts are rounded on CPUs only, this is "
@@ -381,7 +416,7 @@ def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Tra
 def check_drafts(
     speculative: SpeculativeConfig, traits: Traits, model_config: ModelConfig | None = None
 ) -> None:
-    """Refuse what a device that is not the host cannot draft or verify; card: of the model."""
+    """Refuse drafts that an accelerator cannot make or verify."""
     if not traits.verified:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
@@ -414,7 +449,7 @@ def check_drafts(
 
 
 def _number_of(config: Config, traits: Traits, place: int) -> int:
-    """Of the device that a rank opens."""
+    """Number of the device that a rank opens."""
     device = config.device
     if not traits.is_host:
         return device_number(device, config.parallel, place)

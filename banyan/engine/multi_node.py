@@ -471,7 +471,7 @@ def serve_node(
                     for process_spec in duties
                 ]
                 if duties[0].role == ENGINE:
-                    kept: Kept = LocalEngines(duties)
+                    kept: LocalProcesses = LocalEngines(duties)
                 else:
                     kept = LocalRanks(ranks_of(parallel, parallel.node), duties[0], meeting)
                 _keep(kept, leader)
@@ -504,7 +504,7 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[P
     )
 
 
-class Kept(Protocol):
+class LocalProcesses(Protocol):
     """Processes that a node keeps: `LocalRanks`, `LocalEngines`."""
 
     kind: str
@@ -525,7 +525,7 @@ class Kept(Protocol):
     def close(self) -> None: ...
 
 
-def _keep(kept: Kept, leader: Leader) -> None:
+def _keep(kept: LocalProcesses, leader: Leader) -> None:
     """Pass frames on, and say that the processes live."""
     died: list[str] = []
     kept.watch(died.append)

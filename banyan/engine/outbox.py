@@ -1,9 +1,8 @@
-"""Outbox: what goes to the front with each round of the loop, in few frames where nobody waits.
+"""EventOutbox: decides which events each iteration of the loop sends to the client.
 
-A request whose reader takes nothing before its end (`Generate.stream_interval` 0) has its tokens
-sent a few times a second instead of at every step: each event costs the front more than a small
-model's step.
-One whose tokens are told while their plan still runs does not get them again. Knows no link.
+A request that is not streamed (`Generate.stream_interval` 0) gets its tokens a few times a second
+instead of at every step: an event costs the client more than a step of a small model. Tokens that
+were sent while their multi-step plan was still running are not sent again when it is committed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,28 +15,29 @@ from banyan.messages.requests import Generate
 
 ENDS = (Finished, Failed)
 HOLD_S = 0.02
-"""The front sees stop texts so much later at most, and as many tokens are computed in vain."""
+"""Longest delay of a token. The client sees stop strings this much later, and tokens computed until
+then are wasted."""
 
 
-class Outbox:
-    """Of one engine."""
+class EventOutbox:
+    """Events of one engine on their way to the client."""
 
     def __init__(self) -> None:
-        self._patient: dict[RequestId, list[Tokens]] = {}
-        """Live requests whose tokens may be held, with those that are."""
-        self._ahead: dict[RequestId, int] = {}
-        """Output tokens that have been sent of those whose plan still runs."""
+        self._held: dict[RequestId, list[Tokens]] = {}
+        """Held tokens of each live request that is not streamed."""
+        self._early: dict[RequestId, int] = {}
+        """Number of output tokens sent, for requests whose running plan has sent some early."""
         self._num_held = 0
         self._since_s = 0.0
-        """When the first event that is held came."""
+        """When the first held event arrived."""
 
     def expect(self, message: Generate) -> None:
-        """A request comes in."""
+        """Register a request before its first token."""
         if message.stream_interval == 0:
-            self._patient[message.request] = []
+            self._held[message.request] = []
 
-    def pass_on(self, events: Sequence[Event], now: float) -> list[Event]:
-        """What of `events`, and of earlier ones, is to be sent; of each request in order."""
+    def filter(self, events: Sequence[Event], now: float) -> list[Event]:
+        """The events to send now, among `events` and held ones; in order for each request."""
         sent: list[Event] = []
         for event in events:
             if isinstance(event, Tokens):
@@ -47,42 +47,42 @@ class Outbox:
                 sent += self._release(event.request)
             elif isinstance(event, ENDS):
                 sent += self._release(event.request)
-                self._patient.pop(event.request, None)
-                self._ahead.pop(event.request, None)
+                self._held.pop(event.request, None)
+                self._early.pop(event.request, None)
             sent.append(event)
         if self._num_held and now - self._since_s >= HOLD_S:
-            for request in self._patient:
+            for request in self._held:
                 sent += self._release(request)
         return sent
 
-    def foretell(self, events: Sequence[Tokens]) -> list[Event]:
-        """What is new of tokens whose plan still runs; it is sent at once."""
+    def early(self, events: Sequence[Tokens]) -> list[Event]:
+        """The new ones among tokens of a plan that still runs; they are sent at once."""
         sent: list[Event] = []
         for event in events:
             end = event.first + len(event.tokens) // 4
-            if end > (ahead := self._ahead.get(event.request, event.first)):
-                sent.append(_from(event, ahead))
-                self._ahead[event.request] = end
+            if end > (sent_until := self._early.get(event.request, event.first)):
+                sent.append(_from(event, sent_until))
+                self._early[event.request] = end
         return sent
 
-    def is_ahead(self, request: RequestId) -> bool:
-        """Whether more has been sent of a request than is decided."""
-        return request in self._ahead
+    def is_early(self, request: RequestId) -> bool:
+        """Whether tokens of a request were sent before they are committed."""
+        return request in self._early
 
     def _rest_of(self, event: Tokens) -> Tokens | None:
-        """What has not been sent of decided tokens; None when that is nothing."""
-        ahead = self._ahead.get(event.request)
-        if ahead is None:
+        """The part of committed tokens that has not been sent; None if all of it has."""
+        sent_until = self._early.get(event.request)
+        if sent_until is None:
             return event
-        if event.first + len(event.tokens) // 4 >= ahead:
-            del self._ahead[event.request]
-        rest = _from(event, ahead)
+        if event.first + len(event.tokens) // 4 >= sent_until:
+            del self._early[event.request]
+        rest = _from(event, sent_until)
         has_more = rest.scores or rest.hidden or rest.vector
         return rest if rest.tokens or has_more else None
 
     def _holds(self, event: Tokens, now: float) -> bool:
-        """The first tokens go at once: they tell how long the prompt took."""
-        held = self._patient.get(event.request)
+        """Hold tokens if possible. The first ones go at once: they mark the end of the prefill."""
+        held = self._held.get(event.request)
         if held is None or not event.first or event.scores or event.hidden or event.vector:
             return False
         if not self._num_held:
@@ -92,11 +92,11 @@ class Outbox:
         return True
 
     def _release(self, request: RequestId) -> Iterable[Tokens]:
-        held = self._patient.get(request)
+        held = self._held.get(request)
         if not held:
             return ()
         first, last = held[0], held[-1]
-        joined = Tokens(
+        merged = Tokens(
             request,
             first.first,
             b"".join(event.tokens for event in held),
@@ -106,11 +106,11 @@ class Outbox:
         )
         self._num_held -= len(held)
         held.clear()
-        return (joined,)
+        return (merged,)
 
 
 def _from(event: Tokens, first: int) -> Tokens:
-    """The same without the tokens before index `first` of the output."""
+    """The event without the tokens before index `first` of the output."""
     skipped = max(0, first - event.first)
     tokens = event.tokens[4 * skipped :]
     return msgspec.structs.replace(event, first=event.first + skipped, tokens=tokens)

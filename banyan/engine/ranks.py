@@ -23,7 +23,7 @@ _ALIVE_MS = 100
 
 
 class LocalRanks:
-    """Satisfies `engine.nodes.Kept`.
+    """Satisfies `engine.multi_node.LocalProcesses`.
 
     Args:
         ranks: their numbers within the replica; there may be none.

@@ -66,7 +66,7 @@ _MODULES: tuple[ModuleType, ...] = (
     ),
     *(speculation, stages, stats, turns),
 )
-_KEPT = ("recorder", "_lockstep", "_grammars", "misses")
+_KEPT = ("recorder", "_step_agreement", "_grammars", "misses")
 """Attributes that are none of the state: a fresh core has its own."""
 _GROWN = "grammar"
 """Attribute that is made anew."""

@@ -1,7 +1,4 @@
-"""StepLog: one line about the load every so many steps that generate (--decode-log-interval).
-
-Knows what is counted elsewhere; counts nothing but steps and the time in which there was work.
-"""
+"""StepLog: one log line about load every few decode steps (--decode-log-interval)."""
 
 from banyan.base.log import logger
 from banyan.messages.events import Stats
@@ -11,42 +8,43 @@ log = logger(__name__)
 
 
 class StepLog:
-    """
+    """Counts decode steps and busy time; other numbers come from Stats.
+
     Args:
-        interval: steps from line to line; 0 = no lines.
+        interval: steps between lines; 0 = no lines.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._steps = 0
         self._output_tokens = 0
-        """That had been generated at the last line."""
+        """Output tokens at the last line."""
         self._busy_s = 0.0
-        """In which requests were there since the last line, the present stretch aside."""
+        """Busy seconds since the last line, without the current busy period."""
         self._since_s: float | None = None
-        """When the present stretch of work began; None while there is none."""
+        """When the current busy period began; None while idle."""
 
-    def wakes(self, now: float) -> None:
-        """There is work."""
+    def begin_work(self, now: float) -> None:
+        """A busy period begins, if none has."""
         if self._since_s is None:
             self._since_s = now
 
-    def rests(self, now: float) -> None:
-        """There is no more work."""
+    def end_work(self, now: float) -> None:
+        """The busy period ends."""
         if self._since_s is not None:
             self._busy_s += now - self._since_s
             self._since_s = None
 
-    def counts(self, plan: StepPlan) -> bool:
-        """Take in a step that is complete; whether a line is due."""
+    def count(self, plan: StepPlan) -> bool:
+        """Count a committed step; returns whether a line is due."""
         if self._interval and any(row.want & SAMPLE for row in plan.rows):
             self._steps += 1
         return 0 < self._interval <= self._steps
 
-    def tell(self, stats: Stats, now: float) -> None:
-        """Write the line, and begin anew."""
+    def write(self, stats: Stats, now: float) -> None:
+        """Write the line and reset the counts."""
         was_busy = self._since_s is not None
-        self.rests(now)
+        self.end_work(now)
         tokens = stats.output_tokens - self._output_tokens
         log.info(
             "decode steps=%d running=%d waiting=%d tokens_per_s=%.1f pages=%d/%d hit_rate=%.2f",
@@ -60,4 +58,4 @@ class StepLog:
         )
         self._steps, self._output_tokens, self._busy_s = 0, stats.output_tokens, 0.0
         if was_busy:
-            self.wakes(now)
+            self.begin_work(now)

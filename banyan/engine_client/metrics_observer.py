@@ -1,4 +1,4 @@
-"""Metered: tells a meter what each request came to, as those who wait for it see it."""
+"""MetricsObserver: receives the timing and outcome of each request, as its client sees them."""
 
 import time
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from banyan.requests.generation import Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"
-"""Whoever asked went away before the end."""
+"""Reason: the client disconnected before the end."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """One request that has ended.
+class RequestOutcome:
+    """A finished request.
 
     Attributes:
-        usage: None when it was refused.
-        reason: "stop" | "length" | "abort" | CLOSED | the code of an error.
-        seconds: from its arrival to its end.
-        first_s: from its arrival to its first tokens; None when it got none.
+        usage: None if it was refused.
+        reason: "stop" | "length" | "abort" | CLOSED | an error code.
+        seconds: from arrival to end.
+        first_s: from arrival to the first tokens (TTFT); None without tokens.
     """
 
     request: RequestSpec
@@ -34,46 +34,48 @@ class Course:
     first_s: float | None = None
 
 
-class Meter(Protocol):
-    """Called on the event loop, and not for what the server asks itself."""
+class MetricsObserver(Protocol):
+    """Called on the event loop. Probes and warm-up requests are left out."""
 
     def first_tokens(self, seconds: float) -> None:
-        """The first tokens of a request came, so long after it did."""
+        """First tokens, `seconds` after the request arrived."""
         ...
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` more came, so long after those before."""
+        """`count` more tokens, `seconds` after the previous ones."""
         ...
 
-    def ended(self, course: Course) -> None: ...
+    def ended(self, outcome: RequestOutcome) -> None: ...
 
 
-class Metrics(Meter, Protocol):
-    """A meter that tells what it was told."""
+class MetricsExporter(MetricsObserver, Protocol):
+    """An observer whose figures can be exported."""
 
     kind: str
-    """Media type of what is shown."""
+    """Media type of the export."""
 
-    def show(self) -> bytes: ...
+    def export(self) -> bytes: ...
 
 
-def tell_refused(meters: Sequence[Meter], request: RequestId, code: str) -> None:
-    """One request ended before it was read."""
+def report_refused(
+    metrics_observers: Sequence[MetricsObserver], request: RequestId, code: str
+) -> None:
+    """Report a request that was refused before it was parsed."""
     unread = spec_of(request, [], SamplingParams(max_new_tokens=0))
-    for meter in meters:
-        meter.ended(Course(unread, None, code, 0.0))
+    for observer in metrics_observers:
+        observer.ended(RequestOutcome(unread, None, code, 0.0))
 
 
 OWN = ("probe", "warm-up")
-"""Routes of requests that nobody has sent."""
+"""Routes of requests that the server makes itself."""
 
 
-class Metered:
-    """A generator whose requests are metered."""
+class ObservedGenerator:
+    """A generator that reports its requests to observers."""
 
-    def __init__(self, inner: Generator, meters: Sequence[Meter]) -> None:
+    def __init__(self, inner: Generator, metrics_observers: Sequence[MetricsObserver]) -> None:
         self._inner = inner
-        self._meters = tuple(meters)
+        self._metrics_observers = tuple(metrics_observers)
 
     def check(self, requests: Sequence[RequestSpec]) -> None:
         self._inner.check(requests)
@@ -81,34 +83,34 @@ class Metered:
     def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
-        tally = _Tally(request, self._meters)
-        return observed(tally, lambda: self._inner.generate(request))
+        figures = _RequestFigures(request, self._metrics_observers)
+        return observed(figures, lambda: self._inner.generate(request))
 
 
-class _Tally:
-    """RequestObserver of one request for all meters."""
+class _RequestFigures:
+    """Collects the figures of one request for all observers."""
 
-    def __init__(self, request: RequestSpec, meters: Sequence[Meter]) -> None:
+    def __init__(self, request: RequestSpec, metrics_observers: Sequence[MetricsObserver]) -> None:
         self._request = request
-        self._meters = meters
+        self._metrics_observers = metrics_observers
         self._began_s = self._last_s = time.perf_counter()
         self._usage: Usage | None = None
         self._reason = CLOSED
-        self._told = 0
+        self._reported_tokens = 0
         self._first_s: float | None = None
 
     def take(self, chunk: TextChunk) -> None:
         self._usage = chunk.usage
-        if count := chunk.usage.output_tokens - self._told:
+        if count := chunk.usage.output_tokens - self._reported_tokens:
             now_s = time.perf_counter()
             if self._first_s is None:
                 self._first_s = now_s - self._began_s
-                for meter in self._meters:
-                    meter.first_tokens(self._first_s)
+                for observer in self._metrics_observers:
+                    observer.first_tokens(self._first_s)
             else:
-                for meter in self._meters:
-                    meter.next_tokens(now_s - self._last_s, count)
-            self._told, self._last_s = chunk.usage.output_tokens, now_s
+                for observer in self._metrics_observers:
+                    observer.next_tokens(now_s - self._last_s, count)
+            self._reported_tokens, self._last_s = chunk.usage.output_tokens, now_s
         if chunk.finish is not None:
             self._reason = chunk.finish.code if chunk.finish.status else chunk.finish.reason
 
@@ -117,5 +119,7 @@ class _Tally:
 
     def end(self) -> None:
         seconds = time.perf_counter() - self._began_s
-        for meter in self._meters:
-            meter.ended(Course(self._request, self._usage, self._reason, seconds, self._first_s))
+        for observer in self._metrics_observers:
+            observer.ended(
+                RequestOutcome(self._request, self._usage, self._reason, seconds, self._first_s)
+            )

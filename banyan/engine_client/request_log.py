@@ -60,8 +60,8 @@ class RequestLog:
 
     def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         usage = Usage(len(request.prompt), 0)
-        course = _Course(self._clock, self._most_text, partial(self._log, request), usage)
-        return observed(course, lambda: self.inner.generate(request))
+        outcome = _Course(self._clock, self._most_text, partial(self._log, request), usage)
+        return observed(outcome, lambda: self.inner.generate(request))
 
     def check(self, requests: Sequence[RequestSpec]) -> None:
         self.inner.check(requests)
@@ -73,17 +73,17 @@ class RequestLog:
             return -1
         return BEGINNING if self._observe.log_detail >= WITH_BEGINNINGS else 0
 
-    def _log(self, request: RequestSpec, course: "_Course", now: float) -> None:
+    def _log(self, request: RequestSpec, outcome: "_Course", now: float) -> None:
         facts: dict[str, object] = {
             "id": request.id,
             "route": request.route,
-            "prompt_tokens": course.usage.prompt_tokens,
-            "cached_tokens": course.usage.cached_tokens,
-            "output_tokens": course.usage.output_tokens,
-            "reason": course.reason,
-            "seconds": round(now - course.began_s, 3),
-            "ttft": course.ttft(),
-            "tokens_per_s": course.speed(),
+            "prompt_tokens": outcome.usage.prompt_tokens,
+            "cached_tokens": outcome.usage.cached_tokens,
+            "output_tokens": outcome.usage.output_tokens,
+            "reason": outcome.reason,
+            "seconds": round(now - outcome.began_s, 3),
+            "ttft": outcome.ttft(),
+            "tokens_per_s": outcome.speed(),
         }
         if self._observe.log_detail >= WITH_SAMPLING:
             facts["sampling"] = msgspec.to_builtins(request.sampling)
@@ -94,7 +94,7 @@ class RequestLog:
 
         def write() -> None:
             facts["prompt"] = self._prompt(request)
-            facts["output"] = "".join(course.text)
+            facts["output"] = "".join(outcome.text)
             write_line("request ended", facts, as_json)
 
         if self._observe.log_detail >= WITH_ALL and len(request.prompt) > _QUICK_TOKENS:

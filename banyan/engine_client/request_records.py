@@ -15,7 +15,7 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.serving import ObserveConfig
-from banyan.engine_client.metrics_observer import Course, Meter
+from banyan.engine_client.metrics_observer import MetricsObserver, RequestOutcome
 from banyan.engine_client.request_log import write_line
 
 log = logger(__name__)
@@ -26,13 +26,13 @@ KEPT_TOKENS = 4_000_000
 """Tokens of prompts that are kept for it; the oldest go first."""
 
 
-def meters_of(observe: ObserveConfig) -> list[Meter]:
+def metrics_observers_of(observe: ObserveConfig) -> list[MetricsObserver]:
     """What the flags ask for, besides the figures of Prometheus and the dump.
 
     Raises:
         ConfigError: there is no folder for records, or none that can be written to.
     """
-    found: list[Meter] = []
+    found: list[MetricsObserver] = []
     if observe.times:
         found.append(TimesLog(observe.log_format == "json"))
     if observe.writes_records:
@@ -60,8 +60,8 @@ class TimesLog(Ends):
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
-    def ended(self, course: Course) -> None:
-        write_line("request times", {"id": course.request.id, **times(course)}, self._as_json)
+    def ended(self, outcome: RequestOutcome) -> None:
+        write_line("request times", {"id": outcome.request.id, **times(outcome)}, self._as_json)
 
 
 class RecordFiles(Ends):
@@ -85,10 +85,10 @@ class RecordFiles(Ends):
         self._folder = folder
         self._is_failing = False
 
-    def ended(self, course: Course) -> None:
+    def ended(self, outcome: RequestOutcome) -> None:
         now = datetime.now(UTC)
         path = self._folder / f"sglang-request-metrics-{now:%Y%m%d_%H}.log"
-        line = json.dumps({"time": now.isoformat(timespec="milliseconds"), **record(course)})
+        line = json.dumps({"time": now.isoformat(timespec="milliseconds"), **record(outcome)})
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
@@ -114,12 +114,12 @@ class Recent(Ends):
         self._folder = folder
         self._clock = clock or WallClock()
         self._most = kept_tokens
-        self._courses: deque[tuple[float, Course]] = deque()
+        self._courses: deque[tuple[float, RequestOutcome]] = deque()
         self._tokens = 0
 
-    def ended(self, course: Course) -> None:
-        self._courses.append((self._clock.now(), course))
-        self._tokens += _size(course)
+    def ended(self, outcome: RequestOutcome) -> None:
+        self._courses.append((self._clock.now(), outcome))
+        self._tokens += _size(outcome)
         while self._courses and (
             self._tokens > self._most or self._clock.now() - self._courses[0][0] > KEPT_S
         ):
@@ -135,12 +135,12 @@ class Recent(Ends):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump({"time": moment.isoformat(timespec="seconds"), "why": why}, file)
-                for ended_s, course in list(self._courses):
+                for ended_s, outcome in list(self._courses):
                     if now_s - ended_s <= KEPT_S:
                         ago = {"ended_s_ago": round(now_s - ended_s, 3)}
-                        prompt = list(course.request.prompt)
+                        prompt = list(outcome.request.prompt)
                         file.write("\n")
-                        json.dump({**ago, **record(course), "prompt_ids": prompt}, file)
+                        json.dump({**ago, **record(outcome), "prompt_ids": prompt}, file)
                 file.write("\n")
         except OSError as error:
             log.error("no dump of the last requests: %s: %s", path, error.strerror)
@@ -170,10 +170,10 @@ def dump_recordings(folder: Path, recordings: Mapping[int, bytes]) -> list[Path]
     return written
 
 
-def times(course: Course) -> dict[str, object]:
+def times(outcome: RequestOutcome) -> dict[str, object]:
     """Seconds in the queue, until the first token from then on, after it, and of all of it."""
-    queue_s = course.usage.queue_s if course.usage else 0.0
-    first_s, seconds = course.first_s, course.seconds
+    queue_s = outcome.usage.queue_s if outcome.usage else 0.0
+    first_s, seconds = outcome.first_s, outcome.seconds
     return {
         "queue_s": round(queue_s, 4),
         "prefill_s": None if first_s is None else round(max(0.0, first_s - queue_s), 4),
@@ -182,21 +182,21 @@ def times(course: Course) -> dict[str, object]:
     }
 
 
-def record(course: Course) -> dict[str, object]:
+def record(outcome: RequestOutcome) -> dict[str, object]:
     """What became of a request, without its texts."""
-    request, usage = course.request, course.usage
+    request, usage = outcome.request, outcome.usage
     return {
         "id": request.id,
         "route": request.route,
-        "reason": course.reason,
+        "reason": outcome.reason,
         "prompt_tokens": len(request.prompt),
         "cached_tokens": usage.cached_tokens if usage else 0,
         "completion_tokens": usage.output_tokens if usage else 0,
         "num_retractions": usage.retractions if usage else 0,
-        **times(course),
+        **times(outcome),
         "sampling_params": msgspec.to_builtins(request.sampling),
     }
 
 
-def _size(course: Course) -> int:
-    return len(course.request.prompt) + 64
+def _size(outcome: RequestOutcome) -> int:
+    return len(outcome.request.prompt) + 64

@@ -1,7 +1,8 @@
-"""TextGenerator: runs one RequestSpec on an engine and yields its TextChunks.
+"""TextGenerator: sends a RequestSpec to an engine and turns its events into TextChunks.
 
-How the engine groups tokens into events leaves no trace in what comes out: text and stops are
-decided token by token, scores by position.
+It detokenizes, finds stop strings and regexes, and collects log-probabilities and hidden states.
+The result does not depend on how the engine groups tokens into events: text and stops are decided
+token by token, scores by position.
 """
 
 from array import array
@@ -11,9 +12,9 @@ from banyan.base.log import logger
 from banyan.config.serving import ObserveConfig
 from banyan.engine_client.client import Engines
 from banyan.engine_client.event_stream import EventStream, StreamEvent
-from banyan.engine_client.metrics_observer import Meter, Metered
+from banyan.engine_client.metrics_observer import MetricsObserver, ObservedGenerator
 from banyan.engine_client.request_log import RequestLog
-from banyan.engine_client.request_records import meters_of
+from banyan.engine_client.request_records import metrics_observers_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
@@ -48,8 +49,8 @@ class TextGenerator:
     """Implements Generator on one engine.
 
     Args:
-        tokenizer: None = ids only; requests with stop texts are then refused.
-        weight_of: each caller's weight against others who wait too.
+        tokenizer: None = ids only; requests with stop strings are then refused.
+        weight_of: weight of a caller in the fair queue.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class TextGenerator:
         self._limits = limits
 
     def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
-        """Begin it; chunks until one has `finish`. Closing early aborts.
+        """Start the request; chunks until one has `finish`. Closing early aborts.
 
         Raises:
             RequestError: the request is refused.
         """
         check_spec(request, self._limits, self._tokenizer is not None)
-        words = None
+        decoder = None
         if self._tokenizer is not None and not request.message.pool:
-            words = TextDecoder(request, self._tokenizer)
-        reader = OutputReader(request, words, position_width(request, self._limits))
+            decoder = TextDecoder(request, self._tokenizer)
+        reader = OutputReader(request, decoder, position_width(request, self._limits))
         request = with_room(request, self._limits)
         weight = self._weight_of(request.message.caller)
         if weight != request.message.weight:
@@ -86,7 +87,7 @@ class TextGenerator:
 
 
 class _Output(Chunks[TextChunk]):
-    """What one request has come to, as chunks of all that is new."""
+    """The output of one request, in chunks of everything new."""
 
     def __init__(self, client: Engines, stream: EventStream, reader: "OutputReader") -> None:
         self._client = client
@@ -127,14 +128,14 @@ def open_generator(
     tokenizer: Tokenizer | None,
     limits: Limits,
     observe: ObserveConfig,
-    meters: Sequence[Meter] = (),
+    metrics_observers: Sequence[MetricsObserver] = (),
     weight_of: WeightOf = _equal,
     watch: Callable[[Generator], Generator] | None = None,
 ) -> Generator:
-    """The generator that serves every route, metering, watching and logging if asked to."""
+    """The generator of a server, with metrics, tracing and request logs if they are enabled."""
     generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
-    if all_meters := (*meters, *meters_of(observe)):
-        generator = Metered(generator, all_meters)
+    if all_metrics_observers := (*metrics_observers, *metrics_observers_of(observe)):
+        generator = ObservedGenerator(generator, all_metrics_observers)
     if watch is not None:
         generator = watch(generator)
     return with_log(generator, tokenizer, observe)
@@ -143,14 +144,14 @@ def open_generator(
 def with_log(
     generator: Generator, tokenizer: Tokenizer | None, observe: ObserveConfig
 ) -> Generator:
-    """`generator`, whose every end is logged if that is asked for."""
+    """`generator` with a log line for each finished request under --log-requests."""
     if not observe.log_requests:
         return generator
     return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
 
 
 class TextDecoder:
-    """Token ids to text that is cut at stops, one token at a time."""
+    """Turns token ids into text that is cut at stops."""
 
     def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
         options = request.text
@@ -159,7 +160,7 @@ class TextDecoder:
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
         self.has_stops = bool(options.stop or options.stop_regex)
         self.push = self._push if self.has_stops else self._detokenizer.push
-        """Text that tokens make certain; several at once where no stop can end in between."""
+        """Text that these tokens make final. Without stops, several tokens at once."""
 
     @property
     def stopped_by(self) -> str | None:
@@ -170,36 +171,36 @@ class TextDecoder:
         return self._checker.push(self._detokenizer.push(tokens))
 
     def finish(self) -> str:
-        """What was held back, once it is known that nothing follows."""
+        """The text that was held back, after the last token."""
         return self._checker.push(self._detokenizer.finish()) + self._checker.finish()
 
 
 class OutputReader:
-    """Collects the events of one request; `chunk` gives what is new."""
+    """Collects the events of one request; `chunk` returns everything new."""
 
-    def __init__(self, request: RequestSpec, words: TextDecoder | None, width: int = 0) -> None:
+    def __init__(self, request: RequestSpec, decoder: TextDecoder | None, width: int = 0) -> None:
         self.stopped_by: str | None = None
-        """Stop text that ended the request; later tokens are not taken in."""
+        """Stop string or regex that ended the request; later tokens are dropped."""
         self.num_tokens = 0
         self._request = request
-        self._words = words
-        self._watches = words is not None and words.has_stops
+        self._decoder = decoder
+        self._watches = decoder is not None and decoder.has_stops
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._tokens: list[int] = []
-        """Output so far; `chunk` has given the first `_given` of them."""
-        self._given = 0
+        """Output so far; `chunk` has returned the first `_num_returned` of them."""
+        self._num_returned = 0
         self._text: list[str] = []
         self._held: int | None = None
-        """A token that ends the request: its text shows only under no_stop_trim."""
+        """A token that ends the request: its text is kept only under no_stop_trim."""
         self._is_scored = request.message.score_from != NO_SCORES
         self._scored_to = max(0, request.message.score_from)
-        """Positions below are scored already or not wanted."""
+        """Positions below are scored or not wanted."""
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
         self._hidden = PositionValues(request, width)
         self._latest: Tokens | Finished | None = None
-        """What tells how much of the prompt was cached."""
+        """Latest event with cache counts."""
         self._finish: Finish | None = None
         if request.message.score_from == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
@@ -217,19 +218,26 @@ class OutputReader:
             self._end(Finish("abort", None, event.status, event.text, event.code))
 
     def chunk(self) -> TextChunk | None:
-        """Everything since the last call; None when that is nothing."""
-        new = self._tokens[self._given :]
+        """Everything since the last call; None if there is nothing."""
+        new = self._tokens[self._num_returned :]
         text = self._text[0] if len(self._text) == 1 else "".join(self._text)
         if not (new or text or self._prompt_scores or self._output_scores or self._finish):
             return None
-        scores = self._prompt_scores, self._output_scores
+        usage, scores = self._usage(), self._output_scores
         if self._finish is None:
-            chunk = TextChunk(text, new, self._usage(), *scores)
+            chunk = TextChunk(text, new, usage, self._prompt_scores, scores)
         else:
-            hidden = self._hidden.whole(self.num_tokens)
-            last = self._finish, self._vector
-            chunk = TextChunk(text, new, self._usage(), *scores, *last, **hidden)
-        self._given = len(self._tokens)
+            chunk = TextChunk(
+                text,
+                new,
+                usage,
+                self._prompt_scores,
+                scores,
+                self._finish,
+                self._vector,
+                **self._hidden.whole(self.num_tokens),
+            )
+        self._num_returned = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
         return chunk
 
@@ -242,8 +250,8 @@ class OutputReader:
             if not self._watches and self._held is None and self._stop_ids.isdisjoint(tokens):
                 self._tokens.extend(tokens)
                 self.num_tokens += len(tokens)
-                if self._words is not None:
-                    self._text.append(self._words.push(tokens))
+                if self._decoder is not None:
+                    self._text.append(self._decoder.push(tokens))
             else:
                 self._append_all(tokens)
         if self._is_scored:
@@ -268,17 +276,17 @@ class OutputReader:
         if token in self._stop_ids and self.num_tokens > self._request.sampling.min_new_tokens:
             self._held = token
         else:
-            self._say(token)
+            self._append_text(token)
 
-    def _say(self, token: int) -> None:
-        if self._words is not None:
-            self._text.append(self._words.push((token,)))
-            self.stopped_by = self._words.stopped_by
+    def _append_text(self, token: int) -> None:
+        if self._decoder is not None:
+            self._text.append(self._decoder.push((token,)))
+            self.stopped_by = self._decoder.stopped_by
 
     def _release_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._say(held)
+            self._append_text(held)
 
     def _take_scores(self, scores: RowScores) -> None:
         request, prompt_len = self._request, len(self._request.prompt)
@@ -287,7 +295,7 @@ class OutputReader:
         top_ids, top_logprobs = array("i", scores.top_ids), array("f", scores.top_logprobs)
         picked = array("f", scores.picked)
         num_top, num_picked = len(top_ids) // max(num, 1), len(picked) // max(num, 1)
-        # Positions that a retracted request computes again are known; those past a stop are void.
+        # A retracted request recomputes positions that are known. Positions past a stop are void.
         for i in range(max(0, self._scored_to - scores.first), num):
             position = scores.first + i
             index = position - prompt_len
@@ -313,9 +321,9 @@ class OutputReader:
         is_trimmed = finish.reason == "stop" and finish.matched is not None
         if not is_trimmed or self._request.text.no_stop_trim:
             self._release_held()
-        if self.stopped_by is None and self._words is not None:
-            self._text.append(self._words.finish())
-            self.stopped_by = self._words.stopped_by
+        if self.stopped_by is None and self._decoder is not None:
+            self._text.append(self._decoder.finish())
+            self.stopped_by = self._decoder.stopped_by
         if self.stopped_by is not None:
             finish = Finish("stop", self.stopped_by)
         self._finish = finish
@@ -327,16 +335,23 @@ class OutputReader:
         cached, stored, miss = latest.cached_tokens, latest.stored_tokens, latest.cache_miss
         if isinstance(latest, Tokens):
             return Usage(num_prompt, self.num_tokens, cached, 0, stored, miss)
-        told = (cached, latest.retractions, stored, miss, latest.queue_s, latest.drafts)
-        return Usage(num_prompt, self.num_tokens, *told)
+        return Usage(
+            num_prompt,
+            self.num_tokens,
+            cached,
+            latest.retractions,
+            stored,
+            miss,
+            latest.queue_s,
+            latest.drafts,
+        )
 
 
 class PositionValues:
-    """Hidden states of one request, or the experts that it chose, as they arrive, position by
-    position.
+    """Collects the hidden states or the chosen experts of one request, position by position.
 
     Args:
-        width: numbers of 4 bytes for each.
+        width: numbers of 4 bytes per position.
     """
 
     def __init__(self, request: RequestSpec, width: int) -> None:
@@ -346,11 +361,11 @@ class PositionValues:
         self._state_bytes = width * FLOAT_BYTES
         self._parts: list[bytes] = []
         self._first = self._next = request.message.hidden_from
-        """Position that is due; the first of all."""
+        """First position, and the next one that is due."""
 
     def take(self, event: Tokens, num_tokens: int) -> None:
-        """Keep what belongs to the output of `num_tokens` so far, whose last token no position
-        has read; what the engine computed past a stop is dropped."""
+        """Keep the positions up to output token `num_tokens`, which has no position itself yet.
+        Positions past a stop are dropped."""
         end = self._prompt_len + max(num_tokens, 1) - 1
         first, size = event.hidden_first, self._state_bytes
         assert first <= self._next, f"state {first} came where {self._next} was due"
@@ -364,14 +379,14 @@ class PositionValues:
         self._next += len(kept) // size
 
     def whole(self, num_tokens: int) -> dict[str, bytes]:
-        """Fields of the last chunk, when the output has so many tokens."""
+        """Fields of the last chunk, for an output of `num_tokens`."""
         found = b"".join(self._parts)
         if not self._is_experts:
             return {"hidden": found}
-        positions = max(0, self._prompt_len + num_tokens - 1 - self._first)  # none of the last
+        positions = max(0, self._prompt_len + num_tokens - 1 - self._first)  # not the last token's
         return {"experts": found[: positions * self._state_bytes]}
 
 
 def position_width(request: RequestSpec, limits: Limits) -> int:
-    """Numbers that are told of a position."""
+    """Numbers per position."""
     return limits.hidden_size if request.hidden else limits.expert_choices

@@ -117,7 +117,7 @@ BACKENDS: Table[BackendFactory] = Table(
         "llguidance": "banyan.grammar.llguidance:LLGuidance",
         "outlines": "banyan.grammar.outlines:Outlines",
     },
-    plugins="banyan.engine.grammar_setup",
+    plugins="banyan.grammars",
 )
 
 

@@ -65,7 +65,7 @@ class PageMover(Protocol):
     def close(self) -> None: ...
 
 
-class Worker(Protocol):
+class TransferWorker(Protocol):
     """Runs functions one after another, outside the calling thread."""
 
     def do(self, work: Callable[[], None]) -> None: ...
@@ -89,11 +89,11 @@ class Mover:
         pages: Pages,
         store: Store | None,
         wake: Callable[[], None],
-        open_worker: Callable[[str], Worker] | None = None,
+        open_worker: Callable[[str], TransferWorker] | None = None,
     ) -> None:
         self._pages = pages
         self._wake = wake
-        self._open_worker: Callable[[str], Worker] = open_worker or _WorkerThread
+        self._open_worker: Callable[[str], TransferWorker] = open_worker or _WorkerThread
         self._ended: SimpleQueue[CopyResult | Held | KVTransferEvent] = SimpleQueue()
         self._transfers: _StoreTransfers | None = None
         if store is not None:
@@ -162,7 +162,7 @@ class _StoreTransfers:
         pages: Pages,
         store: Store,
         end: Callable[[CopyResult | Held], None],
-        open_worker: Callable[[str], Worker],
+        open_worker: Callable[[str], TransferWorker],
     ) -> None:
         self._pages = pages
         self._store = store
@@ -258,7 +258,7 @@ class _StoreTransfers:
 
 
 class _WorkerThread:
-    """A Worker that is a thread."""
+    """A TransferWorker that is a thread."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -1,8 +1,8 @@
-"""Staged: the launcher of a replica whose layers lie in stages, with several plans in its line.
+"""PipelineLauncher: the launcher of a pipeline-parallel replica, with several plans in flight.
 
-A turn moves every plan in the line on by one stage. Each turn takes the next plan in; where there
-is none the line waits until the loop has said that none will come, because a stage that a plan
-could have had would run nothing. The line is known only as a protocol.
+A turn moves every plan on by one stage and takes the next plan in. Without a next plan the turn
+waits until the loop has reported (`go_on`) that none will come: otherwise the first stage would
+idle during a turn that a plan could have used.
 """
 
 import threading
@@ -10,38 +10,38 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from banyan.engine.launcher import Handle, PendingStep, settle
+from banyan.engine.launcher import Handle, LaunchedStep, settle
 from banyan.messages.plan import StepPlan
 
 
-class Line(Protocol):
-    """What stages a plan passes (pipeline/runner_stage.py)."""
+class StageTurns(Protocol):
+    """The first stage of the pipeline (pipeline/runner_stage.py)."""
 
     def turn(
         self, plan: StepPlan | None, mask_of: Callable[[int], bytes] | None = None
-    ) -> PendingStep | None: ...
+    ) -> LaunchedStep | None: ...
 
 
-class Staged:
-    """Takes turns in a thread of its own.
+class PipelineLauncher:
+    """Takes turns in its own thread.
 
     Args:
-        line: of rank 0.
-        wake: called from the thread whenever a handle is done.
-        tell: sends every other rank what comes in in a turn.
+        stage: of rank 0.
+        wake: called from the thread when a handle is done.
+        send: sends every other rank the plan that enters in a turn, or None.
     """
 
     def __init__(
-        self, line: Line, wake: Callable[[], None], tell: Callable[[StepPlan | None], None]
+        self, stage: StageTurns, wake: Callable[[], None], send: Callable[[StepPlan | None], None]
     ) -> None:
-        self._line = line
+        self._stage = stage
         self._wake = wake
-        self._tell = tell
+        self._send = send
         self._changed = threading.Condition()
         self._coming: deque[Handle] = deque()
         self._passing: deque[Handle] = deque()
         self._goes_on = False
-        """The loop knows of everything that has ended, and has no plan for the next turn."""
+        """The loop has seen every ended plan, and has none for the next turn."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
         self._thread.start()
@@ -55,8 +55,12 @@ class Staged:
         return handle
 
     def go_on(self, in_flight: int) -> None:
-        """There is no plan to follow those in flight. in_flight: how many the loop knows of; where
-        one of them has just ended, the loop is to hear of that first."""
+        """Let the next turn run without a new plan.
+
+        Args:
+            in_flight: plans in flight as the loop counts them. If one of them has just ended, the
+                loop must see that first, so nothing happens.
+        """
         with self._changed:
             self._goes_on = in_flight == len(self._coming) + len(self._passing)
             self._changed.notify_all()
@@ -73,7 +77,7 @@ class Staged:
         while self._wait():
             try:
                 pending = self._turn()
-            except Exception as error:  # the ranks are no longer in step: nothing can run any more
+            except Exception as error:  # the ranks are out of step: nothing can run any more
                 while self._passing or self._coming:
                     self._settle((self._passing or self._coming).popleft(), error)
                 return
@@ -84,24 +88,24 @@ class Staged:
                 self._settle(handle, pending)
 
     def _wait(self) -> bool:
-        """Until there is a turn to take; False when there will be none."""
+        """Wait for the next turn; False if there will be none."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or self._coming or (self._passing and self._goes_on)
             )
             return not self._is_closed
 
-    def _turn(self) -> PendingStep | None:
+    def _turn(self) -> LaunchedStep | None:
         handle = None
         with self._changed:
             if self._coming:
                 handle = self._coming.popleft()
                 self._passing.append(handle)
-        self._tell(None if handle is None else handle.plan)
+        self._send(None if handle is None else handle.plan)
         if handle is None:
-            return self._line.turn(None)
-        return self._line.turn(handle.plan, handle.mask_of)
+            return self._stage.turn(None)
+        return self._stage.turn(handle.plan, handle.mask_of)
 
-    def _settle(self, handle: Handle, pending: PendingStep | Exception) -> None:
+    def _settle(self, handle: Handle, pending: LaunchedStep | Exception) -> None:
         settle(handle, pending)
         self._wake()

@@ -1,5 +1,6 @@
-"""From request fields to `Generate.grammar`, for every route. Checks size, depth and form at the
-door; whether a backend can compile it is the engine's answer. Knows no backend.
+"""From request fields to `Generate.grammar`, for every API.
+
+Checks size, depth and form. Whether the grammar backend can compile it is decided by the engine.
 """
 
 import json

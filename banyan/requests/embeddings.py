@@ -1,6 +1,6 @@
-"""Vectors: from texts, pairs of texts or token ids to the vector that the model makes of each.
+"""VectorService: the pooled vectors of texts, pairs of texts or token ids.
 
-The form of embeddings, rerank and classify, for every route and for the offline API. Knows no HTTP.
+Used by embeddings, rerank and classify in every API, and by the offline Engine.
 """
 
 import math
@@ -26,7 +26,7 @@ _NO_OUTPUT = ParsedSampling(SamplingParams(max_new_tokens=0), TextOptions())
 
 @dataclass(frozen=True)
 class Vector:
-    """What became of one prompt."""
+    """The vector of one prompt."""
 
     values: "array[float]"
     usage: Usage
@@ -35,7 +35,7 @@ class Vector:
 def prompts_of(
     value: object, name: str, limits: Limits, with_pairs: bool = False
 ) -> tuple[list[Prompt], bool]:
-    """Prompts that a field names, and whether it is a list of them.
+    """The prompts in a field, and whether the field is a list of them.
 
     Args:
         value: a text, a list of texts, token ids, or a list of those.
@@ -84,11 +84,7 @@ def _shown(value: object) -> str:
 
 
 class VectorService:
-    """The form over a generator. Shared by the routes and the offline API.
-
-    Args:
-        limits: what one request may ask.
-    """
+    """Requests for vectors, and their answers. Shared by the routes and the offline Engine."""
 
     def __init__(
         self,

@@ -83,10 +83,10 @@ _REFUSED = frozenset(
         "token_indices_to_pool",
     }
 )
-"""Fields that would change the answer. Whatever else is named in `not_honoured`."""
+"""Fields that would change the answer. Other unknown fields are named in `not_honoured`."""
 
 _HARMLESS_DEFAULTS: Mapping[str, object] = {"log_metrics": True}
-"""Fields whose default is not empty; giving the default asks for nothing."""
+"""Fields whose default is not empty; the default is accepted."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class NativeSequence:
     show_score_text: bool = False
     show_prompt_ids: bool = False
     not_honoured: Mapping[str, str] = field(default_factory=dict)
-    """Fields without their effect, and why."""
+    """Field without effect -> reason."""
 
 
 @dataclass(frozen=True)
 class NativeRequest:
-    """What one body asks for. Sequences are in answer order: prompts, each n times."""
+    """The sequences of one body in answer order: prompts, each n times."""
 
     sequences: list[NativeSequence]
     is_list: bool
@@ -132,7 +132,7 @@ def parse_native(
     Raises:
         RequestError: names the field, the rule and the value.
     """
-    ignored = _sort_out(body)
+    ignored = _check_fields(body)
     fields = Fields(body)
     embeds, is_batch = _embedded(fields, limits)
     if embeds:
@@ -192,11 +192,11 @@ class _Shown:
     options: ScoreOptions
 
 
-def _sort_out(body: Mapping[str, object]) -> list[str]:
-    """Refuse what would change the answer and is not available; name what has no effect."""
+def _check_fields(body: Mapping[str, object]) -> list[str]:
+    """Refuse unavailable fields that would change the answer; return those without effect."""
     ignored = []
     for name, value in body.items():
-        if name in _HONOURED or _asks_nothing(value) or _HARMLESS_DEFAULTS.get(name) is value:
+        if name in _HONOURED or _is_neutral(value) or _HARMLESS_DEFAULTS.get(name) is value:
             continue
         if name in _REFUSED:
             raise RequestError(
@@ -209,9 +209,9 @@ def _sort_out(body: Mapping[str, object]) -> list[str]:
     return ignored
 
 
-def _asks_nothing(value: object) -> bool:
+def _is_neutral(value: object) -> bool:
     if isinstance(value, list):
-        return all(_asks_nothing(v) for v in value)
+        return all(_is_neutral(v) for v in value)
     return value is None or value is False or value == "" or value == {}
 
 
@@ -221,14 +221,14 @@ def _is_batch(fields: Fields) -> bool:
 
 
 def _adapters(fields: Fields, count: int, names: AdapterNames) -> list[str]:
-    """Who answers each prompt."""
-    if _asks_nothing(fields.get("lora_path")):
+    """The LoRA adapter of each prompt."""
+    if _is_neutral(fields.get("lora_path")):
         return [""] * count
     return fields.each("lora_path", names.named)
 
 
 def _sampling(fields: Fields) -> list[dict[str, object]]:
-    """The sampling parameters of each prompt; the processor stands beside them in a body."""
+    """Sampling parameters of each prompt, with the logit processor of the body."""
     params = fields.each("sampling_params", _dictionary)
     processors = fields.each("custom_logit_processor", lambda value, _: value)
     return [
@@ -238,7 +238,7 @@ def _sampling(fields: Fields) -> list[dict[str, object]]:
 
 
 def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
-    """Prompts that are given as embeddings, and whether they are a batch; [] without any."""
+    """Prompts given as embeddings, and whether they are a batch; [] without any."""
     given = fields.get("input_embeds")
     if given is None:
         return [], False
@@ -285,7 +285,7 @@ def _check_num(num: int, name: str, limits: Limits) -> None:
 
 
 def _checked_texts(texts: list[object], tokenizer: Tokenizer | None) -> tuple[Tokenizer, list[str]]:
-    """What tokenises, and what it tokenises."""
+    """The tokenizer and the texts; RequestError if there is none or one is empty."""
     for text in texts:
         if not isinstance(text, str) or not text:
             got = type(text).__name__ if not isinstance(text, str) else "''"

@@ -1,6 +1,6 @@
-"""Native answers: what /generate and the offline API return, whole or as a stream.
+"""NativeService: the answers of /generate and the offline Engine, whole or as a stream.
 
-Streams are cumulative unless told otherwise: each chunk repeats the whole answer so far.
+Streams are cumulative by default: each chunk repeats the whole answer so far.
 """
 
 import base64
@@ -39,16 +39,16 @@ def _as_it_is(triples: list[list[object]]) -> object:
 
 
 class NativeService:
-    """The native form over a generator. Shared by the HTTP route and the offline API.
+    """Parses requests of /generate and renders their answers. Shared by the route and the offline
+    Engine.
 
     Args:
-        limits: what one request may ask.
-        defaults, draw_seed: sampling parameters, and the seed, of requests that leave them out.
-        incremental: each streamed chunk holds only what is new.
-        store: where pages of the cache outlive the engine; "" = nowhere.
-        adapters: those that requests may name; None = none.
-        pack: makes of some log-probabilities what stands for them in the answer. There may be a
-            million in one, and so many small objects hold up whoever shares the interpreter.
+        defaults, draw_seed: sampling parameters and seed of requests without them.
+        incremental: each streamed chunk holds only the new part.
+        store: backend of the hierarchical cache; "" = none.
+        adapters: adapters that requests may name; None = none.
+        pack: serialises a list of log-probabilities. An answer may have a million, and as many
+            small objects would stall the event loop.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NativeService:
         """As `parse`, in a thread when the body is long.
 
         Args:
-            size: of the body in bytes; None = to be told from the length of its prompts.
+            size: of the body in bytes; None = judged by the length of its prompts.
         """
         if size is None:
             text = body.get("text")
@@ -108,7 +108,7 @@ class NativeService:
         return answers if request.is_list else answers[0]
 
     async def stream(self, request: NativeRequest) -> AsyncGenerator[dict[str, object], None]:
-        """Answers as they grow; with several sequences they interleave, told apart by `index`.
+        """Answers as they grow. Several sequences interleave and have an `index`.
 
         Raises:
             RequestError: a sequence failed; the others are aborted.

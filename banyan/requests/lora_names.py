@@ -1,4 +1,4 @@
-"""AdapterNames: the adapters that requests may name, as the front knows them."""
+"""AdapterNames: the LoRA adapters that requests may name."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -9,16 +9,17 @@ from banyan.lora.adapter_files import AdapterPlace, named_adapters
 
 _SHOWN = 20
 _MAX_NAME = 4096
-"""Characters: a name, or the path that an operator gave."""
+"""Longest name or path, in characters."""
 _MAX_LEFT = 4096
-"""Names of adapters that have left, the newest of them."""
+"""Names of unloaded adapters that are remembered."""
 
 
 class AdapterNames:
-    """
+    """The loaded adapters by name, and the names of unloaded ones.
+
     Args:
-        is_enabled: the server was asked to serve adapters.
-        places: those of the start.
+        is_enabled: the server serves adapters.
+        places: adapters loaded at start.
     """
 
     def __init__(self, is_enabled: bool = False, places: Iterable[AdapterPlace] = ()) -> None:
@@ -48,15 +49,15 @@ class AdapterNames:
             del self._left[next(iter(self._left))]
 
     def has_left(self, name: str) -> bool:
-        """Whether an adapter had the name: who asks for it wants no other's answer."""
+        """Whether an unloaded adapter had the name; a model of that name must not answer."""
         return name in self._left
 
     def named(self, given: object, param: str = "lora_path", status: int = 400) -> str:
-        """The adapter that a request names, by its name or by the very path that an operator gave;
-        "" for null and "".
+        """The adapter that a request names, by its name or by the exact path given at start; "" for
+        null and "".
 
         Raises:
-            RequestError: there is none; says which there are.
+            RequestError: there is no such adapter; the text lists the loaded ones.
         """
         if given is None or given == "":
             return ""
@@ -84,7 +85,7 @@ class AdapterNames:
         )
 
     def of_prompts(self, given: object, count: int) -> list[str]:
-        """The adapter of each of `count` prompts, of which all have one or each its own.
+        """The adapter of each of `count` prompts: one for all, or a list.
 
         Raises:
             RequestError: as `named`; a list has not one entry for each prompt.

@@ -1,7 +1,7 @@
-"""Long texts to token ids, under bounds that hold before the whole text is tokenised.
+"""Prompts from texts (`encode_texts`) or from rows of embeddings (`parse_embeds`), with bounds.
 
-The tokenizer takes some hundred bytes of memory for each token of a text until it is done, so a
-text is counted in pieces first when it may be too long. Knows no chat and no requests.
+The tokenizer needs some hundred bytes of memory per token until it is done. So a text that may be
+too long is counted in pieces before it is tokenized as a whole.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from banyan.tokenizer.tokenizer import Tokenizer
 
 PIECE_CHARS = 32 << 10
 _CUT_TOKENS = 16
-"""More than a cut between two pieces can add to their tokens."""
+"""Upper bound of the tokens that a cut between two pieces adds."""
 
 
 BATCH_TEXTS = 32
-"""Texts that one call tokenises at most, so that the bound on all of them holds in between."""
+"""Most texts per call of the tokenizer; the bound on all texts is checked in between."""
 
 
 def encode_texts(
@@ -92,7 +92,7 @@ def check_total(num_tokens: int, limits: Limits) -> None:
 
 NAME = "input_embeds"
 PLACEHOLDER = 0
-"""Token id that stands where a prompt has no tokens."""
+"""Token id in place of an embedding."""
 
 _NUMBERS = {int, float}
 

@@ -1,7 +1,7 @@
-"""The one door for sampling parameters: a raw dictionary in, checked SamplingParams out.
+"""`parse_sampling`: from a dictionary to checked SamplingParams, for every API.
 
-Every route maps its own field names to the native ones (/generate's `sampling_params`) and comes
-here. Nothing is guessed: a wrong type, an unknown name or a missing capability is refused by name.
+APIs first map their field names to those of `sampling_params` of /generate. A wrong type, an
+unknown name or a missing capability is refused by name.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from banyan.requests.constraint import parse_constraint
 from banyan.tokenizer.stop_strings import MAX_STOPS, TextOptions, check_stops
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
-"""What /generate and the offline API assume; the OpenAI routes bring their own."""
+"""Defaults of /generate and the offline API; the OpenAI routes have their own."""
 
 DrawSeed = Callable[[], int]
 
@@ -32,12 +32,12 @@ MAX_PARAMS_BYTES = 64 << 10
 MAX_BIAS = 1e6
 
 NOT_USED = "not used"
-"""Why a field is ignored of which there is nothing else to say."""
+"""Why a field is ignored, if there is no better reason."""
 _DECIMAL = re.compile(r"-?[0-9]{1,10}")
 _INT64 = 2**63
 SEED_BITS = 63
 
-# Fields that are known but not available, and the value besides null that asks for nothing.
+# Fields that are not available, and the value besides null that is accepted.
 _UNAVAILABLE = {
     "beam_width": 1,
     "watermark": {},
@@ -75,7 +75,7 @@ _TEXT_FIELDS = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask of this model and engine.
+    """Limits of one request for this model and engine.
 
     Attributes:
         context_length: prompt + output tokens that the model can attend to.
@@ -92,14 +92,14 @@ class Limits:
         has_tokenizer: False = token ids only, no text.
         is_embedding: prompts become vectors; no text is generated.
         hidden_size: width of a hidden state and of an input embedding.
-        hidden_states: requests may ask for hidden states.
-        expert_choices: that a token makes, layers x experts; 0 = requests may not ask for them.
+        hidden_states: requests may have hidden states returned.
+        expert_choices: per token, layers x experts; 0 = they are not returned.
         takes_embeds: prompts may be embeddings instead of tokens.
         batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
-        role: "prefill" or "decode" where servers share the work; "" where one does all of it.
-        has_rooms: requests name the room in which they are handed over; else they get one.
+        role: "prefill" or "decode" with PD disaggregation; "" without.
+        has_rooms: requests must name their bootstrap room; else each gets one.
     """
 
     context_length: int
@@ -132,26 +132,26 @@ class Limits:
 
 
 def fresh_seed() -> int:
-    """A seed that nobody can foresee."""
+    """An unpredictable seed."""
     return secrets.randbits(SEED_BITS)
 
 
 @dataclass(frozen=True)
 class ParsedSampling:
-    """The outcome of the door for one prompt."""
+    """Checked sampling parameters, text options and constraint of one prompt."""
 
     sampling: SamplingParams
     text: TextOptions
     n: int = 1
     grammar: str = ""
-    """What the output must look like (`Generate.grammar`)."""
+    """Constraint of the output (`Generate.grammar`)."""
     stream_interval: int = 1
     """Tokens per streamed chunk."""
     ignored: Mapping[str, str] = field(default_factory=dict)
-    """Fields without their effect, and why; to be named in the answer."""
+    """Field without effect -> reason; reported in the answer."""
 
     def for_sequence(self, i: int) -> SamplingParams:
-        """Parameters of the i-th of n sequences: the same, with a seed of its own."""
+        """Parameters of the i-th of n sequences: the same with another seed."""
         return msgspec.structs.replace(self.sampling, seed=_wrapped(self.sampling.seed + i))
 
 
@@ -169,8 +169,8 @@ def parse_sampling(
         raw: fields by native name. null stands for the default, except that max_new_tokens null
             means "as much as fits".
         prompt_len: tokens of the prompt, already fitted (`fit_prompt`).
-        defaults: what absent fields mean on this route; validated like the caller's own.
-        draw_seed: gives the seed of a request that brings none.
+        defaults: values of absent fields on this route; checked like the caller's.
+        draw_seed: returns the seed of a request without one.
 
     Raises:
         RequestError: names the field, the rule and the value; 400.
@@ -179,7 +179,7 @@ def parse_sampling(
     _refuse_unavailable(raw)
     values = _Values(raw, defaults)
     text, ignored = _text_options(values, limits)
-    max_new_tokens = _output_room(values, prompt_len, limits, ignored)
+    max_new_tokens = _max_new_tokens(values, prompt_len, limits, ignored)
     seed = values.integer_or_none("sampling_seed")
     if seed is not None and not 0 <= seed < _INT64:
         raise _violation("sampling_seed", "in [0, 2^63)", seed)
@@ -218,12 +218,12 @@ def parse_sampling(
 
 
 def merged(ignored: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """What several prompts or sequences have to report, each field once."""
+    """The reports of several prompts or sequences, each field once."""
     return {name: why for each in ignored for name, why in each.items()}
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:
-    """The prompt, cut to leave room for one token where the server allows that.
+    """The prompt, cut so that one output token fits, under --allow-auto-truncate.
 
     Raises:
         RequestError: it fills the context and may not be cut.
@@ -249,7 +249,7 @@ def _check_prompt_len(prompt_len: int, limits: Limits) -> None:
         )
 
 
-def _output_room(
+def _max_new_tokens(
     values: "_Values", prompt_len: int, limits: Limits, ignored: dict[str, str]
 ) -> int:
     """max_new_tokens: what was asked, checked against what fits; null = all that fits.
@@ -364,7 +364,7 @@ def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
 
 
 def _stop_ids(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> list[int]:
-    """Ids that no token has stop nothing: they are left out, and reported."""
+    """Ids outside the vocabulary are dropped and reported."""
     name, given = "stop_token_ids", values.get("stop_token_ids")
     if given is None:
         return []
@@ -387,7 +387,7 @@ def _within(name: str, ids: Iterable[int], vocab_size: int, ignored: dict[str, s
 
 
 def _logit_bias(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> dict[int, float]:
-    """As for stop ids: what is not in the vocabulary is left out, and reported."""
+    """Ids outside the vocabulary are dropped and reported."""
     name, given = "logit_bias", values.get("logit_bias")
     if given is None:
         return {}
@@ -492,5 +492,5 @@ def _short(value: object) -> str:
 
 
 def _wrapped(seed: int) -> int:
-    """Into the signed 64-bit range, so that the last seed has a successor."""
+    """Wrap into the signed 64-bit range, so that the last seed has a successor."""
     return (seed + _INT64) % (2 * _INT64) - _INT64

@@ -1,8 +1,7 @@
-"""Sessions: turns of /generate that go on from earlier ones without sending them again.
+"""Sessions: turns of /generate that continue earlier ones without sending them again.
 
-A session keeps the tokens of its finished turns, each under its request id, so that a turn may go
-on from any of them. Their keys and values are in the prefix cache as long as there is room. Knows
-no HTTP and no engine.
+A session keeps the tokens of its finished turns by request id, so that a turn may continue any of
+them. Their keys and values stay in the prefix cache as long as it has capacity.
 """
 
 import uuid
@@ -22,9 +21,9 @@ from banyan.tokenizer.tokenizer import Tokenizer
 MAX_SESSIONS = 4096
 MAX_TURNS = 1024
 MAX_IDLE_S = 3600.0
-"""A session without a turn for this long is forgotten, unless it was opened with another time."""
+"""Default time without a turn after which a session is dropped."""
 MAX_BYTES = 256 << 20
-"""Of the tokens of all turns of all sessions."""
+"""Tokens of all turns of all sessions."""
 _KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
 
 log = logger(__name__)
@@ -34,7 +33,7 @@ Body = dict[str, object]
 
 @dataclass(frozen=True)
 class _Turn:
-    """A finished turn: everything it was given, and what it said, as int32."""
+    """A finished turn: its whole prompt and its output, as int32."""
 
     prompt: "array[int]"
     output: "array[int]"
@@ -59,7 +58,7 @@ class _Session:
 
 @dataclass(frozen=True)
 class Begun:
-    """A turn that is being answered. `body` is the request with its whole history."""
+    """A turn in progress. `body` is the request with its whole history."""
 
     body: Body
     _sessions: "Sessions"
@@ -67,27 +66,27 @@ class Begun:
     _rid: str
 
     def keep(self, output: list[int]) -> None:
-        """The turn has ended in order with this output."""
+        """Store the turn with its output, after it ended in order."""
         prompt = self.body["input_ids"]
         assert isinstance(prompt, list)
         turn = _Turn(array("i", prompt), array("i", output))
         self._session.turns[self._rid] = turn
-        self._sessions.make_room(turn.num_bytes)
+        self._sessions.reserve(turn.num_bytes)
 
 
 class Sessions:
-    """The open sessions of one front. A tenant sees only its own.
+    """The open sessions of one server. A tenant sees only its own.
 
     Args:
-        max_bytes: of all their tokens. Beyond it the tenant that keeps most loses the session that
-            it has not used for longest.
+        max_bytes: bound on all tokens. Beyond it the tenant with most bytes loses its least
+            recently used session.
     """
 
     def __init__(self, clock: Clock | None = None, max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock or WallClock()
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        """At least as many as are kept; counted anew when they seem too many."""
+        """Upper bound of the bytes kept; counted again when it exceeds the limit."""
         self._open: dict[tuple[bytes, str], _Session] = {}
 
     def open(
@@ -100,7 +99,7 @@ class Sessions:
         """Open a session; returns its id.
 
         Args:
-            timeout_s: it is forgotten after this long without a turn; None = MAX_IDLE_S.
+            timeout_s: seconds without a turn after which it is dropped; None = MAX_IDLE_S.
 
         Raises:
             RequestError: the id is open, a value is not legal, or too many sessions are open.
@@ -125,7 +124,7 @@ class Sessions:
         return name
 
     def close(self, session_id: str, tenant: bytes = b"") -> bool:
-        """Forget a session; False when there is none of this name."""
+        """Drop a session; False if there is none of this name."""
         return self._open.pop((tenant, session_id), None) is not None
 
     async def begin(
@@ -135,7 +134,7 @@ class Sessions:
         limits: Limits,
         tenant: bytes = b"",
     ) -> Begun | None:
-        """The turn that a body asks for; None when it names no session.
+        """Start the turn of a body; None if it names no session.
 
         Raises:
             RequestError: no such session or turn, or the history is too long.
@@ -176,8 +175,8 @@ class Sessions:
         rest = {k: v for k, v in body.items() if k not in ("session_params", "text", "rid")}
         return Begun({**rest, "input_ids": prompt, "rid": rid}, self, session, rid)
 
-    def make_room(self, num_new: int) -> None:
-        """Take in so many bytes. Past the bound, forget sessions until an eighth of it is free."""
+    def reserve(self, num_new: int) -> None:
+        """Count new bytes. Past the limit, drop sessions until an eighth of it is free."""
         self._num_bytes += num_new
         if self._num_bytes <= self._max_bytes:
             return
@@ -202,7 +201,7 @@ class Sessions:
 
 
 def _history(session: _Session, params: Mapping[str, object]) -> list[int]:
-    """The tokens that a turn goes on from. `replace` forgets the turns behind that point."""
+    """The tokens that a turn continues. `replace` drops the turns after that point."""
     rid, offset = params.get("rid"), params.get("offset")
     if offset is not None and (type(offset) is not int or offset < -1):
         raise RequestError("offset must be -1 or more tokens.", param="session_params")
@@ -228,7 +227,7 @@ def _history(session: _Session, params: Mapping[str, object]) -> list[int]:
 def _new_ids(
     body: Mapping[str, object], tokenizer: Tokenizer | None, limits: Limits, is_first: bool
 ) -> list[int]:
-    """Tokens that a turn adds; only the first has the model's own start."""
+    """Tokens that a turn adds; only the first has the special tokens of a beginning."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise RequestError("Exactly one of text and input_ids must be given.", param="text")

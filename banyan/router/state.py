@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from banyan.config.schema import Config
@@ -10,6 +11,7 @@ from banyan.router.figures import Figures
 from banyan.router.gate import Gate
 from banyan.router.worker_pool import Fleet
 from banyan.server.http.api_keys import Keys
+from banyan.server.http.app import RequestScope
 from banyan.server.http.exchange import RETRY_AFTER_S
 
 
@@ -32,6 +34,10 @@ class RouterState:
         server = self.settings.server
         self.config = Config(server=server, observe=self.settings.observe)
         self.keys = Keys(server.api_key, server.api_key_file)
+
+    @property
+    def request_scopes(self) -> Sequence[RequestScope]:
+        return ()
 
     def retry_after_s(self) -> int:
         return RETRY_AFTER_S

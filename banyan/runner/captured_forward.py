@@ -97,8 +97,8 @@ class CapturedForward:
             rows for rows in shapes if self._verified > 1 and rows * verified <= most
         )
         """Rows of the graphs that verify drafts."""
-        room = self._cp_size * shapes[-1]
-        self._most = max([room, *(rows * verified for rows in self._wide)])
+        capacity = self._cp_size * shapes[-1]
+        self._most = max([capacity, *(rows * verified for rows in self._wide)])
         where = step.tokens.device
         self._hidden = self._logits = torch.empty(0)
         self._best = torch.zeros(self._most, device=where)
@@ -108,11 +108,11 @@ class CapturedForward:
         self._slots = step.slots
         """Slots of the rows of all context parallel shares."""
         if cp is not None:
-            self._slots = torch.zeros(room, dtype=torch.int64, device=where)
+            self._slots = torch.zeros(capacity, dtype=torch.int64, device=where)
         self._contexts = step.context_lengths
-        if platform.traits.lengths_on_host:  # where the step has them
+        if platform.traits.lengths_on_host:  # the step's lengths are on the host
             self._contexts = torch.zeros(shapes[-1], dtype=torch.int32, device=where)
-        self._brought = torch.zeros(2, room, dtype=torch.int64, device=where)
+        self._row_spans = torch.zeros(2, capacity, dtype=torch.int64, device=where)
         """First position and number of tokens of each row, for drafts or context parallelism."""
         self._is_replayed = False
         """A graph ran the last step; else it was eager."""
@@ -171,7 +171,7 @@ class CapturedForward:
             states=BoundStates(self._store, geometry),
             previous_states=None if step.carried is None else step.carried[:size],
         )
-        firsts, counts = self._brought[:, : self._cp_size * rows]
+        firsts, counts = self._row_spans[:, : self._cp_size * rows]
         steps = torch.arange(count, device=slots.device)
 
         def work() -> None:
@@ -227,20 +227,20 @@ class CapturedForward:
         if not self._is_replayed:
             self._eager.run(batch)
             return
-        self._bring(batch, shape, count)
+        self._copy_inputs(batch, shape, count)
         if self._on_host:
             ends = (batch.starts + count).tolist()
             self._graphs[shape, count].replay([*ends, *[count] * (shape - len(ends))])
         else:
             self._graphs[shape, count].replay()
-        self._find(batch, shape, count)
+        self._map_outputs(batch, shape, count)
         params = self._table.params[batch.to_slots]
         is_scored = bool(batch.wanted & SCORE)  # scoring needs the logits afterwards
         is_best = not is_scored and bool((params["greedy"] & ~params["penalised"]).all())
         is_plain = is_best and is_sampled_plainly(batch, self._table)
         self._is_sampled = is_plain and bool(self._size) and self._stages.size == 1
 
-    def _bring(self, batch: Batch, shape: int, count: int) -> None:
+    def _copy_inputs(self, batch: Batch, shape: int, count: int) -> None:
         """Copy the inputs of the graph to the device."""
         rows, step = len(batch.slots), self._step
         moves = self._table.moves(batch.rows)
@@ -255,7 +255,7 @@ class CapturedForward:
             packed.copy_(torch.from_numpy(parts))
             there = packed.to(self._slots.device, non_blocking=True)
             size = there.shape[1]
-            self._slots[:size], self._brought[:, :size] = there[0], there[1:]
+            self._slots[:size], self._row_spans[:, :size] = there[0], there[1:]
         else:
             if moves:
                 moved = sent(np.array(moves, np.int64), self._slots.device)
@@ -271,7 +271,7 @@ class CapturedForward:
         counts = self._cp.tokens.counts
         return np.concatenate([at * shape + np.arange(n) for at, n in enumerate(counts)])
 
-    def _find(self, batch: Batch, shape: int, count: int) -> None:
+    def _map_outputs(self, batch: Batch, shape: int, count: int) -> None:
         """Map tokens and outputs of the batch to those of its graph."""
         tokens = int(batch.offsets[-1])
         self._size, self._places, self._outputs = len(batch.last), None, None
@@ -326,19 +326,21 @@ class CapturedForward:
         self._is_replayed, self._is_sampled = bool(shape), False
         self._eager.select(batch)
         if shape:
-            self._find(batch, shape, count)
+            self._map_outputs(batch, shape, count)
 
     def next_tokens(self) -> Sampled | None:
         if not self._is_replayed or not self._is_sampled:
             return None
-        return Sampled(self._mine(self._tokens), self._mine(self._best))
+        return Sampled(self._own_outputs(self._tokens), self._own_outputs(self._best))
 
     def next_logits(self, batch: Batch) -> Tensor:
         if not self._is_replayed:
             return self._eager.next_logits(batch)
-        return self._mine(self._logits) if self._stages.size == 1 else self.logits(batch.last)
+        return (
+            self._own_outputs(self._logits) if self._stages.size == 1 else self.logits(batch.last)
+        )
 
-    def _mine(self, found: Tensor) -> Tensor:
+    def _own_outputs(self, found: Tensor) -> Tensor:
         """The rows of the step's outputs; found: one row for each output of the graph."""
         if self._outputs is None:
             return found[: self._size]
@@ -364,7 +366,7 @@ class CapturedForward:
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self._is_replayed or self._stages.size > 1:
             return self._eager.targets(batch)
-        return self._mine(self._to_slots), self._mine(self._to_positions)
+        return self._own_outputs(self._to_slots), self._own_outputs(self._to_positions)
 
     def op_times(self) -> list[OpTime]:
         return self._eager.op_times()

@@ -80,7 +80,7 @@ def open_offload(device: DeviceConfig, platform: Platform) -> Offload | None:
 def not_streamed(model_config: ModelConfig) -> ConfigError:
     """The error for models whose blocks cannot be offloaded."""
     return ConfigError(
-        f"{_FLAGS}: layers of {model_config.architecture} are not streamed, those of decoders are",
+        f"{_FLAGS}: layers of {model_config.architecture} cannot be offloaded, only of decoders",
         hint="leave them out, and --model-impl at auto",
     )
 

@@ -1,7 +1,4 @@
-"""The error bodies, one shape for every dialect: flat fields as SGLang, `error` as OpenAI.
-
-Knows status codes and texts; sends nothing.
-"""
+"""Error bodies: flat fields as in SGLang, and `error` as in OpenAI."""
 
 from http import HTTPStatus
 
@@ -22,7 +19,7 @@ def type_of(status: int) -> str:
 
 
 def error_body(error: RequestError) -> Json:
-    """Body of a refused request, before anything was streamed."""
+    """Body of an error before anything was streamed."""
     message = str(error)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {
@@ -41,7 +38,7 @@ def error_body(error: RequestError) -> Json:
 
 
 def error_event(error: RequestError) -> Json:
-    """Last event but [DONE] of a stream that fails after it began."""
+    """The event before [DONE] of a stream that fails."""
     return {
         "error": {
             "object": "error",
@@ -60,7 +57,7 @@ def unavailable(text: str, code: str = "unavailable") -> RequestError:
 
 
 def internal(request_id: str) -> RequestError:
-    """A bug of ours. The text holds no details; the log does, under the same id."""
+    """An unexpected exception. The log has the details under the same id."""
     return RequestError(
         "Internal server error",
         status=500,

@@ -32,7 +32,7 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.schema import Config
-from banyan.dp_attention.remote_engines import FarEngines
+from banyan.dp_attention.remote_engines import RemoteEngines
 from banyan.engine.flight_recorder_memory import RecordingMemory
 from banyan.engine.process_spec import ENGINE, NO_RECORDING, RANK, ProcessSpec
 from banyan.formats.shards import read_ahead
@@ -89,7 +89,7 @@ def waiting_engines(
     processes load their libraries meanwhile. Those that got none end with the block, and so do
     other nodes."""
     waiting = [_engine_child() for _ in range(count)]
-    far = FarEngines(secret)
+    far = RemoteEngines(secret)
 
     def start(
         config: Config, model_config: ModelConfig, address: str, on_death: OnDeath

@@ -1,10 +1,10 @@
 """The table of routes, and the HTTP application over it."""
 
+import socket
 from dataclasses import replace
 
 from banyan.server.admin import (
     control,
-    experts,
     flight_recorder,
     health,
     hicache,
@@ -26,6 +26,7 @@ from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S
+from banyan.server.http.listen import HttpListener
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.chat.route import chat_completions
@@ -289,10 +290,10 @@ def _request_control_routes() -> list[Route]:
         Route(
             "/abort_request",
             _POST,
-            server_info.abort_request,
+            requests.abort_request,
             auth.OWN,
             about="Abort requests",
-            body=Body(server_info.AbortRequest),
+            body=Body(requests.AbortRequest),
         ),
         Route(
             "/pause_generation",
@@ -317,7 +318,7 @@ def _cache_routes() -> list[Route]:
         Route(
             "/flush_cache",
             _BOTH,
-            server_info.flush_cache,
+            memory.flush_cache,
             auth.ADMIN,
             about="Flush the prefix cache",
             body=FLUSH,
@@ -445,21 +446,21 @@ def _diagnostic_routes() -> list[Route]:
         Route(
             "/start_expert_distribution_record",
             _BOTH,
-            experts.start_record,
+            profile.start_record,
             auth.ADMIN,
             about="Start recording the expert distribution",
         ),
         Route(
             "/stop_expert_distribution_record",
             _BOTH,
-            experts.stop_record,
+            profile.stop_record,
             auth.ADMIN,
             about="Stop recording the expert distribution",
         ),
         Route(
             "/dump_expert_distribution_record",
             _BOTH,
-            experts.dump_record,
+            profile.dump_record,
             auth.ADMIN,
             about="Write the recorded expert distribution",
         ),
@@ -471,6 +472,10 @@ def _diagnostic_routes() -> list[Route]:
             about="Download the latest scheduling decisions",
         ),
     ]
+
+
+def open_http_listener(state: ServerState, listener: socket.socket) -> HttpListener:
+    return HttpListener(create_app(state), listener, state.config.server)
 
 
 def create_app(state: ServerState, send_timeout_s: float = SEND_TIMEOUT_S) -> App:

@@ -1,6 +1,6 @@
-"""What the routes share: the configuration, the service once it is ready, and the open requests.
+"""The state of a server: its configuration, the service once it is ready, and the open requests.
 
-One object, made by the composition root and passed to the app; there are no globals.
+There is one `ServerState` per process. The listeners and handlers get it as an argument.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.metrics_observer import Meter, Metrics, tell_refused
+from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_records import Recent
 from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
@@ -50,7 +50,7 @@ PROBE_HOLDS_S = 1.0
 
 @dataclass(frozen=True)
 class Service:
-    """Everything that exists only once the engine is ready."""
+    """What handlers use once the engine is ready."""
 
     model_config: ModelConfig
     ready: Ready
@@ -58,30 +58,33 @@ class Service:
     generator: Generator
     limits: Limits
     tokenizer: Tokenizer | None
-    """None = ids only (--skip-tokenizer-init)."""
+    """None = token ids only (--skip-tokenizer-init)."""
     chat: Chat | None
     """None = the model has no chat template."""
     parsers: Parsers = field(default_factory=Parsers)
-    """What finds reasoning and tool calls in answers."""
+    """Parsers of reasoning and tool calls in answers."""
     fill_in: FillIn | None = None
-    """How a prompt and what comes behind the gap are put together; None = suffix is refused."""
+    """The fill-in-the-middle format; None = `suffix` is refused."""
     native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
-    """What sampling fields mean when absent."""
+    """Defaults of sampling fields."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
-    """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
+    """Defaults of sampling fields for chat, with those that the model recommends. `max_new_tokens`
+    None = as many as fit."""
     draw_seed: DrawSeed = fresh_seed
-    meters: Sequence[Meter] = ()
-    """Told of requests that `generator`, which has the like, does not get."""
+    metrics_observers: Sequence[MetricsObserver] = ()
+    """Observers of requests that are refused before they reach `generator`, which has its own."""
 
     @property
     def tool_tag(self) -> Tag | None:
-        """How calls are written where tools are shown as text, because the chat template has no
-        place for them; None = it has, or no parser would find the calls."""
+        """The tag of tool calls in text, if the chat template cannot show tools.
+
+        None if it can, or if no parser would find the calls.
+        """
         if self.chat is None or self.chat.template.takes_tools or self.parsers.tools is None:
             return None
         return self.parsers.tools.tag
 
-    def words(self) -> Tokenizer:
+    def required_tokenizer(self) -> Tokenizer:
         """The tokenizer, or RequestError 400 when the server runs without one."""
         if self.tokenizer is None:
             raise RequestError(
@@ -96,12 +99,12 @@ _SEQUENCE = re.compile(r"_[0-9]+\Z")
 
 
 class OpenRequests:
-    """Requests that live now, by the id their client knows, and who has made them."""
+    """Open requests by id, with the credential that made each."""
 
     def __init__(self) -> None:
         self._live: dict[RequestId, bytes] = {}
         self._holders: weakref.WeakSet[asyncio.Task[object]] = weakref.WeakSet()
-        """Tasks whose requests have begun."""
+        """Tasks that have sent requests to the engine."""
         self._dropped = asyncio.Event()
 
     def __len__(self) -> int:
@@ -109,7 +112,7 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def holding(self, requests: Sequence[RequestSpec], owner: bytes) -> Iterator[None]:
-        """Keep the ids of `requests` taken; RequestError 400 when one is."""
+        """Register the ids of `requests` for the block; RequestError 400 if one is in use."""
         added: list[RequestId] = []
         try:
             for request in requests:
@@ -126,15 +129,15 @@ class OpenRequests:
             self._dropped.set()
 
     def has_held(self, work: "asyncio.Task[None]") -> bool:
-        """Whether requests of this task have begun."""
+        """Whether this task has sent requests to the engine."""
         return work in self._holders
 
-    def called(self, rid: str) -> list[RequestId]:
-        """The request of this id, or the sequences of one (their ids are `rid`_NUMBER)."""
+    def sequences_of(self, rid: str) -> list[RequestId]:
+        """The request with this id, or its sequences: their ids are `rid`_NUMBER."""
         return [r for r in self._live if r == rid or _SEQUENCE.sub("", r) == rid]
 
-    def of(self, owner: bytes) -> list[RequestId]:
-        """Those that a credential has made."""
+    def owned_by(self, owner: bytes) -> list[RequestId]:
+        """The requests of a credential."""
         return [r for r, other in self._live.items() if other == owner]
 
     def all(self) -> list[RequestId]:
@@ -190,19 +193,22 @@ class Tracing(Protocol):
 
 @dataclass
 class ServerState:
-    """What changes while the server lives. `service` is set once; `dead` and `draining` latch."""
+    """The state that all handlers share.
+
+    `service` is set once. `dead` and `draining` are never reset.
+    """
 
     config: Config
     started_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     service: Service | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    """Start-up phases in seconds, in order."""
+    """Start-up phase -> seconds, in order."""
     draining: bool = False
     paused: bool = False
     """Requests are accepted and wait until /continue_generation."""
     released: set[str] = field(default_factory=set[str])
-    """Memory that /release_memory_occupation has given back; requests wait for all of it."""
+    """Memory that /release_memory_occupation has released; requests wait until it is empty."""
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
@@ -210,18 +216,18 @@ class ServerState:
     version: str = field(default_factory=own_version)
     storage: Storage = field(init=False)
     adapters: AdapterNames = field(init=False)
-    """Those that requests may name."""
+    """The LoRA adapters that requests may name."""
     responses: ResponseStore = field(default_factory=ResponseStore)
-    metrics: Metrics | None = None
-    """None where nothing is counted."""
+    metrics: MetricsExporter | None = None
+    """None without --enable-metrics."""
     labels: "RequestScope | None" = None
-    """None where requests bring no labels for what is counted."""
+    """Sets the metric labels that a request brings; None = there are none."""
     recent: Recent | None = None
-    """None where nothing is kept for the loss of an engine."""
+    """The latest requests, for crash dumps; None without --crash-dump-folder."""
     recordings: Callable[[], dict[int, Callable[[], bytes]]] = dict
-    """By replica, what the flight recorder of its engine holds; none before the start."""
+    """Replica -> reads the flight recorder of its engine; empty before the start."""
     traces: "Tracing | None" = None
-    """None where nothing is traced."""
+    """None without --enable-trace."""
     keys: Keys = field(init=False)
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""
@@ -232,17 +238,17 @@ class ServerState:
         self.adapters = AdapterNames.of(self.config.lora)
 
     @property
-    def around(self) -> "list[RequestScope]":
-        """What requests that may make something run within."""
+    def request_scopes(self) -> "Sequence[RequestScope]":
+        """Entered around each request with a body: its trace span and its metric labels."""
         traced = None if self.traces is None else self.traces.context
         return [each for each in (traced, self.labels) if each is not None]
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
-        """Whether requests of this handler went to the engine, whose end is logged there."""
+        """Whether this handler has sent requests to the engine, which logs their end."""
         return self.open.has_held(work)
 
-    def trouble(self) -> str:
-        """Why no request can be admitted; "" when one can."""
+    def not_ready_reason(self) -> str:
+        """Why no request can be admitted; "" if requests are admitted."""
         if self.dead:
             return f"the engine has died: {self.dead}"
         if self.draining:
@@ -252,7 +258,11 @@ class ServerState:
         return self.service.client.health().reason
 
     def admit(self) -> Service:
-        """The service for a request that needs a step, or RequestError 503 that says why not."""
+        """The service for a request that needs the engine.
+
+        Raises:
+            RequestError: 503 with the reason why there is none.
+        """
         service = self.started()
         health = service.client.health()
         if health.reason:
@@ -261,23 +271,23 @@ class ServerState:
             )
         return service
 
-    def take_in(self, request: str) -> Service:
-        """As `admit`, for a request that has to wait in the queue: nothing of it need be read to
-        know that this is full. Whoever counts requests is told.
+    def admit_to_queue(self, request: str) -> Service:
+        """Like `admit`, for a request that will be queued: refuse it before it is read if the queue
+        is full, and report that to the metrics.
 
         Args:
-            request: the id under which it is told.
+            request: its id.
         """
         service = self.admit()
         try:
             service.client.refuse_if_full()
         except RequestError as error:
-            tell_refused(service.meters, RequestId(request), error.code)
+            report_refused(service.metrics_observers, RequestId(request), error.code)
             raise
         return service
 
     def started(self) -> Service:
-        """The service, also while its engine is stuck; RequestError 503 when there is none."""
+        """The service, even if the engine is stuck; RequestError 503 if there is none."""
         if self.dead:
             raise unavailable(f"the engine has died: {self.dead}", "engine_dead")
         if self.draining:
@@ -287,7 +297,7 @@ class ServerState:
         return self.service
 
     def retry_after_s(self) -> int:
-        """Seconds until the requests that wait now have ended, at the pace of late."""
+        """Seconds until the queued requests have ended, at the current throughput."""
         if self.service is None:
             return UNKNOWN_S
         alive = [replica for replica in self.service.client.replicas() if replica.alive]

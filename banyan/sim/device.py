@@ -31,7 +31,7 @@ class OneDevice:
         self._world.at(self._free_s, done)
 
 
-class StagedTime(Protocol):
+class PipelineTime(Protocol):
     def stage_s(self, plan: StepPlan) -> float:
         """Of one stage of a step, without the logits."""
         ...
@@ -49,12 +49,12 @@ class _Passing:
     turns: int = 0
 
 
-class StagesInLine:
+class PipelineDevice:
     """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is
     as long as its longest stage, and at its end all of them make the logits of the step that is
     through."""
 
-    def __init__(self, world: World, step_time: StagedTime, stages: int) -> None:
+    def __init__(self, world: World, step_time: PipelineTime, stages: int) -> None:
         self._world = world
         self._step_time = step_time
         self._stages = stages
@@ -91,13 +91,13 @@ class StagesInLine:
         self._go_on()
 
 
-class JointTime(Protocol):
+class DPAttentionTime(Protocol):
     def joint_s(self, plans: Sequence[StepPlan]) -> float:
         """Of a step that consists of one of each replica."""
         ...
 
 
-class JoinedDevices:
+class DPAttentionDevices:
     """Devices of replicas that work on every step together. They agree on it as theirs do
     (dp_attention/step_clock.py), but in no time.
 
@@ -105,7 +105,7 @@ class JoinedDevices:
         wake: what lets each replica launch what it may, by number; filled by whoever makes them.
     """
 
-    def __init__(self, world: World, step_time: JointTime, replicas: int) -> None:
+    def __init__(self, world: World, step_time: DPAttentionTime, replicas: int) -> None:
         self._world = world
         self._step_time = step_time
         self._free_s = 0.0
@@ -153,10 +153,10 @@ class JoinedDevices:
 
 
 @dataclass(frozen=True)
-class OneOfJoined:
+class DPAttentionDevice:
     """The devices of joined replicas, as one of these sees them: `Device`, and `StepAgreement`."""
 
-    devices: JoinedDevices
+    devices: DPAttentionDevices
     replica: int
 
     def begin(self, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:

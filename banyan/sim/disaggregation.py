@@ -1,9 +1,8 @@
-"""Handover: rooms between simulated prefill and decode replicas, in the place of what carries
-pages.
+"""SimulatedTransfer: KV transfers between simulated prefill and decode replicas.
 
-Both sides run the shipped scheduler, so what waits for what is decided as on servers. A page is
-there for the other side once the plan that gives it is launched; a decode replica takes one after
-another, each as long as its bytes take on the link.
+Both sides run the real scheduler, so the order of events is decided as on servers. A page is
+available to the decode side once the plan that sends it is launched. A decode replica receives one
+page after another, each for as long as its bytes take on the link.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from banyan.messages.disaggregation import (
     TakeRoom,
 )
 from banyan.messages.plan import CopyResult, PageCopy, StepPlan, place_of
-from banyan.sim.replica import Replica
+from banyan.sim.replica import SimulatedReplica
 from banyan.sim.world import World
 
 Place = tuple[int, bytes]
@@ -27,105 +26,111 @@ Place = tuple[int, bytes]
 
 
 @dataclass
-class _Room:
-    giver: Replica | None = None
+class _Transfer:
+    prefill: SimulatedReplica | None = None
     tokens: int = 0
-    """Whose pages the giver has."""
-    taker: Replica | None = None
-    given: dict[Place, None] = field(default_factory=dict[Place, None])
+    """Tokens whose pages the prefill replica has cached."""
+    decode: SimulatedReplica | None = None
+    sent: dict[Place, None] = field(default_factory=dict[Place, None])
     wanted: list[PageCopy] = field(default_factory=list[PageCopy])
-    missing: int = -1
-    """Copies that are still to be named or to come; -1 = nobody has said how many."""
+    missing: int | None = None
+    """Copies that have not been requested or have not arrived; None = not announced yet."""
     handoff: HandOff | None = None
 
 
-class Handover:
-    """Satisfies Carrier of `sim/replica.py`, for all replicas of a study.
+class SimulatedTransfer:
+    """Satisfies `sim.replica.TransferPort` for all replicas of a study.
 
     Args:
-        page_s: of a page of each group, on the way.
-        latency_s: until the first byte of anything is there.
+        page_s: transfer seconds of a page, by group.
+        latency_s: seconds until the first byte arrives.
     """
 
     def __init__(self, world: World, page_s: Sequence[float], latency_s: float) -> None:
         self._world = world
         self._page_s = page_s
         self._latency_s = latency_s
-        self._rooms: dict[bytes, _Room] = {}
-        self._busy_until_s: dict[Replica, float] = {}
+        self._transfers: dict[bytes, _Transfer] = {}
+        self._busy_until_s: dict[SimulatedReplica, float] = {}
 
-    def carry(self, replica: Replica, plan: StepPlan) -> list[int]:
-        """The plan's copies that end with its step; of those to and from rooms it is told later."""
-        given, gone = list[int](), list[int]()
+    def carry(self, replica: SimulatedReplica, plan: StepPlan) -> list[int]:
+        """Start a plan's copies to and from other replicas.
+
+        Returns:
+            The plan's other copies, which end with its step.
+        """
+        sent, dropped = list[int](), list[int]()
         touched: dict[bytes, None] = {}
         for copy in plan.copies:
             if copy.is_on_device:
                 continue
             key = copy.dst.key or copy.src.key
             name, _ = place_of(key)
-            room = self._rooms.get(name)
-            if room is None:  # its request has ended
-                gone.append(copy.id)
+            transfer = self._transfers.get(name)
+            if transfer is None:  # its request has ended
+                dropped.append(copy.id)
                 continue
             touched[name] = None
             if copy.dst.key:
-                room.given[copy.group, key] = None
-                given.append(copy.id)
+                transfer.sent[copy.group, key] = None
+                sent.append(copy.id)
             else:
-                room.wanted.append(copy)
-        if given or gone:
-            self._say(replica, CopyResult(given, gone))
+                transfer.wanted.append(copy)
+        if sent or dropped:
+            self._notify(replica, CopyResult(sent, dropped))
         for name in touched:
-            self._go_on(name)
+            self._advance(name)
         return [copy.id for copy in plan.copies if copy.is_on_device]
 
-    def obey(self, replica: Replica) -> None:
-        for order in replica.take_room_orders():
-            room = self._rooms.setdefault(order.room, _Room())
-            match order:
+    def run_transfer_ops(self, replica: SimulatedReplica) -> None:
+        for op in replica.take_room_orders():
+            transfer = self._transfers.setdefault(op.room, _Transfer())
+            match op:
                 case OpenRoom():
-                    room.giver, room.tokens = replica, order.tokens
+                    transfer.prefill, transfer.tokens = replica, op.tokens
                 case SeekRoom():
-                    room.taker = replica
+                    transfer.decode = replica
                 case TakeRoom():
-                    room.missing = order.copies
+                    transfer.missing = op.copies
                 case HandOff():
-                    room.handoff = order
+                    transfer.handoff = op
                 case CloseRoom():
-                    self._close(order.room)
+                    self._close(op.room)
                     continue
-            if isinstance(order, OpenRoom | SeekRoom) and room.giver and room.taker:
-                self._say(room.taker, RoomFound(order.room, room.tokens))
-            self._go_on(order.room)
+            if isinstance(op, OpenRoom | SeekRoom) and transfer.prefill and transfer.decode:
+                self._notify(transfer.decode, RoomFound(op.room, transfer.tokens))
+            self._advance(op.room)
 
-    def _go_on(self, name: bytes) -> None:
-        """Send what is there, in order, and the rest behind it."""
-        room = self._rooms.get(name)
-        if room is None or room.taker is None or room.missing < 0:
+    def _advance(self, name: bytes) -> None:
+        """Send the pages that are available, in order, then the handoff."""
+        transfer = self._transfers.get(name)
+        if transfer is None or transfer.decode is None or transfer.missing is None:
             return
-        now, taker = self._world.clock.now(), room.taker
-        free_s = self._busy_until_s.get(taker, 0.0)
-        while room.wanted:
-            copy = room.wanted[0]
-            is_there = (copy.group, copy.src.key) in room.given
-            if not is_there and room.handoff is None:
+        now, decode = self._world.clock.now(), transfer.decode
+        free_s = self._busy_until_s.get(decode, 0.0)
+        while transfer.wanted:
+            copy = transfer.wanted[0]
+            is_available = (copy.group, copy.src.key) in transfer.sent
+            if not is_available and transfer.handoff is None:
                 return
-            del room.wanted[0]
-            room.missing -= 1
-            free_s = max(now, free_s) + (self._page_s[copy.group] if is_there else 0.0)
-            ended = CopyResult([copy.id]) if is_there else CopyResult([], [copy.id])
-            self._world.at(free_s + self._latency_s, lambda ended=ended: taker.hear(ended))
-        self._busy_until_s[taker] = free_s
-        if room.missing or room.handoff is None:
+            del transfer.wanted[0]
+            transfer.missing -= 1
+            free_s = max(now, free_s) + (self._page_s[copy.group] if is_available else 0.0)
+            ended = CopyResult([copy.id]) if is_available else CopyResult([], [copy.id])
+            self._world.at(free_s + self._latency_s, lambda ended=ended: decode.receive(ended))
+        self._busy_until_s[decode] = free_s
+        if transfer.missing or transfer.handoff is None:
             return
-        handoff = room.handoff
-        self._world.at(max(now, free_s) + self._latency_s, lambda: taker.hear(handoff))
+        handoff = transfer.handoff
+        self._world.at(max(now, free_s) + self._latency_s, lambda: decode.receive(handoff))
         self._close(name)
 
     def _close(self, name: bytes) -> None:
-        room = self._rooms.pop(name, None)
-        if room is not None and room.giver is not None:
-            self._say(room.giver, RoomClosed(name))
+        transfer = self._transfers.pop(name, None)
+        if transfer is not None and transfer.prefill is not None:
+            self._notify(transfer.prefill, RoomClosed(name))
 
-    def _say(self, replica: Replica, news: CopyResult | RoomFound | RoomClosed) -> None:
-        self._world.at(self._world.clock.now() + self._latency_s, lambda: replica.hear(news))
+    def _notify(
+        self, replica: SimulatedReplica, event: CopyResult | RoomFound | RoomClosed
+    ) -> None:
+        self._world.at(self._world.clock.now() + self._latency_s, lambda: replica.receive(event))

@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.schema import Config
 from banyan.kv_cache.sizing import MemoryPlan, plan_memory
 from banyan.model_config.model_config import ModelConfig
-from banyan.sim.layout import Layout, cache_groups, weights_per_device
+from banyan.sim.layout import ParallelLayout, cache_groups, weights_per_device
 
 LIBRARY_BYTES = 256 << 20
 """What an engine process holds beside its weights: its libraries, about."""
@@ -20,7 +20,7 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Memory that the ranks of one machine may share.
 
     Attributes:
@@ -34,7 +34,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """What one rank will hold.
 
     Attributes:
@@ -58,7 +58,9 @@ class Fit:
         return min(self.memory.max_running, self.memory.max_total_tokens // (pages * size))
 
 
-def fit(config: Config, model_config: ModelConfig, room: Room, weight_bytes: float) -> Fit:
+def fit(
+    config: Config, model_config: ModelConfig, room: AvailableMemory, weight_bytes: float
+) -> MemoryFit:
     """How a model that `config` serves would lie in memory; `config` has nothing left open.
 
     Args:
@@ -74,7 +76,7 @@ def fit(config: Config, model_config: ModelConfig, room: Room, weight_bytes: flo
             hint="start it: the log tells the room there is",
         )
     parallel = config.parallel
-    layout = Layout(
+    layout = ParallelLayout(
         parallel.tp, parallel.pp, parallel.dp, parallel.uses_dp_attention, cp=parallel.cp
     )
     weights = round(weights_per_device(model_config, layout, weight_bytes))
@@ -92,7 +94,7 @@ def fit(config: Config, model_config: ModelConfig, room: Room, weight_bytes: flo
         free_bytes=max(0, room.free_bytes // sharers - held),
     )
     token = sum(group.page_bytes for group in groups) / config.cache.page_size
-    return Fit(weights, _activations(config, model_config), token, memory)
+    return MemoryFit(weights, _activations(config, model_config), token, memory)
 
 
 def cache_bytes_of(config: Config, model_config: ModelConfig, is_host: bool) -> float:

@@ -1,5 +1,4 @@
-"""Layout: how a model is divided over devices, what of it each device holds, and what is left for
-the cache."""
+"""ParallelLayout: how a model is divided over devices, and the memory left for the cache."""
 
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from banyan.sim.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """
     Attributes:
         tp: ranks that every layer is cut over.
@@ -53,7 +52,7 @@ class Layout:
         return ",".join(part for part in parts if part)
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> ParallelLayout:
     """A layout from "tp=8,dp=4,dp-attention".
 
     Raises:
@@ -74,7 +73,7 @@ def read_layout(text: str) -> Layout:
                 hint="write tp=N, pp=N, dp=N, cp=N, dp-attention, or prefill=N and decode=N, with "
                 "commas between",
             )
-    layout = Layout(**numbers, uses_dp_attention=uses_dp_attention)
+    layout = ParallelLayout(**numbers, uses_dp_attention=uses_dp_attention)
     if bool(layout.prefill) != bool(layout.decode):
         raise ConfigError(
             f"layout {text!r}: {layout.prefill} prefill and {layout.decode} decode servers",
@@ -168,14 +167,16 @@ def kept_share(model_config: ModelConfig, ranks: int) -> float:
     return -(-model_config.num_kv_heads // ranks) / model_config.num_kv_heads
 
 
-def weights_per_device(model_config: ModelConfig, layout: Layout, weight_bytes: float) -> float:
+def weights_per_device(
+    model_config: ModelConfig, layout: ParallelLayout, weight_bytes: float
+) -> float:
     weights = Weights.of(model_config)
     cut = (weights.dense + weights.routed + weights.head + weights.embedding) / layout.tp
     return weight_bytes * (weights.attention / layout.attention_ranks + cut) / layout.pp
 
 
 def cache_groups(
-    config: Config, model_config: ModelConfig, layout: Layout, cache_bytes: float
+    config: Config, model_config: ModelConfig, layout: ParallelLayout, cache_bytes: float
 ) -> list[GroupBytes]:
     """The groups of pages on one device, in the order of their first layers.
 
@@ -201,7 +202,7 @@ def room_for_cache(
     config: Config,
     model_config: ModelConfig,
     hardware: Hardware,
-    layout: Layout,
+    layout: ParallelLayout,
     weight_bytes: float,
     cache_bytes: float,
 ) -> MemoryPlan:

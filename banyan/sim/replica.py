@@ -1,4 +1,4 @@
-"""Replica: a real EngineCore with nothing behind it but a model of time.
+"""SimulatedReplica: a real EngineCore with nothing behind it but a model of time.
 
 Plans are answered with synthetic tokens once their step time is over; when a request ends is
 decided by its output length in the workload.
@@ -20,7 +20,7 @@ from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.counters import Counters
 from banyan.sim.device import Device
-from banyan.sim.report import Visit
+from banyan.sim.report import RequestTimes
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
 
@@ -28,19 +28,19 @@ _PEER = "127.0.0.1:1"
 """Rooms are found by their names alone."""
 
 
-class Carrier(Protocol):
+class TransferPort(Protocol):
     """What carries pages to other replicas."""
 
-    def carry(self, replica: "Replica", plan: StepPlan) -> list[int]:
+    def carry(self, replica: "SimulatedReplica", plan: StepPlan) -> list[int]:
         """Begin a plan's copies; those that end with its step."""
         ...
 
-    def obey(self, replica: "Replica") -> None:
+    def run_transfer_ops(self, replica: "SimulatedReplica") -> None:
         """Do what its scheduler has ordered."""
         ...
 
 
-class Replica:
+class SimulatedReplica:
     """One simulated engine.
 
     Args:
@@ -54,7 +54,7 @@ class Replica:
         core: EngineCore,
         device: Device,
         host_s: float = 0.0,
-        carrier: Carrier | None = None,
+        carrier: TransferPort | None = None,
     ) -> None:
         self._carrier = carrier
         self._copies: dict[StepId, list[int]] = {}
@@ -67,14 +67,14 @@ class Replica:
         self._flying: deque[StepPlan] = deque()
         self._seeds: dict[SlotId, int] = {}
         self._lengths: dict[SlotId, int] = {}
-        self._visits: dict[RequestId, Visit] = {}
+        self._visits: dict[RequestId, RequestTimes] = {}
         self._open: dict[RequestId, int] = {}
         self.on_end: Callable[[], None] = lambda: None
         """Called when a request has ended."""
         self.plan_hashes: list[bytes] = []
 
     @property
-    def visits(self) -> list[Visit]:
+    def visits(self) -> list[RequestTimes]:
         return list(self._visits.values())
 
     @property
@@ -91,7 +91,7 @@ class Replica:
         number = len(self._visits) + 1
         request = RequestId(f"r{number}")
         prompt_len = len(arrival.prompt) // TOKEN_BYTES
-        self._visits[request] = Visit(now, prompt_len)
+        self._visits[request] = RequestTimes(now, prompt_len)
         self._open[request] = prompt_len + arrival.output_len
         sampling = SamplingParams(max_new_tokens=arrival.output_len, seed=number, temperature=0.0)
         generate = Generate(
@@ -105,7 +105,7 @@ class Replica:
         self._core.receive(generate, now)
         self.turn()
 
-    def hear(self, news: CopyResult | KVTransferEvent) -> None:
+    def receive(self, news: CopyResult | KVTransferEvent) -> None:
         """Something that another replica has to do with has happened."""
         self._core.receive(news, self._world.clock.now())
         self.turn()
@@ -136,8 +136,8 @@ class Replica:
                 else self._carrier.carry(self, plan)
             )
         if self._carrier is not None:
-            self._carrier.obey(self)
-        self._hear(self._core.take_events())
+            self._carrier.run_transfer_ops(self)
+        self._take_events(self._core.take_events())
 
     def _complete(self) -> None:
         now = self._world.clock.now()
@@ -149,7 +149,7 @@ class Replica:
         if copies := self._copies.pop(plan.step):
             self._core.receive(CopyResult(copies), now)
         events, _ = self._core.complete(StepResult(step=plan.step, tokens=tokens), now)
-        self._hear(events)
+        self._take_events(events)
         self.turn()
 
     def _sample(self, row: Row) -> bytes:
@@ -160,7 +160,7 @@ class Replica:
         token = (self._seeds[row.slot] * 7919 + self._lengths[row.slot]) % (1 << 30)
         return array("i", [token]).tobytes()
 
-    def _hear(self, events: list[Event]) -> None:
+    def _take_events(self, events: list[Event]) -> None:
         now = self._world.clock.now()
         for event in events:
             match event:

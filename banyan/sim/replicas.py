@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from banyan.messages.plan import ROOM_BYTES
 from banyan.scheduler.routing import Route
-from banyan.sim.replica import Replica
-from banyan.sim.report import Report, report
+from banyan.sim.replica import SimulatedReplica
+from banyan.sim.report import SimulationReport, report
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
 
 
-class Fleet:
+class ReplicaSet:
     """Gives every arrival to the replica that the route names."""
 
-    def __init__(self, world: World, replicas: list[Replica], route: Route) -> None:
+    def __init__(self, world: World, replicas: list[SimulatedReplica], route: Route) -> None:
         self._world = world
         self._replicas = replicas
         self._route = route
@@ -34,7 +34,7 @@ class Fleet:
         for _ in range(concurrency):
             self._submit_next()
 
-    def report(self) -> Report:
+    def report(self) -> SimulationReport:
         """Of all replicas together."""
         return report(
             [visit for replica in self._replicas for visit in replica.visits],
@@ -47,7 +47,7 @@ class Fleet:
         self._routed += 1
         self._routed_to(self._replicas).submit(arrival)
 
-    def _routed_to(self, replicas: Sequence[Replica]) -> Replica:
+    def _routed_to(self, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
         requests = [replica.open_requests for replica in replicas]
         tokens = [replica.open_tokens for replica in replicas]
         return replicas[self._route(requests, tokens, self._routed - 1)]
@@ -58,17 +58,21 @@ class Fleet:
             self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))
 
 
-class Pairs(Fleet):
+class PrefillDecodePairs(ReplicaSet):
     """Gives every arrival to a prefill and a decode replica, as a router of servers does. What
     clients see is what the decode replicas answer."""
 
     def __init__(
-        self, world: World, prefill: list[Replica], decode: list[Replica], route: Route
+        self,
+        world: World,
+        prefill: list[SimulatedReplica],
+        decode: list[SimulatedReplica],
+        route: Route,
     ) -> None:
         super().__init__(world, decode, route)
         self._prefill = prefill
 
-    def report(self) -> Report:
+    def report(self) -> SimulationReport:
         found = super().report()
         return replace(
             found, steps=found.steps + sum(replica.counters.steps for replica in self._prefill)

@@ -1,11 +1,11 @@
-"""Report: what clients of a simulated replica would have seen."""
+"""SimulationReport: what clients of a simulated replica would have seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass
-class Visit:
+class RequestTimes:
     """One request: when its tokens came. `end_s` below 0 = it failed."""
 
     submitted_s: float
@@ -42,7 +42,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """Figures of one run."""
 
     finished: int
@@ -75,7 +75,9 @@ class Report:
         )
 
 
-def report(visits: Sequence[Visit], seconds: float, steps: int, retractions: int) -> Report:
+def report(
+    visits: Sequence[RequestTimes], seconds: float, steps: int, retractions: int
+) -> SimulationReport:
     done = [visit for visit in visits if visit.end_s >= 0]
     prompt_tokens = sum(visit.prompt_len for visit in done)
     gaps = [
@@ -83,7 +85,7 @@ def report(visits: Sequence[Visit], seconds: float, steps: int, retractions: int
         for visit in done
         for earlier, later in zip(visit.token_s, visit.token_s[1:], strict=False)
     ]
-    return Report(
+    return SimulationReport(
         finished=len(done),
         failed=len(visits) - len(done),
         seconds=seconds,

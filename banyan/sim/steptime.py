@@ -11,7 +11,7 @@ from typing import Protocol
 from banyan.messages.plan import StepPlan
 from banyan.model_config.model_config import WINDOW, ModelConfig
 from banyan.sim.hardware import Hardware
-from banyan.sim.layout import Layout, Weights, kept_share
+from banyan.sim.layout import ParallelLayout, Weights, kept_share
 
 
 class StepTime(Protocol):
@@ -20,7 +20,7 @@ class StepTime(Protocol):
         ...
 
 
-_ALONE = Layout()
+_ALONE = ParallelLayout()
 
 
 class Roofline:
@@ -35,7 +35,7 @@ class Roofline:
         self,
         model_config: ModelConfig,
         hardware: Hardware,
-        layout: Layout = _ALONE,
+        layout: ParallelLayout = _ALONE,
         *,
         weight_bytes: float = 2.0,
         cache_bytes: float = 2.0,

@@ -11,13 +11,19 @@ from banyan.kv_cache.sizing import MemoryPlan
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
-from banyan.sim.device import Device, JoinedDevices, OneDevice, OneOfJoined, StagesInLine
-from banyan.sim.disaggregation import Handover
+from banyan.sim.device import (
+    Device,
+    DPAttentionDevice,
+    DPAttentionDevices,
+    OneDevice,
+    PipelineDevice,
+)
+from banyan.sim.disaggregation import SimulatedTransfer
 from banyan.sim.hardware import Hardware
-from banyan.sim.layout import Layout, cache_groups, room_for_cache
-from banyan.sim.replica import Replica
-from banyan.sim.replicas import Fleet, Pairs
-from banyan.sim.report import Report
+from banyan.sim.layout import ParallelLayout, cache_groups, room_for_cache
+from banyan.sim.replica import SimulatedReplica
+from banyan.sim.replicas import PrefillDecodePairs, ReplicaSet
+from banyan.sim.report import SimulationReport
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
@@ -42,7 +48,7 @@ _CACHE_BYTES = {"fp32": 4.0, "int8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
 
 
 @dataclass(frozen=True)
-class Question:
+class StudyQuestion:
     """What is simulated.
 
     Attributes:
@@ -73,11 +79,11 @@ class Study:
         prefill_s: of a step with one full chunk of a prompt.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     memory: MemoryPlan | None
     decode_s: dict[int, float]
     prefill_s: float
-    report: Report | None
+    report: SimulationReport | None
     why: str = ""
 
 
@@ -95,7 +101,9 @@ def weight_bytes_of(model_config: ModelConfig) -> float:
     return _BYTES[name]
 
 
-def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) -> Study:
+def study(
+    question: StudyQuestion, layout: ParallelLayout, rows: Sequence[int] = (1, 8, 64)
+) -> Study:
     """Play the arrivals of `question` on `layout`."""
     config, model_config, hardware = question.config, question.model_config, question.hardware
     weights = question.weight_bits / 8 or weight_bytes_of(model_config)
@@ -114,7 +122,7 @@ def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) 
         fleet = _pairs(question, layout, memory, world, roofline, cache)
     else:
         replicas = _replicas(question, layout, memory, world, roofline)
-        fleet = Fleet(world, replicas, ROUTES.load(config.parallel.load_balance))
+        fleet = ReplicaSet(world, replicas, ROUTES.load(config.parallel.load_balance))
     if question.concurrency:
         fleet.play_at_concurrency(question.arrivals, question.concurrency)
     else:
@@ -123,7 +131,7 @@ def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) 
     return Study(layout, memory, decode_s, prefill_s, fleet.report())
 
 
-def for_layout(config: Config, layout: Layout) -> Config:
+def for_layout(config: Config, layout: ParallelLayout) -> Config:
     """With as many steps in flight as the stages of this layout have, whatever the flags named."""
     schedule, pp = config.schedule, layout.pp
     if schedule.depth > 1:
@@ -133,47 +141,57 @@ def for_layout(config: Config, layout: Layout) -> Config:
 
 
 def _replicas(
-    question: Question, layout: Layout, memory: MemoryPlan, world: World, roofline: Roofline
-) -> list[Replica]:
+    question: StudyQuestion,
+    layout: ParallelLayout,
+    memory: MemoryPlan,
+    world: World,
+    roofline: Roofline,
+) -> list[SimulatedReplica]:
     """Replicas that do all, side by side or joined."""
     spec = core_spec(question.config, question.model_config, memory)
     if not layout.uses_dp_attention:
         devices = [_device(world, roofline, layout) for _ in range(layout.dp)]
-        return [Replica(world, spec.build(), device, question.host_s) for device in devices]
-    joined = JoinedDevices(world, roofline, layout.dp)
-    found: list[Replica] = []
+        return [
+            SimulatedReplica(world, spec.build(), device, question.host_s) for device in devices
+        ]
+    joined = DPAttentionDevices(world, roofline, layout.dp)
+    found: list[SimulatedReplica] = []
     for number in range(layout.dp):
-        mine = OneOfJoined(joined, number)
-        found.append(Replica(world, spec.build(lockstep=mine), mine, question.host_s))
+        mine = DPAttentionDevice(joined, number)
+        found.append(
+            SimulatedReplica(world, spec.build(step_agreement=mine), mine, question.host_s)
+        )
         joined.wake.append(found[-1].turn)
     return found
 
 
-def _device(world: World, roofline: Roofline, layout: Layout) -> Device:
+def _device(world: World, roofline: Roofline, layout: ParallelLayout) -> Device:
     if layout.pp > 1:
-        return StagesInLine(world, roofline, layout.pp)
+        return PipelineDevice(world, roofline, layout.pp)
     return OneDevice(world, roofline)
 
 
 def _pairs(
-    question: Question,
-    layout: Layout,
+    question: StudyQuestion,
+    layout: ParallelLayout,
     memory: MemoryPlan,
     world: World,
     roofline: Roofline,
     cache_bytes: float,
-) -> Pairs:
+) -> PrefillDecodePairs:
     """Servers of two kinds, and rooms between them."""
     config, hardware = question.config, question.hardware
     rate = question.peer_bytes_per_s or hardware.link_bytes_per_s
-    whole = cache_groups(config, question.model_config, Layout(), cache_bytes)
-    carrier = Handover(world, [group.page_bytes / rate for group in whole], hardware.link_s)
+    whole = cache_groups(config, question.model_config, ParallelLayout(), cache_bytes)
+    carrier = SimulatedTransfer(
+        world, [group.page_bytes / rate for group in whole], hardware.link_s
+    )
 
-    def replicas(count: int, mode: str) -> list[Replica]:
+    def replicas(count: int, mode: str) -> list[SimulatedReplica]:
         role = replace(config, handoff=replace(config.handoff, mode=mode))
         spec = core_spec(role, question.model_config, memory)
         return [
-            Replica(
+            SimulatedReplica(
                 *(world, spec.build(), _device(world, roofline, layout)),
                 *(question.host_s, carrier),
             )
@@ -182,7 +200,7 @@ def _pairs(
 
     route = ROUTES.load(config.parallel.load_balance)
     prefill, decode = replicas(layout.prefill, "prefill"), replicas(layout.decode, "decode")
-    return Pairs(world, prefill, decode, route)
+    return PrefillDecodePairs(world, prefill, decode, route)
 
 
 def _plan(rows: int, start: int, count: int) -> StepPlan:

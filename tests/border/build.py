@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from banyan.disaggregation.scheduling import TAKES
 from banyan.dp_attention.step_clock import StepAgreement
-from banyan.engine.core import EngineCore, Recorder
+from banyan.engine.core import CoreRecorder, EngineCore
 from banyan.engine.core_spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
@@ -134,7 +134,7 @@ def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:
 
 
 def build_core(
-    world: World, lockstep: StepAgreement | None, recorder: Recorder | None
+    world: World, lockstep: StepAgreement | None, recorder: CoreRecorder | None
 ) -> EngineCore:
     return world.core.build(compile_grammar, lockstep, recorder)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from banyan.engine.control import attach_store, detach_store
-from banyan.engine.core import Recorder
+from banyan.engine.core import CoreRecorder
 from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache.hierarchical_cache import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH
 from banyan.messages.control_ops import (
@@ -80,7 +80,7 @@ class Play:
     def __init__(
         self,
         seed: int,
-        record: Callable[[CoreSpec], Recorder] | None = None,
+        record: Callable[[CoreSpec], CoreRecorder] | None = None,
         kit: Kit = FAKE,
         peers: Peers | None = None,
     ) -> None:
@@ -470,7 +470,7 @@ class Play:
 def play(
     seed: int,
     actions: list[Action],
-    record: Callable[[CoreSpec], Recorder] | None = None,
+    record: Callable[[CoreSpec], CoreRecorder] | None = None,
     kit: Kit = FAKE,
 ) -> Play:
     """Play to the end; BorderError or AssertionError when something is wrong."""

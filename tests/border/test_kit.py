@@ -206,7 +206,7 @@ def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> N
     may_launch = EngineCore._may_launch
 
     def hasty(self: EngineCore) -> bool:
-        return may_launch(self) or (self._carried_out is not None and not self._given)
+        return may_launch(self) or (self._running_ops is not None and not self._given)
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_may_launch", hasty))
     assert "is launched before the orders of" in found
@@ -217,7 +217,7 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
     def answer_at_once(self: EngineCore, step: int):
         made = builder(self, step)
-        self._end_orders(self._carried_out, StepResult(step=step, replies=[ControlOpReply(True)]))
+        self._end_orders(self._running_ops, StepResult(step=step, replies=[ControlOpReply(True)]))
         return made
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))

@@ -110,7 +110,11 @@ FLAGS: dict[str, tuple[str, ...]] = {
     ),
     "two models": ("one two", "'two'"),
     "a feature that is absent": ("--encoder-only", "--encoder-only", "images"),
-    "several that are absent": ("--encoder-only --grpc-mode", "--encoder-only", "--grpc-mode"),
+    "several that are absent": (
+        "--encoder-only --enable-http2",
+        "--encoder-only",
+        "--enable-http2",
+    ),
     "a device that is absent": ("--device xpu", "--device", "xpu"),
     "a value that an absent flag never had": ("--lora-backend abacus", "--lora-backend", "csgmv"),
     "a flag file that is absent": ("--config nowhere.yaml", "nowhere.yaml"),

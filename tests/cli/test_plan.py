@@ -14,8 +14,8 @@ from banyan.config.env import Environment
 from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan_the_memory
 from banyan.formats.shards import size_of_weights
-from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
-from banyan.sim.layout import Layout, Weights, cache_groups
+from banyan.sim.fitting import LIBRARY_BYTES, AvailableMemory, cache_bytes_of, fit
+from banyan.sim.layout import ParallelLayout, Weights, cache_groups
 from tests.models.families import tiny
 from tests.models.test_quant import quantised
 from tests.support.lora import write_adapter
@@ -50,9 +50,12 @@ FLAGS = [
 def test_pages_take_as_many_bytes_as_planned(folder: Path, flags: tuple[str, ...]) -> None:
     model, model_config = opened(str(folder), *flags)
     planned = cache_groups(
-        model.config, model_config, Layout(), cache_bytes_of(model.config, model_config, True)
+        model.config,
+        model_config,
+        ParallelLayout(),
+        cache_bytes_of(model.config, model_config, True),
     )
-    assert planned == agree_on_memory(model_config, model)[1]
+    assert planned == agree_on_memory(model)[1]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -61,16 +64,16 @@ def test_pages_of_every_kind_of_layer_are_planned(variant: str, tmp_path: Path) 
     for flags in ((), ("--kv-cache-dtype", "int8")):
         model, model_config = opened(str(tmp_path), "--skip-tokenizer-init", *flags)
         per_number = cache_bytes_of(model.config, model_config, True)
-        planned = cache_groups(model.config, model_config, Layout(), per_number)
-        assert planned == agree_on_memory(model_config, model)[1]
+        planned = cache_groups(model.config, model_config, ParallelLayout(), per_number)
+        assert planned == agree_on_memory(model)[1]
 
 
 def test_the_cache_is_divided_as_the_engine_divides_it(folder: Path) -> None:
     model, model_config = opened(
         str(folder), "--max-total-tokens", "4096", "--max-running-requests", "9"
     )
-    found = fit(model.config, model_config, Room(8 * GIB, 4 * GIB, True), 4.0)
-    engine = plan_the_memory(model_config, model)
+    found = fit(model.config, model_config, AvailableMemory(8 * GIB, 4 * GIB, True), 4.0)
+    engine = plan_the_memory(model)
     for name in ("groups", "cache_bytes", "max_total_tokens", "max_request_tokens", "max_running"):
         assert getattr(found.memory, name) == getattr(engine, name), name
     assert [found.at_once(n) for n in (1, 16, 17, 1024, 2048, 2049)] == [9, 9, 9, 4, 2, 0]
@@ -81,7 +84,7 @@ def test_a_share_of_the_memory_is_left_as_the_flags_say(folder: Path) -> None:
     many = replace(model.config.schedule, running_cap=1 << 20)  # the cache is the bound
     config = replace(model.config, schedule=many)
     weights = 4.0 * Weights.of(model_config).total
-    found = fit(config, model_config, Room(8 * GIB, 8 * GIB, True), 4.0)
+    found = fit(config, model_config, AvailableMemory(8 * GIB, 8 * GIB, True), 4.0)
     assert found.memory.cache_bytes == pytest.approx(4 * GIB - LIBRARY_BYTES - weights, rel=0.01)
 
 

@@ -16,7 +16,15 @@ from tests.clients.conftest import CLIENTS
 from tests.system.checkpoint import write_tiny_model
 from tests.system.conftest import with_tiny_model
 from tests.system.handing import Servers, servers
-from tests.system.serving import Server, free_port, serving, settled, wait_until
+from tests.system.serving import (
+    READY_S,
+    Server,
+    free_port,
+    launch,
+    serving,
+    settled,
+    wait_until,
+)
 
 START_S = 90.0
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
@@ -55,7 +63,9 @@ def gateway(
 
 
 @contextlib.contextmanager
-def started(gateway: str, words: list[str], folder: Path) -> Iterator[httpx.Client]:
+def started(
+    gateway: str, words: list[str], folder: Path, num_workers: int = 2
+) -> Iterator[httpx.Client]:
     home = CLIENTS / gateway
     if not (home / ".installed").exists():
         pytest.skip(f"{gateway} is not installed: make test-clients")
@@ -68,7 +78,9 @@ def started(gateway: str, words: list[str], folder: Path) -> Iterator[httpx.Clie
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
-        wait_until(lambda: _healthy(http, process, log) == 2, START_S, "the gateway's workers")
+        wait_until(
+            lambda: _healthy(http, process, log) == num_workers, START_S, "the gateway's workers"
+        )
         yield http
     finally:
         http.close()
@@ -116,6 +128,51 @@ def test_both_servers_get_requests(gateway: httpx.Client, pair: tuple[Server, Se
         settled(server.stats, had + 1)["finished"] for server, had in zip(pair, before, strict=True)
     ]
     assert sum(after) - sum(before) == 6
+
+
+@pytest.fixture(scope="module")
+def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int, int]]:
+    """A server with --grpc-mode: its model, and its ports for gRPC and HTTP."""
+    folder = tmp_path_factory.mktemp("grpc")
+    model, port = write_tiny_model(folder / "model"), free_port()
+    flags = ("--served-model-name", "default", "--grpc-mode")
+    flags += ("--grpc-http-sidecar-port", str(port))
+    server = launch(folder / "log", *with_tiny_model(flags, model))
+    try:
+        wait_until(lambda: _answers(f"http://127.0.0.1:{port}/readyz"), READY_S, "the server")
+        yield model, server.port, port
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
+    grpc_server: tuple[Path, int, int], stream: bool, tmp_path: Path
+) -> None:
+    model, port, http_port = grpc_server
+    words = ["--worker-urls", f"grpc://127.0.0.1:{port}", "--model-path", str(model)]
+    direct = httpx.post(f"http://127.0.0.1:{http_port}/v1/chat/completions", json=CHAT, timeout=60)
+    expected = direct.json()["choices"][0]["message"]["content"]
+    with started("smg", words, tmp_path, num_workers=1) as http:
+        if not stream:
+            answer = http.post("/v1/chat/completions", json=CHAT)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"] == expected
+            assert answer.json()["usage"]["completion_tokens"] == 8
+            return
+        with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+            assert answer.status_code == 200
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        deltas = [json.loads(line)["choices"] for line in lines[:-1]]
+        got = "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
+        assert got == expected
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="module")

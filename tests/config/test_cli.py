@@ -126,9 +126,9 @@ def test_a_replaced_switch_and_its_successor_may_not_disagree() -> None:
 
 def test_all_that_is_refused_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(["--encoder-only", "--grpc-mode", "--encoder-urls", "a", "b"], NOTHING)
+        parse(["--encoder-only", "--enable-http2", "--encoder-urls", "a", "b"], NOTHING)
     assert "--encoder-only, --encoder-urls are not available in this build: " in str(caught.value)
-    assert "--grpc-mode is not available in this build: the server" in str(caught.value)
+    assert "--enable-http2 is not available in this build: the server" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from banyan.base.errors import DeviceError
-from banyan.dp_attention.network_clock import open_far_step_clock
+from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock
 from banyan.messages.plan import Load
 
@@ -21,10 +21,10 @@ class Board:
         self._texts: dict[str, SimpleQueue[str]] = {}
         self._turn = threading.Lock()
 
-    def tell(self, name: str, text: str) -> None:
+    def publish(self, name: str, text: str) -> None:
         self._of(name).put(text)
 
-    def ask(self, name: str) -> str:
+    def lookup(self, name: str) -> str:
         return self._of(name).get(timeout=WAIT_S)
 
     def _of(self, name: str) -> SimpleQueue[str]:
@@ -39,7 +39,7 @@ def met(*secrets: str, limit_s: float = WAIT_S) -> list[StepClock]:
     def come(number: int) -> None:
         where = ("127.0.0.1", number, len(secrets), secrets[number], limit_s)
         try:
-            clocks[number] = open_far_step_clock(*where, board.tell, board.ask)
+            clocks[number] = open_network_clock(*where, board.publish, board.lookup)
         except DeviceError as error:
             why.append(str(error))
 

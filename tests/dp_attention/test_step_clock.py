@@ -56,7 +56,7 @@ def test_all_launch_the_same_step_once_everybody_has_spoken():
     clocks, _ = three()
     mine = [Load(0), Load(5, 1), Load(2, 2, 7)]
     assert clocks[1].agree(mine[1]) is None
-    assert select.select([clocks[0].poll_fd], [], [], WAIT_S)[0], "the word wakes the others"
+    assert select.select([clocks[0].poll_fd], [], [], WAIT_S)[0], "it wakes the others"
     hear(clocks)
     assert clocks[0].agree(mine[0]) is None, "one that has nothing answers when it is asked"
     hear(clocks)
@@ -165,7 +165,7 @@ class Others:
 def held_core(others: Others, path: str) -> tuple[EngineCore, Journal]:
     spec = asked()
     journal = Journal(path, spec, 1 << 20)
-    return spec.build(lockstep=others, recorder=journal), journal
+    return spec.build(step_agreement=others, recorder=journal), journal
 
 
 def finish(core: EngineCore) -> None:

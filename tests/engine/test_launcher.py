@@ -233,7 +233,7 @@ def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, told):
             seen.append(f"run {plan.step}")
             return Pending(StepResult(step=plan.step))
 
-    def ring_next():
+    def wake_next():
         seen.append("next")
         return can
 
@@ -241,7 +241,7 @@ def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, told):
         seen.append("wake")
         over.release()
 
-    launcher = Threaded(Runner(), wake, ring_next=ring_next)
+    launcher = Threaded(Runner(), wake, wake_next=wake_next)
     first = launcher.launch(StepPlan(step=StepId(1)))
     second = launcher.launch(StepPlan(step=StepId(2), rows=rows))
     both_are_there.set()

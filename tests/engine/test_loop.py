@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 from array import array
+from dataclasses import fields
 from queue import SimpleQueue
 
 import msgspec
@@ -14,7 +15,7 @@ from banyan.base.errors import DeviceError
 from banyan.base.wake import WakeEvent
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
-from banyan.engine.loop import EngineLoop
+from banyan.engine.loop import EngineLoop, LoopConfig, LoopParts
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
 from banyan.kv_cache.groups import FULL, CacheGroup
@@ -29,6 +30,7 @@ from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
 WAIT_S = 20
+CONFIG_FIELDS = {field.name for field in fields(LoopConfig)}
 
 
 class QueueLink:
@@ -106,9 +108,11 @@ def serving(check_ledger, multi_step=1, **options):
         max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, multi_step=multi_step
     )
     core = EngineCore(Scheduler(cache, limits, fcfs))
-    link.told = wake
+    link.loop_wake = wake
     launcher = Threaded(runner, wake.wake)
-    loop = EngineLoop(core, launcher, link, wake, WallClock(), check_ledger, **options)
+    numbers = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
+    config = LoopConfig(check_ledger=check_ledger, **numbers)
+    loop = EngineLoop(core, launcher, link, wake, WallClock(), config, LoopParts(**options))
     thread = threading.Thread(target=loop.run, args=(READY,))
     thread.start()
     link.hear(Ready)
@@ -235,7 +239,7 @@ def test_rest_is_told_after_the_first_work_and_then_in_long_pauses_only(
 ):
     monkeypatch.setattr("banyan.engine.loop.REST_S", pause_s)
     rests = SimpleQueue()
-    with serving(check_ledger=True, at_rest=lambda: rests.put("rest")) as (link, _, _):
+    with serving(check_ledger=True, on_rest=lambda: rests.put("rest")) as (link, _, _):
         assert rests.empty()
         for name in ("a", "b"):
             tokens = array("i", [ord(name)] * 3).tobytes()  # nothing of it is in the cache
@@ -275,9 +279,9 @@ def nan_loop(*flags):
     limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     crashes = config_of(*flags).schedule.crashes_on_nan
     core = EngineCore(Scheduler(cache, limits, fcfs))
-    link.told = wake
+    link.loop_wake = wake
     launcher = Threaded(runner, wake.wake)
-    loop = EngineLoop(core, launcher, link, wake, WallClock(), crashes_on_nan=crashes)
+    loop = EngineLoop(core, launcher, link, wake, WallClock(), LoopConfig(crashes_on_nan=crashes))
     link.tell(generate("a"))
     return loop, link
 
@@ -322,7 +326,8 @@ def broken_loop(ranks):
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.tell(generate("a"))
     launcher = Threaded(runner, wake.wake)
-    return link, EngineLoop(core, launcher, link, wake, WallClock(), ranks=ranks)
+    parts = LoopParts(ranks=ranks)
+    return link, EngineLoop(core, launcher, link, wake, WallClock(), parts=parts)
 
 
 def test_a_step_that_fails_on_one_of_several_ranks_ends_the_replica(monkeypatch):
@@ -421,35 +426,35 @@ def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_st
         logger.removeHandler(handler)
 
 
-def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
-    hurried = SimpleQueue()
-    with serving(check_ledger=True, multi_step=4, interrupt=hurried.put) as (link, runner, _):
+def test_who_comes_while_a_multi_step_plan_runs_ends_it_with_the_step_that_runs():
+    interrupted = SimpleQueue()
+    with serving(check_ledger=True, multi_step=4, interrupt=interrupted.put) as (link, runner, _):
         runner.holds_multi_step.set()
         link.tell(generate("a", new=20, stride=0))
         step = runner.held.get(timeout=WAIT_S)
-        assert hurried.empty(), "nobody has come"
+        assert interrupted.empty(), "nobody has come"
         link.tell(generate("b", new=2))
-        assert hurried.get(timeout=WAIT_S) >= step
+        assert interrupted.get(timeout=WAIT_S) >= step
         runner.holds_multi_step.clear()
         runner.gate.set()
         assert link.hear(Finished).request == "b"
 
 
-def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decision():
+def test_tokens_of_a_multi_step_plan_go_out_while_it_runs_and_its_end_waits_for_the_decision():
     told = {}
-    hurried = SimpleQueue()
-    options = {"interrupt": hurried.put, "so_far": told.get}
+    interrupted = SimpleQueue()
+    options = {"interrupt": interrupted.put, "so_far": told.get}
     with serving(check_ledger=True, multi_step=4, **options) as (link, runner, _):
         runner.holds_multi_step.set()
         link.tell(generate("a", new=20))
         step = runner.held.get(timeout=WAIT_S)
         assert link.hear(Tokens).first == 0
         told[step] = {0: array("i", [5]).tobytes()}
-        link.told.wake()
+        link.loop_wake.wake()
         early = link.hear(Tokens)
         assert (early.first, early.tokens) == (1, told[step][0])
         link.tell(StopAt("a", 2))
-        assert hurried.get(timeout=WAIT_S) >= step
+        assert interrupted.get(timeout=WAIT_S) >= step
         runner.holds_multi_step.clear()
         runner.gate.set()
         finished = link.hear(Finished)

@@ -1,6 +1,6 @@
 import pytest
 
-from banyan.engine.step_forecast import LEAD_S, StepForecast
+from banyan.engine.loop import LEAD_S, StepForecast
 
 
 def test_an_unknown_step_is_planned_for_at_once():

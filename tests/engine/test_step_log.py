@@ -29,29 +29,29 @@ def test_so_many_steps_pass_between_two_lines(lines):
     log = StepLog(config_of("--decode-log-interval", "3").observe.step_log_interval)
     due = []
     for plan in [READS, *[GENERATES] * 6]:
-        due.append(log.counts(plan))
+        due.append(log.count(plan))
         if due[-1]:
-            log.tell(STATS, 1.0)
+            log.write(STATS, 1.0)
     assert due == [False, False, False, True, False, False, True]
     assert len(lines()) == 2
 
 
 def test_no_interval_means_no_lines():
     log = StepLog(config_of("--decode-log-interval", "0").observe.step_log_interval)
-    assert not any(log.counts(GENERATES) for _ in range(100))
+    assert not any(log.count(GENERATES) for _ in range(100))
 
 
 def test_a_line_tells_the_load_and_the_speed_of_the_time_with_work(lines):
     log, clock = StepLog(2), VirtualClock()
-    log.wakes(clock.now())
-    log.counts(GENERATES)
+    log.begin_work(clock.now())
+    log.count(GENERATES)
     clock.advance_to(1.0)
-    log.rests(clock.now())
+    log.end_work(clock.now())
     clock.advance_to(100.0)
-    log.wakes(clock.now())
+    log.begin_work(clock.now())
     clock.advance_to(103.0)
-    assert log.counts(GENERATES)
-    log.tell(
+    assert log.count(GENERATES)
+    log.write(
         Stats(running=3, waiting=2, output_tokens=40, prompt_tokens=200, cached_tokens=50),
         clock.now(),
     )
@@ -61,7 +61,7 @@ def test_a_line_tells_the_load_and_the_speed_of_the_time_with_work(lines):
 
 
 def test_the_engine_writes_lines_while_a_request_runs(lines):
-    with serving(check_ledger=False, step_log=StepLog(5)) as (link, _, _):
+    with serving(check_ledger=False, step_log_interval=5) as (link, _, _):
         link.tell(generate("a", new=21))
         link.hear(Finished)
     assert len(lines()) == 4

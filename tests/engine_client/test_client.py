@@ -342,7 +342,7 @@ class _ClockThatFailsOnce(VirtualClock):
 
 
 @asynchronous
-async def test_a_look_that_fails_is_told_and_not_the_last_one(caplog):
+async def test_a_failed_health_check_is_logged_and_repeated(caplog):
     clock = _ClockThatFailsOnce(100.0)
     async with serving(counting, clock=clock, heartbeat_timeout_s=0.05) as (client, engine):
         engine.hold = True
@@ -387,7 +387,7 @@ async def test_a_link_that_fails_counts_as_the_engines_death():
         def broken(messages):
             raise OSError("no buffer space")
 
-        client._line.link.send = broken
+        client._connection.link.send = broken
         client.abort(RequestId("r"))
         assert "no buffer space" in (await events_of(stream))[-1].text
 
@@ -410,5 +410,5 @@ async def test_five_hundred_random_aborts_leave_no_task_and_no_entry():
 
         await asyncio.gather(*(one(i) for i in range(500)))
         await until(lambda: client.num_open == 0)
-        assert engine.live == {} and client._calls == {} and client._line._outbox == []
+        assert engine.live == {} and client._calls == {} and client._connection._outbox == []
         assert len(asyncio.all_tasks()) == tasks_before

@@ -11,8 +11,14 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ObserveConfig
-from banyan.engine_client.metrics_observer import Course
-from banyan.engine_client.request_records import KEPT_S, Recent, RecordFiles, meters_of, times
+from banyan.engine_client.metrics_observer import RequestOutcome
+from banyan.engine_client.request_records import (
+    KEPT_S,
+    Recent,
+    RecordFiles,
+    metrics_observers_of,
+    times,
+)
 from banyan.engine_client.text_generator import open_generator
 from banyan.requests.generation import Usage, collect
 from tests.engine_client.test_client import asynchronous
@@ -21,7 +27,7 @@ from tests.support.fake_engine import ids_of, serving
 from tests.support.flags import config_of
 
 ASKED = replace(request("secret"), route="chat")
-DONE = Course(ASKED, Usage(6, 5, cached_tokens=2, queue_s=0.25), "stop", 2.0, first_s=0.75)
+DONE = RequestOutcome(ASKED, Usage(6, 5, cached_tokens=2, queue_s=0.25), "stop", 2.0, first_s=0.75)
 
 
 def answered(observe: ObserveConfig) -> None:
@@ -50,7 +56,7 @@ def test_a_line_tells_where_the_time_of_a_request_went(caplog, form):
 def test_the_parts_of_a_request_s_time_are_its_whole():
     parts = times(DONE)
     assert parts == {"queue_s": 0.25, "prefill_s": 0.5, "decode_s": 1.25, "seconds": 2.0}
-    refused = times(Course(ASKED, None, "queue_full", 0.125))
+    refused = times(RequestOutcome(ASKED, None, "queue_full", 0.125))
     assert refused == {"queue_s": 0.0, "prefill_s": None, "decode_s": None, "seconds": 0.125}
 
 
@@ -58,7 +64,7 @@ def test_each_request_leaves_a_record_in_the_folder(tmp_path):
     folder = tmp_path / "new" / "records"
     flags = ("--export-metrics-to-file", "--export-metrics-to-file-dir", str(folder))
     observe = config_of(*flags).observe
-    meters_of(observe)
+    metrics_observers_of(observe)
     assert not folder.exists(), "whoever only looks at the flags makes nothing"
     answered(observe)
     answered(observe)
@@ -73,7 +79,7 @@ def test_each_request_leaves_a_record_in_the_folder(tmp_path):
 
 def test_a_folder_for_records_must_be_named_and_usable(tmp_path):
     with pytest.raises(ConfigError, match="Give --export-metrics-to-file-dir"):
-        meters_of(config_of("--export-metrics-to-file").observe)
+        metrics_observers_of(config_of("--export-metrics-to-file").observe)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--export-metrics-to-file-dir"):
         RecordFiles(tmp_path / "file")

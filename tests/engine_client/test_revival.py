@@ -179,11 +179,11 @@ async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_w
 def told(*orders: tuple[str, dict]) -> DesiredState:
     desired_state = DesiredState()
     for verb, args in orders:
-        desired_state.take(verb, args)
+        desired_state.record(verb, args)
     return desired_state
 
 
-def test_standing_orders_lead_from_any_state_to_any_other():
+def test_desired_state_leads_from_any_state_to_any_other():
     orders = [
         *(("pause", {}), ("resume", {}), ("update_weights", {"path": "a"})),
         *(("update_weights", {"path": "b"}), ("release_memory", {"tags": "kv_cache"})),
@@ -195,7 +195,7 @@ def test_standing_orders_lead_from_any_state_to_any_other():
         desired_state = told(("pause", {})) if rng.random() < 0.5 else told()
         steps = 0
         while (order := wanted.lacking(desired_state)) is not None:
-            desired_state.take(*order)
+            desired_state.record(*order)
             steps += 1
         assert steps <= 4 and vars(desired_state) == vars(wanted)
 

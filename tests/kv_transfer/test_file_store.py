@@ -12,7 +12,7 @@ from banyan.base.errors import ConfigError
 from banyan.kv_transfer.file_store import FileStore
 from banyan.kv_transfer.segments import Segment, SystemIO
 from banyan.kv_transfer.store import STORES, Damaged, Missing, StoreOptions
-from tests.kv_transfer.kit import MemoryStore, check_store, name, page
+from tests.support.store_kit import MemoryStore, check_store, name, page
 from tests.system.serving import wait_until
 
 MODEL = bytes(range(32))
@@ -288,7 +288,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from banyan.kv_transfer.file_store import FileStore
-from tests.kv_transfer.kit import name, page
+from tests.support.store_kit import name, page
 store = FileStore(Path(sys.argv[1]), bytes(range(32)), 1 << 30)
 print("ready", flush=True)
 for number in range(1_000_000):

@@ -8,8 +8,8 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.kv_transfer.mooncake_store import MooncakeStore, open_mooncake_store
 from banyan.kv_transfer.store import STORES, Damaged, Missing, Store, StoreOptions
-from tests.kv_transfer.kit import check_store, name, page
-from tests.kv_transfer.outside import Master, mooncake, needs
+from tests.support.mooncake import Master, mooncake, needs
+from tests.support.store_kit import check_store, name, page
 
 MODEL, OTHER = bytes(range(32)), bytes(32)
 SIZE = 370_001

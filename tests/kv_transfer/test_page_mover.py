@@ -15,7 +15,7 @@ from banyan.messages.plan import (
     device_page,
     stored_page,
 )
-from tests.kv_transfer.kit import MemoryStore
+from tests.support.store_kit import MemoryStore
 
 WAIT_S = 20
 SIZE = 8

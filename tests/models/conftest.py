@@ -11,7 +11,7 @@ from banyan.model_config.model_config import ModelConfig, RopeFacts
 from banyan.models.base import Model
 from banyan.ops.bind import BoundOps, bind, open_toolkit
 from banyan.runner.attention.base import GroupView, StepGeometry
-from banyan.runner.attention.paged import PagedAttention
+from banyan.runner.attention.paged import PagedAttentionBackend
 from banyan.runner.inputs import BoundStates
 from banyan.runner.kvstore import GroupLayout, KVStore
 
@@ -63,7 +63,7 @@ class PagedModel:
         step = StepInputs(
             tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions=positions,
-            attention=PagedAttention(self.ops, self.store).bind(geometry),
+            attention=PagedAttentionBackend(self.ops, self.store).bind(geometry),
             states=BoundStates(self.store, geometry),
         )
         for request, tokens in rows:

@@ -26,8 +26,8 @@ from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.parallel.test_joined import VOCAB, are_close, open_runner, outcome
 from tests.parallel.test_steps import SIZES, Grouped
-from tests.runner.driver import PAGE, Request, greedy
 from tests.support.flags import config_of
+from tests.support.runner_driver import PAGE, Request, greedy
 
 IS_ALL = os.environ.get("PARALLEL") == "all"
 LENGTHS = (1, 2, 3, 17, 44, 71)

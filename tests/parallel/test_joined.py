@@ -39,8 +39,8 @@ from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
-from tests.runner.driver import PAGE, Request, greedy
 from tests.support.flags import config_of
+from tests.support.runner_driver import PAGE, Request, greedy
 
 VOCAB = 97
 IS_ALL = os.environ.get("PARALLEL") == "all"

@@ -23,7 +23,7 @@ from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
-from tests.runner.driver import PAGE, Driver, Request, greedy
+from tests.support.runner_driver import PAGE, Driver, Request, greedy
 
 SIZES = {
     "head_dim": 8,

@@ -22,7 +22,7 @@ from banyan.platform.cuda import CudaPlatform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
-from tests.runner.driver import PAGE
+from tests.support.runner_driver import PAGE
 
 VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024
 SHAPES = (1, 2, 4, 8, 16, 32, 40)

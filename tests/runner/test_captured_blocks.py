@@ -15,8 +15,8 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from tests.runner.conftest import CPU, MAX_LENGTH, NUM_PAGES, SHAPES, Elsewhere, build_runner
-from tests.runner.driver import PAGE, Driver
 from tests.runner.test_captured_forward import requests
+from tests.support.runner_driver import PAGE, Driver
 
 _SIZES = {
     "vocab_size": 131,

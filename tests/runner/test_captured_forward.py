@@ -7,7 +7,7 @@ import torch
 from banyan.messages.sampling_params import SamplingParams
 from banyan.runner.captured_forward import CapturedForward
 from tests.runner.conftest import SHAPES, Elsewhere, build_runner
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 
 def requests(count: int, length: int = 6) -> list[Request]:

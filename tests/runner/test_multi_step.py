@@ -8,7 +8,7 @@ import pytest
 
 from banyan.messages.plan import SAMPLE, Row, StepPlan
 from tests.runner.conftest import build_runner
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 STEPS = 6
 

@@ -15,7 +15,7 @@ from banyan.messages.plan import (
     device_page,
 )
 from banyan.messages.sampling_params import SamplingParams
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 VOCAB = 131
 SAME = 5e-5 if torch.cuda.is_available() else 1e-5

@@ -27,7 +27,7 @@ from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.transport import SocketEngineLink
 from banyan.model_config.model_config import ModelConfig
-from banyan.server.lifecycle import deadline, serve, startup
+from banyan.server.lifecycle import serve, signals, startup
 from banyan.server.lifecycle.serve import run_server
 from tests.server.fakes import MODEL_CONFIG
 
@@ -120,10 +120,10 @@ def main() -> int:
     )
 
     if folder.endswith("busy"):
-        startup._load_words = busy_for_ever
+        startup._load_tokenizer = busy_for_ever
 
     if folder.endswith("stuck"):
-        deadline.STUCK = signal.SIGQUIT  # number 3
+        signals.STUCK = signal.SIGQUIT  # number 3
     if folder.endswith("deaf"):
         serve.LEAVING_S = 1.0
 

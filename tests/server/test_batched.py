@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from banyan.server.http.batched_writes import MAX_HELD_BYTES, BatchedTransport, Turn
+from banyan.server.http.connection import MAX_HELD_BYTES, BatchedTransport, WriteBatch
 
 
 class _Wire(asyncio.Transport):
@@ -32,7 +32,7 @@ def _play(work: Callable[[list[BatchedTransport]], None]) -> list[tuple[str, byt
     notes: list[tuple[str, bytes]] = []
 
     async def main() -> None:
-        loop, turn = asyncio.get_running_loop(), Turn()
+        loop, turn = asyncio.get_running_loop(), WriteBatch()
         work([BatchedTransport(_Wire(name, notes), turn, loop) for name in "ab"])
         notes.append(("", b"(end)"))
         await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_a_turn_follows_a_turn() -> None:
     notes: list[tuple[str, bytes]] = []
 
     async def main() -> None:
-        end = BatchedTransport(_Wire("a", notes), Turn(), asyncio.get_running_loop())
+        end = BatchedTransport(_Wire("a", notes), WriteBatch(), asyncio.get_running_loop())
         for number in range(3):
             end.write(b"%d" % number)
             await asyncio.sleep(0)

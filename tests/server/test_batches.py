@@ -130,7 +130,7 @@ def test_responses_are_an_endpoint_too_and_are_in_the_file_alone(
     answer = answers(client, batch.output_file_id)["r"]["response"]
     Response.model_validate_json(json.dumps(answer["body"]), strict=True)
     assert answer["body"]["output"][0]["content"][0]["text"] == "Hello"
-    assert answer["warnings"] == ["store: the file has the response; it is not kept beside"]
+    assert answer["warnings"] == ["store: the response is in the output file and is not stored"]
     assert answer["body"]["store"] is False and not len(site.state.responses)
 
 

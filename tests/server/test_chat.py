@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from banyan.requests.generation import Finish
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from tests.server.fakes import Site, refusal, steps
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -298,13 +298,17 @@ def test_a_live_request_id_cannot_be_taken(site: Site, http: httpx.Client) -> No
     assert answer.json()["message"] == "Duplicate request ID detected: one"
 
 
-@pytest.mark.parametrize("text", ["", 'a"b\\c', "\n\x1f", "é日🙂", Mold.GAP])
-def test_a_filled_mold_is_the_frame_with_that_text_whatever_stands_before_it(text: str) -> None:
+@pytest.mark.parametrize("text", ["", 'a"b\\c', "\n\x1f", "é日🙂", FrameTemplate.GAP])
+def test_a_filled_template_is_the_frame_with_that_text_whatever_stands_before_it(text: str) -> None:
     def frame(content: str) -> bytes:
-        body = {"id": Mold.GAP, "choices": [{"delta": {"content": content}}], "usage": None}
+        body = {
+            "id": FrameTemplate.GAP,
+            "choices": [{"delta": {"content": content}}],
+            "usage": None,
+        }
         return OPENAI.frame(body)
 
-    assert Mold(frame(Mold.GAP)).fill(text) == frame(text)
+    assert FrameTemplate(frame(FrameTemplate.GAP)).fill(text) == frame(text)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -135,6 +135,16 @@ def test_a_field_is_in_one_list_only() -> None:
     assert not set(REFUSED) & HARMLESS
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_answer_repeats_the_metadata(site: Site, http: httpx.Client, route: str) -> None:
+    path, body, _ = ROUTES[route]
+    body = {**body, "metadata": {"team": "a"}}
+    assert http.post(path, json=body).json()["metadata"] == {"team": "a"}
+    stream = http.post(path, json={**body, "stream": True})
+    assert stream.text.count('"metadata":{"team":"a"}') == 1
+    assert "x-banyan-warnings" not in stream.headers
+
+
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_refused_field_says_why_in_one_sentence(http: httpx.Client, field: str) -> None:
     value = {"return_hidden_states": True, "beam_width": 4, "modalities": ["audio"]}.get(field, "x")

@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError
 from banyan.config.serving import ServerConfig
-from banyan.engine_client.metrics_observer import Metered
-from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
-from banyan.server.admin.metrics import open_metrics
+from banyan.engine_client.metrics_observer import ObservedGenerator
+from banyan.server.admin.metrics import MOST_SETS, check_labels, open_labels, open_metrics
 from tests.server.fakes import Site
 from tests.support.flags import config_of
 from tests.system.serving import wait_until
@@ -49,10 +48,9 @@ def site_of(*words: str, storage: str = "") -> Site:
     assert metrics is not None
     site.state.metrics = metrics
     site.state.service = site.service = replace(
-        site.service, generator=Metered(site.generator, [metrics])
+        site.service, generator=ObservedGenerator(site.generator, [metrics])
     )
     site.state.labels = labels.context if labels else None
-    site.app.around = site.state.around
     return site
 
 

@@ -14,13 +14,13 @@ from banyan.config.buckets import bounds_of
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.engine_client.client import Replica
-from banyan.engine_client.metrics_observer import Metered
+from banyan.engine_client.metrics_observer import ObservedGenerator
 from banyan.messages.events import Stats
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.requests.request_spec import spec_of
-from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.prometheus import QuickHistogram
 from tests.server.fakes import READY, Site
 from tests.support.scripted import scripted
 
@@ -38,7 +38,7 @@ def metrics_of(*words, replicas=lambda: [Replica(0, True, READY, STATS)]):
 def read(metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     """(name, values of the labels that are not the same everywhere) -> value."""
     found = {}
-    for family in text_string_to_metric_families(metrics.show().decode()):
+    for family in text_string_to_metric_families(metrics.export().decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == "tiny"
             assert sample.labels["engine_type"] == "unified"
@@ -78,7 +78,9 @@ def asked(route="chat", grammar=""):
 
 def run(metrics, generator, request=None, take=99):
     async def all_of_it():
-        async with aclosing(Metered(generator, [metrics]).generate(request or asked())) as chunks:
+        async with aclosing(
+            ObservedGenerator(generator, [metrics]).generate(request or asked())
+        ) as chunks:
             async for _ in chunks:
                 nonlocal take
                 take -= 1
@@ -160,7 +162,7 @@ def test_figures_have_the_names_that_are_asked_for(names: str) -> None:
     run(metrics, Scripted(chunk(1), chunk(2)), take=1)
     found = {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(metrics.show().decode())
+        for family in text_string_to_metric_families(metrics.export().decode())
         for sample in family.samples
     }
     assert {name.partition(":")[0] for name, *_ in found} == {names}

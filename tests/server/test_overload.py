@@ -8,7 +8,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.engine_client.client import Replica
-from banyan.engine_client.metrics_observer import Course
+from banyan.engine_client.metrics_observer import RequestOutcome
 from banyan.engine_client.throughput_estimate import (
     MOST_WAIT_S,
     UNKNOWN_S,
@@ -70,7 +70,7 @@ class Ends:
     """A meter."""
 
     def __init__(self) -> None:
-        self.courses: list[Course] = []
+        self.courses: list[RequestOutcome] = []
 
     def first_tokens(self, seconds: float) -> None:
         raise AssertionError
@@ -78,8 +78,8 @@ class Ends:
     def next_tokens(self, seconds: float, count: int) -> None:
         raise AssertionError
 
-    def ended(self, course: Course) -> None:
-        self.courses.append(course)
+    def ended(self, outcome: RequestOutcome) -> None:
+        self.courses.append(outcome)
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
@@ -100,9 +100,9 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_to
 def test_a_full_queue_refuses_a_request_before_it_is_read(
     site: Site, path: str, body: dict[str, object]
 ) -> None:
-    meter = Ends()
+    observer = Ends()
     assert site.state.service is not None
-    site.state.service = replace(site.state.service, meters=(meter,))
+    site.state.service = replace(site.state.service, metrics_observers=(observer,))
     site.client.others = [Replica(0, True, READY, Stats(waiting=30), ends_per_s=2.0)]
     site.client.stats = Stats()
     site.client.is_full = True
@@ -112,8 +112,8 @@ def test_a_full_queue_refuses_a_request_before_it_is_read(
         assert each.status_code in (503, 529) and each.headers["retry-after"] == "15"
         assert "The request queue is full." in each.text
     assert not site.generator.asked
-    assert [course.reason for course in meter.courses] == ["queue_full"] * 2
-    assert meter.courses[0].request.id == answer.headers["x-request-id"]
+    assert [outcome.reason for outcome in observer.courses] == ["queue_full"] * 2
+    assert observer.courses[0].request.id == answer.headers["x-request-id"]
     site.client.is_full = False
     assert site.http.post(path, content=b"{").status_code == 400
 
@@ -126,20 +126,20 @@ def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:
 
 def test_the_pace_is_that_of_late() -> None:
     clock, pace = VirtualClock(), ThroughputEstimate()
-    pace.saw(5, 9, clock.now())
+    pace.add(5, 9, clock.now())
     assert pace.per_s == 0.0
     for second in range(1, 400):
         clock.advance_to(float(second))
-        pace.saw(5 + (second if second < 200 else 200 + 4 * (second - 200)), 9, clock.now())
+        pace.add(5 + (second if second < 200 else 200 + 4 * (second - 200)), 9, clock.now())
     assert pace.per_s == pytest.approx(4.0)
-    pace.saw(3, 9, clock.now() + 1)
+    pace.add(3, 9, clock.now() + 1)
     assert pace.per_s == 0.0, "a new engine counts from nought"
 
 
 def test_heartbeats_may_come_as_often_as_requests_end() -> None:
     pace = ThroughputEstimate()
     for ended in range(20_000):
-        pace.saw(ended, 9, ended / 200)
+        pace.add(ended, 9, ended / 200)
     assert pace.per_s == pytest.approx(200)
 
 
@@ -150,7 +150,7 @@ def test_the_pace_is_that_of_times_in_which_somebody_waited(trickle: int) -> Non
     for second in range(300):
         clock.advance_to(float(second))
         ended += 5 if second > 290 else trickle
-        pace.saw(ended, 30 if second >= 290 else 0, clock.now())
+        pace.add(ended, 30 if second >= 290 else 0, clock.now())
     assert pace.per_s == pytest.approx(5.0)
     assert wait_s(30, pace.per_s) == 6
 

@@ -286,7 +286,8 @@ def test_idle_connections_end_after_the_seconds_given() -> None:
 
     def kept_s(config: Config) -> float:
         with contextlib.closing(bind(ServerConfig(port=0))) as listener:
-            return Server(config, never, listener, never)._web.config.timeout_keep_alive
+            (http,) = Server(config, never, [("http", listener)], never)._listeners
+            return http.web.config.timeout_keep_alive
 
     assert (kept_s(under()), kept_s(under(TIMEOUT_KEEP_ALIVE="7"))) == (30, 7)
 
@@ -343,6 +344,6 @@ def test_servers_on_any_free_port_keep_their_files_apart() -> None:
     found = []
     for _ in range(2):
         with contextlib.closing(bind(config.server)) as listener:
-            made = Server(config, lambda: None, listener, lambda *_: None)
+            made = Server(config, lambda: None, [("http", listener)], lambda *_: None)
             found.append((made.state.storage._folder.path.name, listener.getsockname()[1]))
     assert all(name == str(port) and port for name, port in found)

@@ -12,11 +12,11 @@ from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ExpertFacts, LatentFacts
-from banyan.sim.device import StagesInLine
+from banyan.sim.device import PipelineDevice
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
-from banyan.sim.layout import Layout, Weights, read_layout, weights_per_device
+from banyan.sim.layout import ParallelLayout, Weights, read_layout, weights_per_device
 from banyan.sim.steptime import Roofline
-from banyan.sim.study import Question, study
+from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import Arrival, poisson
 from banyan.sim.world import World
 from tests.models.families import EXPERTS, tiny
@@ -43,7 +43,7 @@ def decoding(rows, start=100):
 
 def question(hardware=FAST, model_config=MODEL_CONFIG, rate=4.0, count=40, **more):
     arrivals = list(poisson(rate, count, 300, 20, seed=3))
-    return Question(
+    return StudyQuestion(
         config=CONFIG,
         model_config=model_config,
         hardware=hardware,
@@ -71,7 +71,7 @@ def test_the_weights_on_paper_are_those_of_the_checkpoint(variant, tmp_path):
 
 def test_more_ranks_take_less_time_where_their_link_lets_them():
     def seconds(hardware, ranks, rows):
-        return Roofline(MODEL_CONFIG, hardware, Layout(tp=ranks)).seconds(decoding(rows))
+        return Roofline(MODEL_CONFIG, hardware, ParallelLayout(tp=ranks)).seconds(decoding(rows))
 
     assert seconds(FAST, 2, 1) < 0.7 * seconds(FAST, 1, 1)
     assert seconds(SLOW_LINK, 2, 1) > seconds(FAST, 2, 1) + 2 * MODEL_CONFIG.num_layers * 1e-4
@@ -93,7 +93,7 @@ def test_a_step_reads_the_experts_that_its_tokens_chose():
 
 
 def test_ranks_beyond_the_key_heads_keep_copies_of_them():
-    four, eight = (study(question(), Layout(tp=n)).memory for n in (4, 8))
+    four, eight = (study(question(), ParallelLayout(tp=n)).memory for n in (4, 8))
     assert MODEL_CONFIG.num_kv_heads == 4
     assert four.cache_bytes == pytest.approx(eight.cache_bytes, rel=0.2)
     assert four.groups[0].num_pages == pytest.approx(eight.groups[0].num_pages, rel=0.2)
@@ -104,8 +104,10 @@ def test_joined_replicas_keep_tokens_apart_where_ranks_alone_would_keep_each_tok
         MODEL_CONFIG,
         latent=LatentFacts(query_rank=0, rank=512, plain_dim=64, rope_dim=64, value_dim=64),
     )
-    ranks = study(question(model_config=latent), Layout(tp=4))
-    joined = study(question(model_config=latent), Layout(tp=4, dp=4, uses_dp_attention=True))
+    ranks = study(question(model_config=latent), ParallelLayout(tp=4))
+    joined = study(
+        question(model_config=latent), ParallelLayout(tp=4, dp=4, uses_dp_attention=True)
+    )
     assert joined.layout.devices == ranks.layout.devices == 4
     assert 4 * joined.memory.max_total_tokens > 2 * ranks.memory.max_total_tokens
     assert joined.report.finished == ranks.report.finished == 40
@@ -113,8 +115,11 @@ def test_joined_replicas_keep_tokens_apart_where_ranks_alone_would_keep_each_tok
 
 def test_a_model_that_does_not_fit_says_so_and_fits_on_more_devices():
     tight = replace_memory(0.55)
-    assert weights_per_device(MODEL_CONFIG, Layout(), 2.0) > 0.5 * (1 << 30)
-    alone, two = study(question(tight), Layout()), study(question(tight), Layout(tp=2))
+    assert weights_per_device(MODEL_CONFIG, ParallelLayout(), 2.0) > 0.5 * (1 << 30)
+    alone, two = (
+        study(question(tight), ParallelLayout()),
+        study(question(tight), ParallelLayout(tp=2)),
+    )
     assert alone.report is None and "MiB" in alone.why
     assert two.report.finished == 40
 
@@ -131,7 +136,7 @@ class Fixed:
 
 def test_stages_take_their_turns_together_and_the_longest_decides():
     world, ended = World(), {}
-    line = StagesInLine(world, Fixed(), 2)
+    line = PipelineDevice(world, Fixed(), 2)
     for number, rows in enumerate((1, 3, 1)):
         line.begin(decoding(rows), 0.0, lambda n=number: ended.update({n: world.clock.now()}))
     world.run()
@@ -141,7 +146,7 @@ def test_stages_take_their_turns_together_and_the_longest_decides():
 
 def test_a_step_that_comes_late_is_waited_for_and_none_makes_the_others_wait():
     world, ended = World(), []
-    line = StagesInLine(world, Fixed(), 2)
+    line = PipelineDevice(world, Fixed(), 2)
     line.begin(decoding(1), 0.0, lambda: ended.append(world.clock.now()))
     line.begin(decoding(1), 5.0, lambda: ended.append(world.clock.now()))
     world.run()
@@ -153,8 +158,8 @@ def test_stages_are_as_quick_as_their_steps_side_by_side():
     heavy = question(rate=1000.0, count=60)
     apart = replace(heavy.config.schedule, depth=1)
     by_itself = replace(heavy, config=replace(heavy.config, schedule=apart))
-    one, two = (study(heavy, Layout(pp=n)).report for n in (1, 2))
-    slow = study(by_itself, Layout(pp=2)).report
+    one, two = (study(heavy, ParallelLayout(pp=n)).report for n in (1, 2))
+    slow = study(by_itself, ParallelLayout(pp=2)).report
     assert one.finished == two.finished == slow.finished == 60
     assert two.seconds < 0.6 * one.seconds
     assert slow.seconds > 0.9 * one.seconds, "one step in flight goes through all stages alone"
@@ -164,22 +169,22 @@ def test_joined_replicas_take_every_step_together():
     """One has a long prompt, and the other one's tokens come as late; alone they come sooner."""
     arrivals = [Arrival(0.0, bytes(4 * 9000), 40), Arrival(0.0, bytes(4 * 8), 40)]
     asked = replace(question(), arrivals=arrivals)
-    joined = study(asked, Layout(tp=2, dp=2, uses_dp_attention=True)).report
-    apart = study(asked, Layout(tp=1, dp=2)).report
+    joined = study(asked, ParallelLayout(tp=2, dp=2, uses_dp_attention=True)).report
+    apart = study(asked, ParallelLayout(tp=1, dp=2)).report
     assert joined.finished == apart.finished == 2
     assert joined.itl.p99 > 2 * apart.itl.p50
 
 
 def test_divided_prompts_save_what_sums_of_attention_cost_and_decode_no_sooner():
     def seconds(plan, hardware=FAST, **layout):
-        return Roofline(MODEL_CONFIG, hardware, Layout(**layout)).seconds(plan)
+        return Roofline(MODEL_CONFIG, hardware, ParallelLayout(**layout)).seconds(plan)
 
     prompt = StepPlan(step=1, rows=[Row(slot=1, start=0, count=4096)])
     assert seconds(prompt, tp=4, cp=4) < 0.4 * seconds(prompt)
     assert seconds(prompt, SLOW_LINK, tp=4, cp=4) < seconds(prompt, SLOW_LINK, tp=4)
     assert seconds(decoding(1), tp=4, cp=4) > seconds(decoding(1), tp=4)
-    assert weights_per_device(MODEL_CONFIG, Layout(tp=4, cp=4), 2.0) > weights_per_device(
-        MODEL_CONFIG, Layout(tp=4), 2.0
+    assert weights_per_device(MODEL_CONFIG, ParallelLayout(tp=4, cp=4), 2.0) > weights_per_device(
+        MODEL_CONFIG, ParallelLayout(tp=4), 2.0
     )
 
 
@@ -189,18 +194,20 @@ def replace_memory(gib):
 
 
 def test_two_replicas_finish_a_heavy_load_sooner():
-    one, two = (study(question(rate=1000.0, count=200), Layout(dp=n)).report for n in (1, 2))
+    one, two = (
+        study(question(rate=1000.0, count=200), ParallelLayout(dp=n)).report for n in (1, 2)
+    )
     assert one.finished == two.finished == 200
     assert two.seconds < 0.7 * one.seconds
 
 
 def test_a_fixed_concurrency_is_shared_by_the_replicas():
-    found = study(question(concurrency=4), Layout(dp=2)).report
+    found = study(question(concurrency=4), ParallelLayout(dp=2)).report
     assert found.finished == 40
 
 
 def test_the_same_question_has_the_same_answer():
-    layout = Layout(tp=2, dp=2, uses_dp_attention=True)
+    layout = ParallelLayout(tp=2, dp=2, uses_dp_attention=True)
     assert study(question(), layout) == study(question(), layout)
 
 

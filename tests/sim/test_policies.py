@@ -9,8 +9,8 @@ from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
-from banyan.sim.replica import Replica
-from banyan.sim.replicas import Fleet
+from banyan.sim.replica import SimulatedReplica
+from banyan.sim.replicas import ReplicaSet
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson
@@ -28,8 +28,8 @@ def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0
     )
     core = CoreSpec(groups=(CacheGroup(FULL, 16, pages),), limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)))
-    fleet = Fleet(world, [replica], round_robin)
+    replica = SimulatedReplica(world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)))
+    fleet = ReplicaSet(world, [replica], round_robin)
     fleet.play(arrivals)
     world.run()
     core.check()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.sim.layout import Layout, read_layout
+from banyan.sim.layout import ParallelLayout, read_layout
 from banyan.sim.study import study
 from tests.sim.test_layouts import SLOW_LINK, question
 
@@ -23,32 +23,32 @@ def test_pools_answer_all_and_share_the_work() -> None:
 
 def test_pools_are_played_alike_twice() -> None:
     asked = question(rate=10.0)
-    first, second = (study(asked, Layout(prefill=2, decode=1)).report for _ in range(2))
+    first, second = (study(asked, ParallelLayout(prefill=2, decode=1)).report for _ in range(2))
     assert first == second
 
 
 def test_more_prefill_servers_answer_prompts_sooner() -> None:
     asked = question(rate=200.0, count=60)
-    one, three = (study(asked, Layout(prefill=n, decode=1)).report for n in (1, 3))
+    one, three = (study(asked, ParallelLayout(prefill=n, decode=1)).report for n in (1, 3))
     assert three.ttft.p50 < one.ttft.p50
 
 
 def test_each_server_of_a_pool_gets_its_share() -> None:
     asked = replace(question(), arrivals=[replace(a, at_s=0.0) for a in question().arrivals])
-    one, two = (study(asked, Layout(prefill=n, decode=n)).report for n in (1, 2))
+    one, two = (study(asked, ParallelLayout(prefill=n, decode=n)).report for n in (1, 2))
     assert two.ttft.p99 < 0.6 * one.ttft.p99, "half of the prompts wait for each"
 
 
 def test_what_travels_takes_its_time() -> None:
     quick = question(rate=10.0)
     slow = replace(quick, peer_bytes_per_s=1e5)
-    layout = Layout(prefill=1, decode=1)
+    layout = ParallelLayout(prefill=1, decode=1)
     assert study(slow, layout).report.ttft.p50 > 2 * study(quick, layout).report.ttft.p50
     assert study(question(SLOW_LINK), layout).report.finished == 40
 
 
 def test_prefixes_that_are_cached_are_not_sent_again() -> None:
-    asked, layout = question(rate=2.0, peer_bytes_per_s=3e7), Layout(prefill=1, decode=1)
+    asked, layout = question(rate=2.0, peer_bytes_per_s=3e7), ParallelLayout(prefill=1, decode=1)
     prompt = asked.arrivals[0].prompt
     same = replace(asked, arrivals=[replace(one, prompt=prompt) for one in asked.arrivals])
     found = study(same, layout).report

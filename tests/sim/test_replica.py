@@ -15,9 +15,9 @@ from banyan.scheduler.budget import Limits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
 from banyan.sim.hardware import Hardware
-from banyan.sim.replica import Replica
-from banyan.sim.replicas import Fleet
-from banyan.sim.report import Report, Visit, spread
+from banyan.sim.replica import SimulatedReplica
+from banyan.sim.replicas import ReplicaSet
+from banyan.sim.report import RequestTimes, SimulationReport, spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson
 from banyan.sim.world import World
@@ -45,8 +45,10 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
     groups = (CacheGroup(FULL, 16, pages),)
     core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)), host_s)
-    fleet = Fleet(world, [replica], round_robin)
+    replica = SimulatedReplica(
+        world, core, OneDevice(world, Roofline(MODEL_CONFIG, DEVICE)), host_s
+    )
+    fleet = ReplicaSet(world, [replica], round_robin)
     if concurrency:
         fleet.play_at_concurrency(arrivals, concurrency)
     else:
@@ -59,8 +61,8 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
 
 @dataclass(frozen=True)
 class Outcome:
-    report: Report
-    visits: list[Visit]
+    report: SimulationReport
+    visits: list[RequestTimes]
     plan_hashes: list[bytes]
 
 

@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from tests.kv_transfer.outside import mooncake, needs
+from tests.support.mooncake import mooncake, needs
 from tests.system.serving import Server, wait_until
 from tests.system.test_attached_store import KEY, ROUTE, attach, present, started
 from tests.system.test_store import KEPT, OTHER, WAIT_S, http_ask, stored_tokens, told

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.server.lifecycle.sigquit import hear_sigquit
+from banyan.server.lifecycle.signals import install_sigquit_handler
 from banyan.sim.replay import check
 from tests.support.flags import config_of
 from tests.system.conftest import StartServer
@@ -67,7 +67,7 @@ def test_code_that_lies_with_a_checkpoint_is_never_called(tmp_path: Path, monkey
     (tmp_path / "beside_weights.py").write_text("def heard(number, frame): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="lies with the checkpoint"):
-        hear_sigquit("beside_weights:heard", str(tmp_path))
+        install_sigquit_handler("beside_weights:heard", str(tmp_path))
 
 
 def test_sigusr1_and_the_route_dump_what_is_recorded(server: StartServer, tmp_path: Path) -> None:

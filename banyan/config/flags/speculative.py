@@ -163,7 +163,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=64,
-        proof="tests/runner/speculative/test_ngram_tree.py"
+        proof="tests/runner/speculative/test_ngram.py"
         "::test_a_token_goes_on_in_several_ways_where_so_many_are_asked_for",
     ),
     Flag(

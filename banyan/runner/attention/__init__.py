@@ -10,8 +10,9 @@ from banyan.runner.kvstore import KVStore
 BACKENDS: Table[Callable[[Ops, KVStore], AttentionBackend]] = Table(
     "attention backend",
     {
-        "paged": "banyan.runner.attention.paged:PagedAttention",
-        "reference": "banyan.runner.attention.paged:PagedAttention",  # the old name of "paged"
+        "paged": "banyan.runner.attention.paged:PagedAttentionBackend",
+        # An alias: the old name of "paged".
+        "reference": "banyan.runner.attention.paged:PagedAttentionBackend",
         "encoder": "banyan.runner.attention.encoder:EncoderAttention",
     },
     plugins="banyan.attention",

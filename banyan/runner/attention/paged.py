@@ -19,7 +19,7 @@ class _More(_Paths, total=False):
     first: int
 
 
-class PagedAttention:
+class PagedAttentionBackend:
     """The default backend; its ops are write_kv and paged_attention.
 
     Args:
@@ -35,7 +35,7 @@ class PagedAttention:
         return _Bound(self._ops, self._store, geometry, self._first)
 
 
-class WriteOnlyAttention:
+class WriteOnlyBackend:
     """Writes keys and values without attending (DFLASH)."""
 
     def __init__(self, ops: Ops, store: KVStore) -> None:

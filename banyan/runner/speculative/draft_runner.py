@@ -18,7 +18,7 @@ from banyan.models.mtp import END, FIRST, DraftLM
 from banyan.ops.api import Ops
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
-from banyan.runner.attention.paged import PagedAttention, WriteOnlyAttention
+from banyan.runner.attention.paged import PagedAttentionBackend, WriteOnlyBackend
 from banyan.runner.batch import Batch
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.forward import Forward
@@ -140,7 +140,7 @@ def open_draft_runner(
     mtp, blocks, page_ends = draft.mtp, draft.blocks, None
     attention = BACKENDS.load(config.attention or "paged")(build.ops, pages)
     if mtp is not None:
-        attention = PagedAttention(build.ops, pages, first=FIRST)
+        attention = PagedAttentionBackend(build.ops, pages, first=FIRST)
         page_ends = PageEndStates(table, pages, len(model.caches) - 1, END, mtp.width)
     # A row that sampled is read together with its new token: one token more for each row.
     most = config.max_tokens and config.max_tokens + config.max_slots
@@ -151,7 +151,7 @@ def open_draft_runner(
     with platform.stream():
         if blocks is not None:
             states = replace(mine, carried=blocks.width, branching=0)
-            writing = WriteOnlyAttention(build.ops, pages)
+            writing = WriteOnlyBackend(build.ops, pages)
             reader = open_forward(
                 blocks.state_writer, table, pages, build, states, writing, platform
             )

@@ -1,5 +1,7 @@
-"""Health: /livez = the process answers, /readyz = a request would be admitted, /health = the engine
-makes progress. Three questions, so three routes; none generates unless asked to.
+"""Health routes.
+
+/livez: the process responds. /readyz: requests are admitted. /health: the engine makes progress.
+/health_generate: the engine generates a token.
 """
 
 import asyncio
@@ -20,26 +22,36 @@ async def livez(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def readyz(exchange: HttpExchange, state: ServerState) -> None:
-    trouble = state.trouble() or ("generation is paused" if state.paused else "")
-    if state.released and not trouble:
-        trouble = f"memory is released: {', '.join(sorted(state.released))}"
-    body: Json = {"status": "not ready" if trouble else "ready"}
-    if trouble:
-        body |= {"reason": trouble, "phases": state.phases}
-    await _say(exchange, body, bool(trouble))
+    reason = state.not_ready_reason() or ("generation is paused" if state.paused else "")
+    if state.released and not reason:
+        reason = f"memory is released: {', '.join(sorted(state.released))}"
+    body: Json = {"status": "not ready" if reason else "ready"}
+    if reason:
+        body |= {"reason": reason, "phases": state.phases}
+    await _respond(exchange, body, bool(reason))
 
 
 async def health(exchange: HttpExchange, state: ServerState) -> None:
-    """Like readyz, but draining is healthy work, and the body of a 200 is empty."""
-    trouble = state.trouble() if not state.draining or state.dead else ""
-    if trouble:
-        await _say(exchange, {"status": "unhealthy", "reason": trouble}, True)
+    """Like readyz, but draining is healthy, and the body of a 200 is empty."""
+    reason = state.not_ready_reason() if not state.draining or state.dead else ""
+    if reason:
+        await _respond(exchange, {"status": "unhealthy", "reason": reason}, True)
     else:
         await exchange.whole(b"", 200, "text/plain")
 
 
 async def health_generate(exchange: HttpExchange, state: ServerState) -> None:
-    """Generate one token; 200 when it comes in time. All who ask at a time get the same answer."""
+    """Generate one token; 200 if it comes in time."""
+    await check_generation(state)
+    await exchange.whole(b"", 200, "text/plain")
+
+
+async def check_generation(state: ServerState) -> None:
+    """Generate one token within PROBE_TIMEOUT_S. Callers at the same time share one check.
+
+    Raises:
+        RequestError: 503 with the reason.
+    """
     service = state.admit()
 
     async def generate() -> None:
@@ -50,11 +62,10 @@ async def health_generate(exchange: HttpExchange, state: ServerState) -> None:
             raise unavailable(f"no token within {PROBE_TIMEOUT_S:g} s", "engine_stuck") from None
 
     await state.probe.ask(generate)
-    await exchange.whole(b"", 200, "text/plain")
 
 
 async def generate_one(service: Service) -> None:
-    """One greedy token after token 0, or its vector; RequestError when it fails."""
+    """Generate one greedy token after token 0, or embed it; RequestError if that fails."""
     is_embedding = service.limits.is_embedding
     request = spec_of(
         RequestId(f"probe-{fresh_id()}"),
@@ -66,6 +77,6 @@ async def generate_one(service: Service) -> None:
     await collect(service.generator, [request])
 
 
-async def _say(exchange: HttpExchange, body: Json, is_bad: bool) -> None:
+async def _respond(exchange: HttpExchange, body: Json, is_bad: bool) -> None:
     retry = {"retry-after": str(RETRY_AFTER_S)} if is_bad else None
     await exchange.json(body, 503 if is_bad else 200, retry)

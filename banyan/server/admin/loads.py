@@ -1,8 +1,8 @@
-"""How busy each replica is: /v1/loads in sections, as JSON or Prometheus text, and /get_load."""
+"""The load of each replica: /v1/loads in sections, as JSON or Prometheus text, and /get_load."""
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -18,8 +18,8 @@ GIB = 1 << 30
 
 
 async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
-    """Numbers that nothing here counts are null."""
-    service = state.started()
+    """The load of each replica. Values that this server does not measure are null."""
+    state.started()
     query = exchange.query
     unknown = query.keys() - {"dp_rank", "include", "format"}
     if unknown:
@@ -34,27 +34,38 @@ async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     form = query.get("format", "json")
     if form not in ("json", "prometheus"):
         raise RequestError("format must be json or prometheus.", param="format")
-    loads = [
-        _load(replica, state, wanted)
-        for replica in living(service)
-        if query.get("dp_rank", str(replica.rank)) == str(replica.rank)
-    ]
     if form == "prometheus":
-        await exchange.text(_prometheus(loads))
+        await exchange.text(_prometheus(_loads(state, wanted, query.get("dp_rank"))))
         return
-    await exchange.json(
-        {
-            "timestamp": datetime.now(UTC).isoformat(),
-            "version": state.version,
-            "accelerator": state.config.device.name,
-            "num_accelerators": state.config.parallel.world * state.config.parallel.dp,
-            "loads": loads,
-        }
-    )
+    await exchange.json(all_loads(state, wanted, query.get("dp_rank")))
+
+
+def all_loads(state: ServerState, wanted: Sequence[str], rank: str | None = None) -> Json:
+    """The body of /v1/loads.
+
+    Args:
+        wanted: the sections to include (`SECTIONS`, "all").
+        rank: only this replica; None = all.
+    """
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": state.version,
+        "accelerator": state.config.device.name,
+        "num_accelerators": state.config.parallel.world * state.config.parallel.dp,
+        "loads": _loads(state, wanted, rank),
+    }
+
+
+def _loads(state: ServerState, wanted: Sequence[str], rank: str | None) -> list[Json]:
+    return [
+        _load(replica, state, wanted)
+        for replica in living(state.started())
+        if rank is None or rank == str(replica.rank)
+    ]
 
 
 async def get_load(exchange: HttpExchange, state: ServerState) -> None:
-    """The short form: a list with one entry for each replica that lives."""
+    """The short form: a list with one entry per live replica."""
     loads: list[Json] = [
         {
             "dp_rank": replica.rank,
@@ -75,7 +86,7 @@ def _used_tokens(replica: Replica, state: ServerState) -> int:
     return (replica.stats.held_pages + replica.stats.in_flight_pages) * state.config.cache.page_size
 
 
-def _load(replica: Replica, state: ServerState, wanted: list[str]) -> Json:
+def _load(replica: Replica, state: ServerState, wanted: Sequence[str]) -> Json:
     assert replica.ready is not None, "a service is admitted when every replica is ready"
     load = _core(replica, replica.ready, state)
     for name, (title, section) in SECTIONS.items():
@@ -121,7 +132,7 @@ def _queues(stats: Stats, ready: Ready) -> Json:
 
 
 def _drafts(stats: Stats, ready: Ready) -> Json | None:
-    """None when nothing drafts."""
+    """None without speculative decoding."""
     if not stats.verify_rows:
         return None
     proposed = stats.proposed_drafts
@@ -132,14 +143,14 @@ def _drafts(stats: Stats, ready: Ready) -> Json | None:
 
 
 def _adapters(stats: Stats, ready: Ready) -> Json | None:
-    """None where there are none."""
+    """None without LoRA adapters."""
     if (rules := json.loads(ready.facts).get("adapters")) is None:
         return None
     return {"num_loaded": stats.adapters, "used_bytes": stats.adapter_bytes, **rules}
 
 
 _OTHERS = ("core", "disagg", "all")
-"""Names in `include` that are no section of these."""
+"""Values of `include` that are not in SECTIONS."""
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "memory": ("memory", _memory),
@@ -148,11 +159,11 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "queues": ("queues", _queues),
     "counters": ("counters", lambda stats, ready: msgspec.structs.asdict(stats)),
 }
-"""Name in `include` -> key of the answer, and what makes the section."""
+"""Value of `include` -> (key of the section, function that builds it)."""
 
 
 def _prometheus(loads: list[Json]) -> str:
-    """Every number of the loads as a gauge."""
+    """Every number of the loads as a Prometheus gauge."""
     lines: dict[str, list[str]] = {}
     for load in loads:
         parts = {"": load} | {f"{k}_": v for k, v in load.items() if isinstance(v, dict)}

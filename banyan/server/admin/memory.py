@@ -1,6 +1,9 @@
-"""/release_memory_occupation and /resume_memory_occupation: what the engine holds goes back to the
-system, and comes again. Requests that arrive meanwhile wait.
+"""/flush_cache, /release_memory_occupation and /resume_memory_occupation.
+
+Requests that arrive while memory is released wait.
 """
+
+import time
 
 import msgspec
 
@@ -8,6 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.engine_client.all_or_none import agreed
 from banyan.messages.control_ops import MEMORY_TAGS
+from banyan.messages.events import Reply
 from banyan.server.admin.control import LOAD_S
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import typed
@@ -17,6 +21,7 @@ log = logger(__name__)
 
 _GRAPHS = "cuda_graph"
 _MAX_TAGS = 16
+MAX_FLUSH_WAIT_S = 3600.0
 
 
 class MemoryRequest(msgspec.Struct, frozen=True):
@@ -24,8 +29,47 @@ class MemoryRequest(msgspec.Struct, frozen=True):
     """weights, kv_cache; null = both."""
 
 
+async def flush_cache(exchange: HttpExchange, state: ServerState) -> None:
+    """Empty the prefix cache; 400 while requests run.
+
+    `timeout` is how long to wait for them, in seconds. `pinned` flushes pinned prompts too.
+    """
+    state.admit()
+    asked = await exchange.optional_object()
+    pinned = asked.get("pinned") in (True, "true", "1")
+    reply = await flush(state, _seconds(asked.get("timeout", 0)), pinned)
+    await exchange.text(reply.text + "\n", 200 if reply.ok else 400)
+
+
+async def flush(state: ServerState, wait_s: float = 0.0, pinned: bool = False) -> Reply:
+    """Empty the prefix cache.
+
+    Args:
+        wait_s: how long to wait for running requests.
+        pinned: flush pinned prompts too.
+    """
+    service = state.admit()
+    deadline_s = time.monotonic() + wait_s
+    reply = await service.client.control("flush_cache", pinned=pinned)
+    # The engine frees a request shortly after its client has the answer: try again.
+    while not reply.ok and time.monotonic() < deadline_s:
+        await state.open.wait_change(min(0.1, deadline_s - time.monotonic()))
+        reply = await service.client.control("flush_cache", pinned=pinned)
+    return reply
+
+
+def _seconds(value: object) -> float:
+    try:
+        found = float(value) if isinstance(value, int | float | str) else -1.0
+    except (ValueError, OverflowError):
+        found = -1.0
+    if not 0 <= found <= MAX_FLUSH_WAIT_S:
+        raise RequestError("timeout must be seconds in [0, 3600]", param="timeout")
+    return found
+
+
 async def release(exchange: HttpExchange, state: ServerState) -> None:
-    """Give memory back to the system; 400 while requests run, unless generation is paused."""
+    """Release memory to the system; 400 while requests run, unless generation is paused."""
     tags = await _tags(exchange, state)
     client = state.admit().client
     reply = await agreed(client, "release_memory", LOAD_S, state.paused, tags=",".join(tags))
@@ -37,7 +81,7 @@ async def release(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def resume(exchange: HttpExchange, state: ServerState) -> None:
-    """Take released memory back: weights are read from their files, the cache is empty."""
+    """Allocate released memory again: weights are read from their files, the cache is empty."""
     tags = await _tags(exchange, state)
     reply = await state.admit().client.control("resume_memory", LOAD_S, tags=",".join(tags))
     if not reply.ok:

@@ -1,4 +1,8 @@
-"""/start_profile and /stop_profile: a file of what the steps did between them."""
+"""Recordings into files: the phases of steps (/start_profile, /stop_profile) and the choices of
+experts (/start_expert_distribution_record, /stop_…, /dump_…).
+"""
+
+from functools import partial
 
 import msgspec
 
@@ -8,7 +12,7 @@ from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
 
 _START_S = 60.0
-"""Longest wait for the recording to begin."""
+"""Longest wait for the profile to start."""
 _WRITE_S = 120.0
 """Longest wait for the file."""
 
@@ -16,7 +20,7 @@ _WRITE_S = 120.0
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_dir: str | None = None
     num_steps: int | str | None = None
-    """The recording ends by itself after so many; a text where it comes in the query."""
+    """The profile stops after this many steps. A text if it comes in the query."""
     profile_prefix: str | None = None
 
 
@@ -57,3 +61,21 @@ def _steps(given: int | str | None) -> int | None:
     if given is not None and not 1 <= given < 10**9:
         raise RequestError(f"num_steps must be at least 1, got {given}.", param="num_steps")
     return given
+
+
+async def _record(exchange: HttpExchange, state: ServerState, verb: str) -> None:
+    """Run a control op on all replicas. The response has a line for each different reply; it is an
+    error if no replica succeeded."""
+    found = await state.admit().client.ask(verb, _WRITE_S)
+    done = [reply.text for _, reply in found if reply.ok and reply.text]
+    if not done:
+        why = next((reply.text for _, reply in found), "No replica is ready.")
+        raise RequestError(why, status=400 if found else 503)
+    refused = [f"replica {number}: {reply.text}" for number, reply in found if not reply.ok]
+    lines = dict.fromkeys([*done, *refused])
+    await exchange.text("".join(f"{line}\n" for line in lines))
+
+
+start_record = partial(_record, verb="start_expert_record")
+stop_record = partial(_record, verb="stop_expert_record")
+dump_record = partial(_record, verb="dump_expert_record")

@@ -1,11 +1,12 @@
-"""Metrics in SGLang's names, kept by prometheus_client.
+"""Metrics under SGLang's names, with prometheus_client; also under vLLM's names.
 
-Counters and histograms are told by requests as they end; gauges are read from the replicas'
-heartbeats when somebody asks.
+Requests update counters and histograms. Gauges are read from the latest statistics of the replicas
+when /metrics is called.
 """
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -16,18 +17,22 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from banyan.config.buckets import bounds_of
 from banyan.config.schema import Config
 from banyan.config.serving import VLLM, ObserveConfig
 from banyan.engine_client.client import Replica
-from banyan.engine_client.metrics_observer import CLOSED, Course
+from banyan.engine_client.metrics_observer import CLOSED, RequestOutcome
 from banyan.messages.events import accept_length
-from banyan.server.admin.histogram import QuickHistogram
-from banyan.server.admin.metric_labels import CustomLabels
-from banyan.server.admin.vllm_metrics import VllmView
+from banyan.server.admin.metrics import CustomLabels
 
 Replicas = Callable[[], list[Replica]]
 
@@ -41,15 +46,36 @@ _GAPS = (
 )
 _GIB = 1 << 30
 _ENDS = ("stop", "length", "abort", "error")
-"""In vLLM's words."""
+"""Finish reasons under vLLM's names."""
+
+VLLM_PREFIX = "vllm:"
+"""Prefix of metrics that have their vLLM name already."""
+_PREFIX = "sglang:"
+_VLLM_NAMES: dict[str, tuple[str, ...]] = {
+    "num_running_reqs": ("num_requests_running",),
+    "num_queue_reqs": ("num_requests_waiting",),
+    "token_usage": ("kv_cache_usage_perc",),
+    "num_retracted_requests": ("num_preemptions",),
+    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+    "cached_tokens": ("prefix_cache_hits",),
+    "generation_tokens": ("generation_tokens",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "queue_time_seconds": ("request_queue_time_seconds",),
+    "prompt_tokens_histogram": ("request_prompt_tokens",),
+    "generation_tokens_histogram": ("request_generation_tokens",),
+}
+_NO_VLLM_LABELS = frozenset({"engine_type", "tp_rank", "pp_rank", "cache_source"})
+_VLLM_LABELS = {"dp_rank": "engine"}
 
 
 class PrometheusMetrics:
-    """Implements Metrics.
+    """Implements MetricsExporter.
 
     Args:
-        name: of the model, as clients call it.
-        labels: those that requests bring; None = they bring none.
+        name: the served model name.
+        labels: labels from requests; None = none.
     """
 
     kind = CONTENT_TYPE_LATEST
@@ -74,20 +100,20 @@ class PrometheusMetrics:
         series = self._plain if self._labels is None else self._series
         series.next_tokens(seconds, count)
 
-    def ended(self, course: Course) -> None:
-        self._series.ended(course)
+    def ended(self, outcome: RequestOutcome) -> None:
+        self._series.ended(outcome)
 
-    def show(self) -> bytes:
+    def export(self) -> bytes:
         return generate_latest(self._shown)
 
     @property
     def _series(self) -> "_Series":
-        """That of the request at hand."""
+        """The series of the current request."""
         return self._plain if self._labels is None else self._series_of(self._labels.now())
 
 
 class _Families:
-    """Every counter and histogram, over all values of the labels."""
+    """Every counter and histogram, for all label values."""
 
     def __init__(
         self, registry: CollectorRegistry, observe: ObserveConfig, labels: Sequence[str]
@@ -99,37 +125,39 @@ class _Families:
         )
         bounds = sorted({*(observe.itl_buckets or _GAPS), math.inf})
         self.itl = QuickHistogram(
-            *("sglang:inter_token_latency_seconds", "Time between tokens", self._labels, bounds)
+            "sglang:inter_token_latency_seconds", "Time between tokens", self._labels, bounds
         )
         registry.register(self.itl)
         self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "Time of whole requests", observe.e2e_buckets or _WHOLE
+            "e2e_request_latency_seconds",
+            "End-to-end latency",
+            observe.e2e_buckets or _WHOLE,
         )
-        self.queue = self._histogram("queue_time_seconds", "Wait for a place", _WAITS)
-        self.requests = self._counter("num_requests", "Requests that have ended")
-        self.aborted = self._counter("num_aborted_requests", "Requests that did not end in order")
+        self.queue = self._histogram("queue_time_seconds", "Time in the waiting queue", _WAITS)
+        self.requests = self._counter("num_requests", "Finished requests")
+        self.aborted = self._counter("num_aborted_requests", "Aborted requests")
         self.ends: Counter | None = None
         if observe.metrics_names == VLLM:
-            about = "Requests that have ended, by how"
+            about = "Finished requests by finish reason"
             labels = (*self._labels, "finished_reason")
             self.ends = Counter("vllm:request_success", about, labels, registry=registry)
-        self.structured = self._counter("num_so_requests", "Requests with a constrained output")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
-        self.output_tokens = self._counter("generation_tokens", "Tokens that were generated")
+        self.structured = self._counter("num_so_requests", "Requests with structured output")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens")
+        self.output_tokens = self._counter("generation_tokens", "Generated tokens")
         self.cached = Counter(
             "sglang:cached_tokens",
-            "Tokens of prompts that came from the cache",
+            "Prompt tokens from the cache",
             (*self._labels, "cache_source"),
             registry=registry,
         )
         self.prompts = self.outputs = None
         if observe.length_histograms:
             self.prompts = self._histogram(
-                "prompt_tokens_histogram", "Lengths of prompts", bounds_of(observe.prompt_buckets)
+                "prompt_tokens_histogram", "Prompt lengths", bounds_of(observe.prompt_buckets)
             )
             self.outputs = self._histogram(
                 "generation_tokens_histogram",
-                "Lengths of answers",
+                "Output lengths",
                 bounds_of(observe.output_buckets),
             )
 
@@ -147,7 +175,7 @@ class _Families:
 
 
 class _Series:
-    """The figures of requests with the same labels. Implements Meter."""
+    """The metrics of requests with the same labels. Implements MetricsObserver."""
 
     def __init__(self, families: _Families, values: Sequence[str]) -> None:
         self._itl = families.itl.labels(*values)
@@ -177,18 +205,18 @@ class _Series:
     def next_tokens(self, seconds: float, count: int) -> None:
         self._itl.observe(seconds / count, count)
 
-    def ended(self, course: Course) -> None:
+    def ended(self, outcome: RequestOutcome) -> None:
         self._requests.inc()
-        if course.reason not in ("stop", "length"):
+        if outcome.reason not in ("stop", "length"):
             self._aborted.inc()
         if self._ends:
-            reason = "abort" if course.reason == CLOSED else course.reason
+            reason = "abort" if outcome.reason == CLOSED else outcome.reason
             self._ends[reason if reason in _ENDS else "error"].inc()
-        if course.request.message.grammar:
+        if outcome.request.message.grammar:
             self._structured.inc()
-        if course.reason != CLOSED:
-            self._e2e.observe(course.seconds)
-        usage = course.usage
+        if outcome.reason != CLOSED:
+            self._e2e.observe(outcome.seconds)
+        usage = outcome.usage
         if usage is None:
             return
         self._queue.observe(usage.queue_s)
@@ -202,7 +230,7 @@ class _Series:
 
 
 class _Gauges(Collector):
-    """What the replicas said last."""
+    """The latest statistics of the replicas."""
 
     def __init__(self, config: Config, name: str, replicas: Replicas) -> None:
         self._page_size = config.cache.page_size
@@ -210,13 +238,13 @@ class _Gauges(Collector):
         self._replicas = replicas
 
     def describe(self) -> list[Metric]:
-        return []  # asked when nothing runs yet
+        return []  # called before there are replicas
 
     def collect(self) -> Iterator[Metric]:
         gauges: dict[str, GaugeMetricFamily] = {}
         retracted = CounterMetricFamily(
             "sglang:num_retracted_requests",
-            "Requests whose pages were taken back",
+            "Requests that were retracted",
             labels=(*_LABELS, "tp_rank", "pp_rank", "dp_rank"),
         )
         for replica in self._replicas():
@@ -234,36 +262,140 @@ class _Gauges(Collector):
         yield retracted
 
     def _of(self, replica: Replica) -> dict[str, tuple[str, float]]:
-        """Name -> what it means, and its value."""
+        """Name -> (help text, value)."""
         stats, ready = replica.stats, replica.ready
         assert ready is not None
         size, most = self._page_size, ready.max_total_tokens
         used = (stats.held_pages + stats.in_flight_pages) * size
         memory = json.loads(ready.facts).get("memory", {})
         found = {
-            "num_running_reqs": ("Requests that run", stats.running),
-            "num_queue_reqs": ("Requests that wait", stats.waiting),
-            "token_usage": ("Share of the cache that requests hold", used / most if most else 0.0),
-            "num_used_tokens": ("Tokens of the cache that requests hold", used),
-            "kv_used_tokens": ("Tokens of the cache that requests hold", used),
-            "kv_evictable_tokens": ("Tokens kept for prompts to come", stats.cached_pages * size),
-            "kv_pinned_tokens": ("Tokens of prompts that stay", stats.pinned_pages * size),
-            "kv_available_tokens": ("Tokens of the cache that are free", stats.free_pages * size),
-            "max_total_num_tokens": ("Tokens that the cache holds", most),
+            "num_running_reqs": ("Running requests", stats.running),
+            "num_queue_reqs": ("Queued requests", stats.waiting),
+            "token_usage": ("Share of the KV cache in use", used / most if most else 0.0),
+            "num_used_tokens": ("Tokens of the KV cache in use", used),
+            "kv_used_tokens": ("Tokens of the KV cache in use", used),
+            "kv_evictable_tokens": ("Cached tokens that can be evicted", stats.cached_pages * size),
+            "kv_pinned_tokens": ("Tokens of pinned prompts", stats.pinned_pages * size),
+            "kv_available_tokens": ("Free tokens of the KV cache", stats.free_pages * size),
+            "max_total_num_tokens": ("Capacity of the KV cache in tokens", most),
             "cache_hit_rate": (
-                "Share of all prompts' tokens that came from the cache",
+                "Share of prompt tokens from the cache",
                 stats.cached_tokens / max(1, stats.prompt_tokens),
             ),
-            "utilization": ("Share of places taken", stats.running / max(1, ready.max_running)),
+            "utilization": (
+                "Running requests as a share of the limit",
+                stats.running / max(1, ready.max_running),
+            ),
             "page_size": ("Tokens per page", size),
-            "weight_memory_usage_gb": ("GiB of weights", memory.get("weight_bytes", 0) / _GIB),
-            "kv_cache_memory_usage_gb": ("GiB of cache", memory.get("cache_bytes", 0) / _GIB),
+            "weight_memory_usage_gb": (
+                "Memory of the weights in GiB",
+                memory.get("weight_bytes", 0) / _GIB,
+            ),
+            "kv_cache_memory_usage_gb": (
+                "Memory of the KV cache in GiB",
+                memory.get("cache_bytes", 0) / _GIB,
+            ),
         }
         if (rules := json.loads(ready.facts).get("adapters")) is not None:
-            found["num_loaded_adapters"] = ("Adapters in memory", stats.adapters)
-            found["adapter_used_bytes"] = ("Memory that adapters take", stats.adapter_bytes)
-            if rules["max_bytes"]:  # else each has its place from the start on
-                found["adapter_max_bytes"] = ("Memory that they may take", rules["max_bytes"])
+            found["num_loaded_adapters"] = ("Loaded LoRA adapters", stats.adapters)
+            found["adapter_used_bytes"] = ("Memory of LoRA adapters in bytes", stats.adapter_bytes)
+            if rules["max_bytes"]:  # 0 = reserved at the start
+                found["adapter_max_bytes"] = (
+                    "Memory limit of LoRA adapters in bytes",
+                    rules["max_bytes"],
+                )
         if (length := accept_length(stats)) is not None:
-            found["spec_accept_length"] = ("Tokens that each verified row gave", length)
+            found["spec_accept_length"] = ("Tokens per verification step", length)
         return found
+
+
+class QuickHistogram(Collector):
+    """A histogram that is observed for every token: one observation is a search and two additions.
+
+    The histogram of prometheus_client compares each bound in turn and takes two locks. With one
+    observation per token that was most of the cost of metrics. Used on the event loop only.
+
+    Args:
+        bounds: upper bounds, ascending; the last is infinite.
+    """
+
+    def __init__(
+        self, name: str, about: str, labels: Sequence[str], bounds: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._about = about
+        self._labels = tuple(labels)
+        self._bounds = tuple(bounds)
+        self._series: dict[tuple[str, ...], QuickSeries] = {}
+
+    def labels(self, *values: str) -> "QuickSeries":
+        """The series with these label values."""
+        return self._series.setdefault(values, QuickSeries(self._bounds))
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._name, self._about, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
+        for values, series in self._series.items():
+            family.add_metric(values, series.buckets(), series.sum)
+        yield family
+
+
+class QuickSeries:
+    """The observations with the same labels."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * len(bounds)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Observe `value` `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, number of observations up to it)."""
+        found: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip(self._bounds, self._counts, strict=True):
+            total += count
+            found.append((floatToGoString(bound), total))
+        return found
+
+
+class VllmView(CollectorRegistry):
+    """Shows another registry under vLLM's metric names (docs.vllm.ai, "Production Metrics").
+
+    Dashboards, autoscalers and gateways for vLLM use them. Metrics without a counterpart there are
+    left out.
+    """
+
+    def __init__(self, inner: CollectorRegistry) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            if metric.name.startswith(VLLM_PREFIX):
+                yield _shown(metric, metric.name)
+            for name in _VLLM_NAMES.get(metric.name.removeprefix(_PREFIX), ()):
+                yield _shown(metric, VLLM_PREFIX + name)
+
+
+def _shown(metric: Metric, name: str) -> Metric:
+    """The metric under another name. Samples that differ only in a removed label are added up."""
+    found = Metric(name, metric.documentation, metric.type)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in metric.samples:
+        kept = {
+            _VLLM_LABELS.get(label, label): value
+            for label, value in sample.labels.items()
+            if label not in _NO_VLLM_LABELS
+        }
+        of = name + sample.name.removeprefix(metric.name), tuple(kept.items())
+        sums[of] = sums.get(of, 0.0) + sample.value
+    for (full, labels), value in sums.items():
+        found.add_sample(full, dict(labels), value)
+    return found

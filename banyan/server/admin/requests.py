@@ -1,26 +1,36 @@
-"""/requests: what runs and waits, request by request. Tells numbers and ids, and no text."""
+"""/requests and /abort_request: open requests by id. No response contains text of a request."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.log import logger, printable
 from banyan.messages.events import LiveRequest, Reply
+from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
+from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
 
+log = logger(__name__)
+
 MOST = 256
-"""Requests of one replica that an answer tells of."""
+"""Requests of one replica in a response."""
 
 _ASK_S = 5.0
 
 
-async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
-    """The caller's own requests that have not ended; an administrator sees those of all.
+class AbortRequest(msgspec.Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
 
-    Those that run come first, in the order in which they are served. `open` counts what the server
-    has taken in, more than the list where texts are still read or a constraint is compiled.
+
+async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
+    """List the caller's open requests; an administrator sees all of them.
+
+    Running requests come first, in scheduling order. `open` is larger than the list while prompts
+    are tokenized or constraints are compiled.
     """
     service = state.started()
     if not exchange.context.is_admin and not exchange.context.tenant:
@@ -32,7 +42,9 @@ async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
         )
     replies = await service.client.ask("requests", _ASK_S, limit=MOST)
     visible = set(
-        state.open.all() if exchange.context.is_admin else state.open.of(exchange.context.tenant)
+        state.open.all()
+        if exchange.context.is_admin
+        else state.open.owned_by(exchange.context.tenant)
     )
     found: list[Json] = []
     for replica, reply in replies:
@@ -46,6 +58,44 @@ def _read(reply: Reply) -> Sequence[LiveRequest]:
 
 def _row(replica: int, request: LiveRequest) -> Json:
     row: Json = {"rid": request.request, "dp_rank": replica}
-    told = msgspec.structs.asdict(request)
-    del told["request"]
-    return row | told
+    fields = msgspec.structs.asdict(request)
+    del fields["request"]
+    return row | fields
+
+
+async def abort_request(exchange: HttpExchange, state: ServerState) -> None:
+    """Abort the caller's request with this rid, or all of the caller's requests.
+
+    An administrator aborts those of others too. An unknown rid is no error.
+    """
+    state.started()
+    asked = typed(await exchange.json_object(), AbortRequest)
+    if not asked.rid and not asked.abort_all:
+        raise RequestError("rid or abort_all must be given", param="rid")
+    await exchange.json({"aborted": abort(state, exchange.context, asked.rid, asked.abort_all)})
+
+
+def abort(
+    state: ServerState, context: RequestContext, rid: str | None, abort_all: bool = False
+) -> int:
+    """Abort the request `rid` or all requests that the caller may abort; returns their number.
+
+    Raises:
+        RequestError: 403; without a key nobody may abort all requests.
+    """
+    service = state.started()
+    if abort_all and not context.is_admin and not context.tenant:
+        raise RequestError(
+            "without a key all requests are everybody's: name one by its rid",
+            param="abort_all",
+            status=403,
+            code="forbidden",
+        )
+    found = state.open.all() if abort_all else state.open.sequences_of(rid or "")
+    if not context.is_admin:
+        own = set(state.open.owned_by(context.tenant))
+        found = [request for request in found if request in own]
+    for request in found:
+        service.client.abort(request)
+    log.info("abort asked rid=%s found=%d", printable(rid or ""), len(found))
+    return len(found)

@@ -134,25 +134,25 @@ class _TracedGenerator:
         span = self._tracer.start_span("generate", start_time=began_ns)
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
-        course = _Course(began_ns, partial(self._tell, span, request))
-        return observed(course, lambda: self._inner.generate(request))
+        outcome = _Course(began_ns, partial(self._tell, span, request))
+        return observed(outcome, lambda: self._inner.generate(request))
 
-    def _tell(self, span: Span, request: RequestSpec, course: _Course) -> None:
+    def _tell(self, span: Span, request: RequestSpec, outcome: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""
-        now_ns, usage = time.time_ns(), course.usage
+        now_ns, usage = time.time_ns(), outcome.usage
         span.set_attributes(_asked(request, self._model))
-        span.set_attribute("gen_ai.response.finish_reasons", [course.reason])
-        if course.is_error:
-            span.set_status(Status(StatusCode.ERROR, course.reason))
+        span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
+        if outcome.is_error:
+            span.set_status(Status(StatusCode.ERROR, outcome.reason))
         if usage is not None:
             span.set_attributes(_told(usage))
-            queued_ns = int(usage.queue_s * _NS) if course.has_ended else 0
-            admitted_ns = min(course.began_ns + queued_ns, course.first_ns or now_ns)
-            phases = [("prefill", admitted_ns, course.first_ns or now_ns)]
-            if course.has_ended:
-                phases.insert(0, ("queue", course.began_ns, admitted_ns))
-            if course.first_ns:
-                phases.append(("decode", course.first_ns, now_ns))
+            queued_ns = int(usage.queue_s * _NS) if outcome.has_ended else 0
+            admitted_ns = min(outcome.began_ns + queued_ns, outcome.first_ns or now_ns)
+            phases = [("prefill", admitted_ns, outcome.first_ns or now_ns)]
+            if outcome.has_ended:
+                phases.insert(0, ("queue", outcome.began_ns, admitted_ns))
+            if outcome.first_ns:
+                phases.append(("decode", outcome.first_ns, now_ns))
             within = trace.set_span_in_context(span)
             for name, begin_ns, end_ns in phases:
                 self._tracer.start_span(name, within, start_time=begin_ns).end(end_ns)

@@ -16,7 +16,7 @@ from banyan.server.anthropic.schema import (
     CountRequest,
     MessagesRequest,
 )
-from banyan.server.anthropic.translate import WORDS, chat_body
+from banyan.server.anthropic.translate import FIELD_NAMES, chat_body
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
@@ -25,8 +25,8 @@ from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    in_words,
     typed,
+    with_names,
 )
 from banyan.server.openai.models import model_and_adapter
 from banyan.server.openai.schema import ChatRequest
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=CountRequest)
 
 
 async def messages(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = _reporter(context)
@@ -51,7 +51,7 @@ async def messages(exchange: HttpExchange, state: ServerState) -> None:
                 context, service, body, chat, "messages", adapter, report, may_shorten=True
             )
         except RequestError as error:
-            raise in_words(error, WORDS) from None
+            raise with_names(error, FIELD_NAMES) from None
         return request, model, plan
 
     request, model, plan = await exchange.read(read, waits=True)
@@ -95,7 +95,7 @@ async def count_tokens(exchange: HttpExchange, state: ServerState) -> None:
 
 def _reporter(context: RequestContext) -> Report:
     def report(field: str, why: str) -> None:
-        context.warn_or_refuse(WORDS.get(field, field), why)
+        context.warn_or_refuse(FIELD_NAMES.get(field, field), why)
 
     return report
 

@@ -9,7 +9,7 @@ from banyan.server.anthropic.schema import CountRequest, MessagesRequest, Tool, 
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
 
-WORDS: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     "max_new_tokens": "max_tokens",
     "response_format": "output_config.format",

@@ -1,7 +1,7 @@
-"""The lines of a batch: read and checked before any runs, then asked one by one like any request.
+"""The lines of a batch: all are checked first, and then run through the handlers of their routes.
 
-A line goes through the handler of its route, so that it means what the same request over HTTP
-means. It takes only seats that others leave free. Knows no files and no batch objects.
+A line has the same effect as the same request over HTTP. Lines run only while other requests leave
+the engine free.
 """
 
 import asyncio
@@ -33,25 +33,25 @@ log = logger(__name__)
 
 MAX_LINES = 50_000
 MAX_FAULTS = 20
-"""Faults of an input that are told."""
+"""Most faults that are reported for an input."""
 
 RETRY_S = 0.5
-"""Pause after a line was turned away because the server was busy."""
+"""Pause after the server refused a line because it was busy."""
 
 LOW_PRIORITY = 100
-"""How far below requests without a priority the lines of a batch stand."""
+"""How far the priority of lines is below that of requests without a priority."""
 
-SEAT_WAIT_S = 1.0
+SLOT_WAIT_S = 1.0
 NUM_RETRIES = 600
 
 MAX_DEATHS = 2
-"""Engines that may die while they run a line; then it has failed and is not asked again."""
+"""A line fails for good after this many engines have died while they ran it."""
 
 _KEYS = ("custom_id", "method", "url", "body")
 
 
 def endpoints() -> dict[str, Handler]:
-    """Routes that a batch may ask."""
+    """Routes that a batch may use."""
     return {
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
@@ -61,15 +61,14 @@ def endpoints() -> dict[str, Handler]:
 
 
 _LOST = ("engine_unavailable", "engine_stuck")
-"""Codes of answers that an engine has not given because it was lost."""
+"""Error codes of lines whose engine was lost."""
 
 
 class ServerEnding(Exception):
-    """The server takes no requests; the rest of the batch is for its next start, or for the next
-    engine.
+    """The server takes no requests. The rest of the batch waits for its next start or next engine.
 
     Args:
-        running: custom_ids of the lines that ran when the engine died; () when it lives.
+        running: custom_ids of the lines that ran when the engine died; () if it has not died.
     """
 
     def __init__(self, running: Sequence[str] = ()) -> None:
@@ -85,19 +84,19 @@ class Line:
     url: str
     body: Json
     tenant: bytes = b""
-    """Whose request it is: of the credential that made the batch."""
+    """Digest of the key that created the batch."""
     labels: str = ""
-    """Of the batch."""
+    """Metric labels of the batch."""
 
 
 def read_lines(
     content: bytes, endpoint: str = "", tenant: bytes = b""
 ) -> tuple[list[Line], list[Fault]]:
-    """The requests of an input file, and what is wrong with it; with faults none may run.
+    """The requests of an input file and its faults. A file with faults must not run.
 
     Args:
         endpoint: the only route that lines may name; "" = any of `endpoints`.
-        tenant: who asks.
+        tenant: digest of the caller's key.
     """
     lines: list[Line] = []
     faults: list[Fault] = []
@@ -116,8 +115,8 @@ def read_lines(
             lines.append(line)
             seen[line.custom_id] += 1
             if seen[line.custom_id] == 2:
-                told = f"custom_id {line.custom_id[:80]!r} appears more than once"
-                faults.append(Fault("duplicate_custom_id", told, number, "custom_id"))
+                message = f"custom_id {line.custom_id[:80]!r} appears more than once"
+                faults.append(Fault("duplicate_custom_id", message, number, "custom_id"))
         if len(faults) >= MAX_FAULTS:
             break
     if not lines and not faults:
@@ -128,7 +127,7 @@ def read_lines(
 def _line(text: bytes, endpoint: str, tenant: bytes) -> Line:
     line = strict_json(text)
     if not isinstance(line, dict):
-        raise RequestError("the line is no JSON object", code="invalid_json_line")
+        raise RequestError("the line is not a JSON object", code="invalid_json_line")
     custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     if unknown := [key for key in line if key not in _KEYS]:
         raise RequestError(f"unknown field {unknown[0][:40]!r}", param=unknown[0][:40])
@@ -151,28 +150,28 @@ async def run_lines(
     state: ServerState,
     lines: Sequence[Line],
     answers: AnswerLog,
-    told: Callable[[], None],
+    on_progress: Callable[[], None],
     share: float = 0.5,
     deaths: Mapping[str, int] | None = None,
     labels: str = "",
 ) -> None:
-    """Ask every line that `answers` does not hold, and log the answers in groups.
+    """Run every line without an answer in `answers`, and write the answers in groups.
 
-    Lines that ran when an engine died come first and one at a time, so that the one that kills
-    engines is found, and only that one fails.
+    Lines that ran when an engine died run first, one at a time. So only the line that kills engines
+    fails.
 
     Args:
-        told: called after every group that has reached the disk.
-        share: of the seats, the most that these lines take.
+        on_progress: called after each group of answers is on disk.
+        share: most of the engine's running requests that may be lines, as a fraction.
         deaths: custom_id -> engines that died while they ran this line.
-        labels: under which they count, as the header of the batch has them.
+        labels: metric labels, as in the header of the batch.
 
     Raises:
         ServerEnding: the server is shutting down, or its engine has died.
         CapacityError: the answers cannot be written.
-        RequestError: 507, no room is left for them.
+        RequestError: 507; the storage is full.
     """
-    lora_targets = state.started().ready.max_running
+    max_running = state.started().ready.max_running
     deaths = deaths or {}
     lines = [replace(line, labels=labels) for line in lines] if labels else lines
     left = [line for line in lines if line.custom_id not in answers.answered]
@@ -180,26 +179,27 @@ async def run_lines(
     suspected = [line for line in left if 0 < deaths.get(line.custom_id, 0) < MAX_DEATHS]
     if deadly:
         await answers.keep([_given_up(line) for line in deadly])
-        told()
-    await _run_group(state, suspected, answers, told, 1, lora_targets)
+        on_progress()
+    await _run_group(state, suspected, answers, on_progress, 1, max_running)
     others = [line for line in left if line.custom_id not in deaths]
-    await _run_group(state, others, answers, told, max(1, int(lora_targets * share)), lora_targets)
+    await _run_group(
+        state, others, answers, on_progress, max(1, int(max_running * share)), max_running
+    )
 
 
 async def _run_group(
     state: ServerState,
     lines: Sequence[Line],
     answers: AnswerLog,
-    told: Callable[[], None],
+    on_progress: Callable[[], None],
     width: int,
-    lora_targets: int,
+    max_running: int,
 ) -> None:
-    """Ask `lines`, `width` of them at once; errors as of `run_lines`."""
+    """Run `lines`, `width` of them at once; raises the errors of `run_lines`."""
     waiting, running = iter(lines), dict[str, None]()
     done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
     workers = [
-        asyncio.create_task(_work(state, waiting, running, done, lora_targets))
-        for _ in range(width)
+        asyncio.create_task(_work(state, waiting, running, done, max_running)) for _ in range(width)
     ]
     num_working = width
     try:
@@ -210,7 +210,7 @@ async def _run_group(
             ready = [a for a in group if isinstance(a, tuple)]
             if ready:
                 await answers.keep(ready)
-                told()
+                on_progress()
             for ended in (a for a in group if not isinstance(a, tuple)):
                 if ended is not None:
                     raise ended
@@ -226,15 +226,15 @@ async def _work(
     waiting: Iterator[Line],
     running: dict[str, None],
     done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
-    lora_targets: int,
+    max_running: int,
 ) -> None:
-    """Ask lines until none is left; says None at the end, or what went wrong."""
+    """Run lines until none is left. The last item in `done` is None or an exception."""
     try:
         for line in waiting:
-            while len(state.open) >= lora_targets:
-                await state.open.wait_change(SEAT_WAIT_S)
+            while len(state.open) >= max_running:
+                await state.open.wait_change(SLOT_WAIT_S)
             running[line.custom_id] = None
-            answer = await _answered(state, line)
+            answer = await _run_line(state, line)
             del running[line.custom_id]
             await done.put(answer)
     except ServerEnding:
@@ -245,10 +245,10 @@ async def _work(
         await done.put(None)
 
 
-async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
-    """The answer to a line; being turned away for want of room is none, until that lasts."""
+async def _run_line(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
+    """The answer to a line. A refusal because of the load is retried, NUM_RETRIES times at most."""
     for attempt in range(NUM_RETRIES):
-        reply = await _ask(state, line)
+        reply = await _send(state, line)
         if reply.status not in (429, 503) or attempt == NUM_RETRIES - 1:
             break
         if state.dead or state.draining or _is_lost(reply):
@@ -266,7 +266,7 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
 
 
 def _is_lost(reply: "_Reply") -> bool:
-    """Whether the engine was lost that ran the line."""
+    """Whether the engine that ran the line was lost."""
     if reply.status != 503:
         return False
     error = orjson.loads(reply.body).get("error")
@@ -274,9 +274,9 @@ def _is_lost(reply: "_Reply") -> bool:
 
 
 def _given_up(line: Line) -> tuple[str, bool, bytes]:
-    """The answer to a line that is not asked again, because engines died of it."""
-    told = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not asked again"
-    error = RequestError(told, status=500, code="engine_died")
+    """The answer to a line that failed because engines died of it."""
+    message = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not run again"
+    error = RequestError(message, status=500, code="engine_died")
     response: Json = {"status_code": 500, "request_id": fresh_id(), "body": error_body(error)}
     id = fresh_id()
     return line.custom_id, False, answer_line(id, line.custom_id, response)
@@ -284,7 +284,7 @@ def _given_up(line: Line) -> tuple[str, bool, bytes]:
 
 @dataclass
 class _Reply:
-    """What a handler answered."""
+    """The response of a handler."""
 
     id: str
     warnings: list[str]
@@ -300,42 +300,42 @@ class _Reply:
 
 
 def labels_header(state: ServerState) -> bytes:
-    """Name of the header that has the labels of a request."""
+    """Name of the header with metric labels."""
     return state.config.observe.labels_header.lower().encode()
 
 
 def _body(state: ServerState, line: Line, exchange: HttpExchange) -> Json:
-    """What a line asks, at the priority of batches. Its answer is in the file and nowhere else."""
+    """The body of a line at the priority of batches. Its response is not stored."""
     body = _with_priority(state, line.body)
     if line.url != "/v1/responses":
         return body
     if body.get("store") is True:
-        exchange.context.warn("store: the file has the response; it is not kept beside")
+        exchange.context.warn("store: the response is in the output file and is not stored")
     return {**body, "store": False}
 
 
 def _with_priority(state: ServerState, body: Json) -> Json:
-    """The body with a priority below every other, where priorities count and it has none."""
+    """The body with a low priority, if priorities are enabled and it has none."""
     schedule = state.config.schedule
     if not schedule.priorities:
         return body
     return {"priority": -LOW_PRIORITY if not schedule.low_priority_first else LOW_PRIORITY, **body}
 
 
-async def _ask(state: ServerState, line: Line) -> _Reply:
-    """One line through the handler of its route."""
+async def _send(state: ServerState, line: Line) -> _Reply:
+    """Run one line through the handler of its route."""
     reply = _Reply("", [])
     labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []
     scope = {"method": "POST", "path": line.url, "headers": labels}
     server = state.config.server
     exchange = HttpExchange(
-        scope, reply.send, words_wait=server.words_wait, is_strict=server.strict_requests
+        scope, reply.send, tokenizer_waits=server.tokenizer_waits, is_strict=server.strict_requests
     )
     reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
     exchange.context.tenant = line.tenant
     exchange.body = json.dumps(_body(state, line, exchange)).encode()
     try:
-        # a worker's task began within whichever request made the first batch
+        # this task has inherited the labels of the request that created the first batch
         with nullcontext() if state.labels is None else state.labels(exchange):
             await endpoints()[line.url](exchange, state)
     except RequestError as error:

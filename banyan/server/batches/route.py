@@ -1,7 +1,7 @@
-"""/v1/batches: many requests in a file, answered when the server has seats to spare.
+"""/v1/batches: a file of requests that run while the engine has free capacity.
 
-One batch runs at a time, oldest first. Every status is on the disk before the client can see it,
-and answers are appended in synced groups, so that a batch goes on after a crash where it was.
+One batch runs at a time, oldest first. A status is on disk before a client sees it, and answers are
+appended in synced groups. So a batch continues after a crash.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def batches(exchange: HttpExchange, state: ServerState) -> None:
-    """List the batches, or begin a new one."""
+    """List the batches, or create one."""
     if exchange.method == "POST":
         await _create(exchange, state)
         return
@@ -61,7 +61,7 @@ async def batches(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def batch(exchange: HttpExchange, state: ServerState) -> None:
-    """One batch: show it, or cancel it."""
+    """Show or cancel one batch."""
     storage = await state.storage.ready_if_used()
     id, _, verb = exchange.tail.partition("/")
     found = storage.batches.find(id, owner_of(exchange.context.tenant))
@@ -75,11 +75,11 @@ async def batch(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def resume_batches(state: ServerState) -> None:
-    """Go on with what an earlier process has left, if there is anything."""
+    """Continue the unfinished batches of an earlier process."""
     try:
         store = (await state.storage.ready_if_used()).batches
     except RequestError as error:
-        log.warning("batches cannot go on: %s", error)
+        log.warning("batches cannot continue: %s", error)
         return
     for other in store.batches.values():
         if not other.is_over and not other.is_for(state.served_name):
@@ -155,42 +155,42 @@ async def _cancel(state: ServerState, found: Batch) -> Batch:
 
 
 def _start(state: ServerState, store: BatchStore) -> None:
-    """See to it that somebody works through the batches."""
+    """Start the task that runs the batches, if it does not run."""
     if store.work is None or store.work.done():
         store.work = asyncio.create_task(_work(state, store))
 
 
 async def _work(state: ServerState, store: BatchStore) -> None:
-    """Run every batch that is not over, oldest first."""
+    """Run all unfinished batches, oldest first."""
     try:
         while (found := store.next(state.served_name)) is not None:
             log.info("batch started id=%s status=%s", found.id, found.status)
             try:
                 await _run(state, found.id)
             except ServerEnding:
-                if not await _is_back(state):
+                if not await _has_engine(state):
                     raise
             else:
                 log.info("batch ended id=%s status=%s", found.id, store.batches[found.id].status)
     except ServerEnding:
-        log.info("batches go on at the next start")
+        log.info("batches continue at the next start")
     except BanyanError as error:
         log.error("batches stopped: %s", error)
     except Exception:
         log.exception("batches stopped")
 
 
-async def _is_back(state: ServerState) -> bool:
-    """Wait while an engine is started in the place of a lost one; False when none will come."""
+async def _has_engine(state: ServerState) -> bool:
+    """Wait until a lost engine is replaced; False if it will not be."""
     while not (state.dead or state.draining):
-        if not state.trouble():
+        if not state.not_ready_reason():
             return True
         await asyncio.sleep(RETRY_S)
     return False
 
 
 async def _run(state: ServerState, id: str) -> None:
-    """One batch from where it is to its end."""
+    """Run one batch to its end from its current state."""
     storage, store = state.storage, state.storage.batches
     lines, faults = await _read(storage, store.batches[id])
     if faults:
@@ -209,7 +209,7 @@ async def _run(state: ServerState, id: str) -> None:
         partial(files.grow, id),
     )
 
-    def told() -> None:
+    def on_progress() -> None:
         store.batches[id] = msgspec.structs.replace(
             store.batches[id], succeeded=answers.num_succeeded, failed=answers.num_failed
         )
@@ -217,9 +217,11 @@ async def _run(state: ServerState, id: str) -> None:
     try:
         await asyncio.to_thread(answers.recover)
         files.has_grown_to(id, answers.num_found)
-        told()
+        on_progress()
         if found.status == "in_progress":
-            work = run_lines(state, lines, answers, told, deaths=found.deaths, labels=found.labels)
+            work = run_lines(
+                state, lines, answers, on_progress, deaths=found.deaths, labels=found.labels
+            )
             await _until_cancelled(store, id, asyncio.create_task(work))
     except ServerEnding as ending:
         if ending.running:
@@ -228,7 +230,7 @@ async def _run(state: ServerState, id: str) -> None:
     except RequestError as error:
         if error.code != STORAGE_FULL:
             raise
-        # This batch ends with what it has, and the next one goes on.
+        # This batch ends with the answers so far; the next one runs.
         fault = Fault(error.code, str(error))
         store.batches[id] = msgspec.structs.replace(store.batches[id], faults=[fault])
     except ConfigError as error:
@@ -252,7 +254,7 @@ async def _read(storage: Storage, batch: Batch) -> tuple[list[Line], list[Fault]
 
 
 async def _until_cancelled(store: BatchStore, id: str, work: "asyncio.Task[None]") -> None:
-    """Wait for `work`, or end it when the batch `id` is cancelled."""
+    """Wait for `work`; cancel it if the batch is cancelled."""
     try:
         while not work.done() and store.batches[id].status != "cancelling":
             store.cancelled.clear()
@@ -270,7 +272,7 @@ async def _until_cancelled(store: BatchStore, id: str, work: "asyncio.Task[None]
 
 
 async def _finish(storage: Storage, id: str) -> None:
-    """Publish what was answered, and close the batch. May be repeated after a crash."""
+    """Publish the answers and close the batch. May be repeated after a crash."""
     store, files = storage.batches, storage.files
     if store.batches[id].status == "in_progress":
         await store.save(_entered(store.batches[id], "finalizing"))
@@ -290,7 +292,7 @@ async def _finish(storage: Storage, id: str) -> None:
 
 
 def _with_deaths(batch: Batch, running: Sequence[str]) -> Batch:
-    """The batch with one more death for each line that was running."""
+    """The batch with one more death for each running line."""
     more = {custom_id: batch.deaths.get(custom_id, 0) + 1 for custom_id in running}
     log.warning("the engine died on a batch id=%s lines=%d", batch.id, len(more))
     return msgspec.structs.replace(batch, deaths={**batch.deaths, **more})

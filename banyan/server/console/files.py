@@ -1,7 +1,7 @@
-"""The console's files: what `/` is to a browser, and everything that page loads.
+"""The files of the console: the page at `/` and everything that it loads.
 
-They are the same for everybody and hold nothing of this server, so they need no key; what they show
-comes from the routes, with the key of whoever looks. Knows no engine.
+They contain nothing of this server, so they need no key. The console gets its data from the routes,
+with the key of its user.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from banyan.server.http.route import Route
 from banyan.server.state import ServerState
 
 FOLDER = "console/"
-"""Where the files are, below the page."""
+"""Path of the files, below the page."""
 
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _PACKAGE = "banyan.server.console"
@@ -30,7 +30,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Scripts and requests of this server alone, and no text ever becomes markup."""
+"""Allows scripts and requests of this server only; text never becomes markup."""
 
 HEADERS: Mapping[str, str] = {
     "content-security-policy": POLICY,
@@ -66,17 +66,17 @@ async def show_file(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def shell(plain: str) -> bytes:
-    """The page that loads the rest.
+    """The page that loads the console.
 
     Args:
-        plain: markup for who runs no scripts.
+        plain: markup for browsers without scripts.
     """
     return _shell().replace(_MARK, plain, 1).encode()
 
 
 @cache
 def files() -> Mapping[str, File]:
-    """Every file that a browser may ask for, by its name."""
+    """Every file of the console by name."""
     found: dict[str, File] = {}
     for entry in resources.files(_PACKAGE).iterdir():
         kind = _KINDS.get(entry.name[entry.name.rfind(".") :])

@@ -29,7 +29,7 @@ class EmbeddingRequest(VectorRequest, frozen=True, kw_only=True):
 
 
 async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[EmbeddingRequest, str, list[RequestSpec]]:
         refuse_fields(raw, _FIELDS, exchange.context)

@@ -1,7 +1,7 @@
-"""/v1/score and /v1/rerank: how well items fit a query.
+"""/v1/score and /v1/rerank: score items against a query.
 
-A causal model is asked for the probability of label tokens right after query and item; a classifier
-for the scores of its classes on the pair.
+A causal model gives the probability of label tokens after query and item; a classifier gives the
+scores of its classes for the pair.
 """
 
 import math
@@ -70,7 +70,7 @@ _RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
 
 
 async def score(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[ScoreRequest, str, list[RequestSpec]]:
         if raw.get("score_extraction_token"):
@@ -87,8 +87,10 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
         if len(queries) != 1:
             raise RequestError("query must be one text or one list of token ids.", param="query")
         model, adapters = model_and_adapters_of(exchange.context, state, request, len(items))
-        ask = _for_classes if service.model_config.labels else _for_labels
-        specs = ask(exchange.context, state, service, request, queries[0], items, adapters)
+        specs_of_items = _for_classes if service.model_config.labels else _for_labels
+        specs = specs_of_items(
+            exchange.context, state, service, request, queries[0], items, adapters
+        )
         return request, model, specs
 
     request, model, requests = await exchange.read(read)
@@ -101,7 +103,7 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
 
 async def rerank(exchange: HttpExchange, state: ServerState) -> None:
     """Documents by the score that a cross-encoder gives them with the query, best first."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
 
     def read(raw: Json) -> tuple[RerankRequest, list[RequestSpec]]:
         refuse_fields(raw, _RERANK_FIELDS, exchange.context)
@@ -153,7 +155,7 @@ def _for_classes(
     items: Sequence[Prompt],
     adapters: Sequence[str],
 ) -> list[RequestSpec]:
-    """What asks for the classes of each pair of query and item."""
+    """One request for the classes of each pair of query and item."""
     if request.label_token_ids or request.return_token_logprobs:
         raise RequestError("A classifier scores classes, not label tokens", param="label_token_ids")
     texts = [item for item in items if isinstance(item, str)]
@@ -179,7 +181,7 @@ def _for_labels(
     items: Sequence[Prompt],
     adapters: Sequence[str],
 ) -> list[RequestSpec]:
-    """What asks for the probabilities of the label tokens right after query and each item."""
+    """One request for the probabilities of the label tokens after query and each item."""
     labels = _labels(request, service)
     if not request.temperature > 0:
         raise RequestError("temperature must be finite and above 0.", param="temperature")

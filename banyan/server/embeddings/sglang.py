@@ -1,4 +1,4 @@
-"""Routes about vectors: /encode and /classify in the native form, /v1/classify in OpenAI's."""
+"""/encode and /classify of SGLang, and the shared parts of all routes for vectors."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from banyan.server.openai.models import model_and_adapters
 from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")
-"""Fields that every route about vectors honours, and `user`, which changes nothing."""
+"""Fields that every route for vectors honours, and `user`, which changes nothing."""
 
 _MEDIA = ("image_data", "video_data", "audio_data", "embed_overrides")
 
@@ -49,7 +49,7 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
 
 async def encode(exchange: HttpExchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     vectors = vector_service(service, state)
 
     def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
@@ -73,7 +73,7 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
 
 async def classify(exchange: HttpExchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     labels = labels_of(service)
 
     def read(raw: Json) -> tuple[str, list[RequestSpec]]:

@@ -1,6 +1,8 @@
-"""Lines about exchanges: one for each (--log-level-http), one for each request that is refused
-before it could begin (--log-requests), and, without being asked, one for the first of each kind
-that is refused or not honoured in full, so that a misconfigured client is seen. Knows no routes.
+"""The access log.
+
+It has a line for each HTTP request (--log-level-http), and for each request that is refused before
+it reaches the engine (--log-requests). Without these flags it has a line for the first error and
+warning of each kind, so that a misconfigured client is noticed.
 """
 
 import logging
@@ -18,34 +20,39 @@ _REFUSED = 400
 _KIND = ("status", "reason", "field")
 _ONCE = {"told": "the first of its kind"}
 MAX_KINDS = 100
-"""Of refusals and warnings that leave a line; clients make them up."""
+"""Kinds of errors and warnings that are logged. Clients could make up any number of them."""
 
 
 class AccessLog:
-    """
+    """Logs HTTP requests at their end.
+
     Args:
-        level: "info" and "debug" show a line for each exchange, whatever --log-level is.
+        level: "info" and "debug" log every request, whatever --log-level is.
     """
 
     def __init__(self, level: str) -> None:
-        self._told: set[tuple[object, ...]] = set()
+        self._logged: set[tuple[object, ...]] = set()
         self._shows = level in ("debug", "info")
         if self._shows:
             log.setLevel(logging.INFO)
 
-    def tell(self, exchange: HttpExchange, has_begun: bool, observe: ObserveConfig) -> None:
-        """An exchange has ended.
+    def log_end(self, exchange: HttpExchange, has_begun: bool, observe: ObserveConfig) -> None:
+        """Log the end of an HTTP request.
 
         Args:
-            has_begun: a request of it went to the engine, whose end is logged there.
-            observe: as it is now; operators may change it.
+            has_begun: it sent requests to the engine, which logs their end.
+            observe: the current settings; operators may change them.
         """
         path = printable(exchange.path, _PATH_CHARS)
         if self._shows:
             log.info(
                 "http method=%s path=%s status=%d seconds=%.3f peer=%s id=%s",
-                *(printable(exchange.method, 20), path, exchange.status),
-                *(time.monotonic() - exchange.began_s, exchange.peer, exchange.context.id),
+                printable(exchange.method, 20),
+                path,
+                exchange.status,
+                time.monotonic() - exchange.began_s,
+                exchange.peer,
+                exchange.context.id,
             )
         as_json = observe.log_requests and observe.log_format == "json"
         place = printable(exchange.route, _PATH_CHARS) or path
@@ -69,11 +76,11 @@ class AccessLog:
             write_line("request refused", {**facts, **_ONCE}, as_json)
 
     def _is_new(self, *kind: object) -> bool:
-        """Whether this kind has not been told of, and there is room to remember it."""
-        if kind in self._told or len(self._told) > MAX_KINDS:
+        """Whether this kind was not logged before, and is among the first MAX_KINDS."""
+        if kind in self._logged or len(self._logged) > MAX_KINDS:
             return False
-        self._told.add(kind)
-        if len(self._told) > MAX_KINDS:
+        self._logged.add(kind)
+        if len(self._logged) > MAX_KINDS:
             write_line("too many kinds of refusals and warnings", {"told": MAX_KINDS}, False)
             return False
         return True

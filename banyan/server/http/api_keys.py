@@ -1,12 +1,12 @@
-"""Keys: who may call. Keys of --api-key, and those of a file that is read again when it changes.
+"""API keys: the ones of --api-key, and the ones of a file that is read again when it changes.
 
     keys:
       - name: research        # its cache, files and sessions stay its own when its keys change
         key: [sk-new, sk-old]
-        weight: 2             # of its share of the steps while others wait too; 1
-        max-requests: 16      # at once, 429 beyond; 0 = any number
+        weight: 2             # share of the steps while others wait; default 1
+        max-requests: 16      # at once, more get 429; 0 = no limit
 
-Keys are kept and compared as SHA-256 digests, in constant time; nothing here can print a key.
+Keys are stored as SHA-256 digests and compared in constant time. Nothing here can print a key.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from banyan.config.file import read_mapping
 log = logger(__name__)
 
 LOOK_S = 1.0
-"""How often the file is looked at while requests come."""
+"""How often the file is checked while requests arrive."""
 MAX_CALLERS = 10_000
 _LEAST = 0.001
-"""Weights lie between this and its inverse."""
+"""Weights are between this and its inverse."""
 _FIELDS = ("name", "key", "weight", "max-requests")
 
 
@@ -37,12 +37,12 @@ def digest(key: str | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who has a key.
+    """The owner of one or more keys.
 
     Attributes:
-        tenant: digest of the name, or of the key of one without a name.
-        weight: of its share of the steps, against those of others.
-        max_requests: at once; 0 = any number.
+        tenant: digest of the name, or of the key if there is no name.
+        weight: share of the steps, relative to other callers.
+        max_requests: most open requests; 0 = no limit.
     """
 
     tenant: bytes
@@ -52,17 +52,18 @@ class Caller:
 
 
 ANYONE = Caller(b"")
-"""Of a server without keys."""
+"""The caller on a server without keys."""
 
 
 class Keys:
-    """
+    """The keys of a server.
+
     Args:
-        given: keys separated by spaces, of callers without names.
-        path: of the file; "" for none.
+        given: keys without names, separated by spaces.
+        path: key file; "" = none.
 
     Raises:
-        ConfigError: the file is missing or not what it must be.
+        ConfigError: the file is missing or malformed.
     """
 
     def __init__(self, given: str = "", path: str = "", clock: Clock | None = None) -> None:
@@ -80,18 +81,18 @@ class Keys:
         return len(self._given) + len(self._named)
 
     @property
-    def only(self) -> bytes:
-        """Digest of the one key, where it is the administrator's too; b"" otherwise."""
+    def only_key(self) -> bytes:
+        """Digest of the single key, which is the admin key too; b"" if there is none or several."""
         return next(iter(self._given)) if len(self._given) == 1 and not self._path else b""
 
     @property
-    def are_asked_for(self) -> bool:
-        """A file that lists nobody lets nobody in."""
+    def are_required(self) -> bool:
+        """Whether requests need a key. An empty key file admits nobody."""
         return bool(self._given or self._path)
 
     def find(self, given: bytes) -> Caller | None:
-        """Whose key has this digest. Takes as long for a wrong one."""
-        self._look()
+        """The caller whose key has this digest. A wrong key takes as long."""
+        self._refresh()
         found: Caller | None = None
         for keys in (self._given, self._named):
             for key, caller in keys.items():
@@ -106,8 +107,8 @@ class Keys:
         self._named = named
         self._weights = {caller.tenant: caller.weight for caller in named.values()}
 
-    def _look(self) -> None:
-        """Read the file again if it is another one. A bad one changes nothing, and is told."""
+    def _refresh(self) -> None:
+        """Read the file again if it has changed. A malformed file is logged and changes nothing."""
         now = self._clock.now()
         if not self._path or now - self._looked_s < LOOK_S:
             return
@@ -119,13 +120,13 @@ class Keys:
         try:
             self._take(_read(self._path))
         except ConfigError as error:
-            log.error("the keys stay as they were: %s", error)
+            log.error("the API keys stay as they were: %s", error)
         else:
             log.info("read %d keys from %s", len(self._named), printable(self._path, 200))
 
 
 def _state_of(path: str) -> tuple[int, int, int] | None:
-    """What differs when a file is another one; None where there is none."""
+    """Identity of a version of a file; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -134,7 +135,7 @@ def _state_of(path: str) -> tuple[int, int, int] | None:
 
 
 def _read(path: str) -> Mapping[bytes, Caller]:
-    """Digest of each key -> whose it is."""
+    """Digest of each key -> its caller."""
     content = read_mapping(path, "--api-key-file")
     listed = content.get("keys")
     if set(content) != {"keys"} or not isinstance(listed, list):

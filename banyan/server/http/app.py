@@ -1,7 +1,6 @@
 """The ASGI application: finds the route, checks origin and key, reads the body, runs the handler.
 
-Every exchange ends in order here, whatever happens to the client, the handler or the server.
-Knows no model and no dialect.
+Every request ends with a response, or with a cut connection if its client has gone.
 """
 
 import asyncio
@@ -21,10 +20,10 @@ from banyan.server.http.access_log import AccessLog
 from banyan.server.http.api_keys import Caller, Keys
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Scope, Send
 from banyan.server.http.limits import (
-    Body,
-    BodyRoom,
+    BodyMemory,
     ClientGone,
     Receive,
+    ReceivedBody,
     deadline_of,
     read_body,
     too_late,
@@ -34,15 +33,15 @@ from banyan.server.http.route import WITH_BODY, Route
 log = logger(__name__)
 
 TRIM_BYTES = 1 << 20
-"""Requests and answers above this leave many times their size to the allocator, which is told to
-give it back."""
+"""After requests and answers above this size, free memory is returned to the system: parsing leaves
+many times their size to the allocator."""
 
 BODIES_IN_MEMORY = 8
-"""Bodies of the largest size that are held at the same time, or so many bytes of smaller ones."""
+"""Limit of all bodies in memory, as a number of bodies of the largest size."""
 
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 _LONGEST_GUESSED = 64
-"""Characters of a path that is compared with those of the routes."""
+"""Longest path for which a similar route is searched."""
 
 
 RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
@@ -50,18 +49,23 @@ RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
 
 
 class Shared(Protocol):
-    """What is asked here of the one object that all routes share."""
+    """The part of the shared state that the application needs."""
 
     config: Config
     keys: Keys
-    """Who may call."""
+    """The API keys."""
+
+    @property
+    def request_scopes(self) -> Sequence[RequestScope]:
+        """Entered around each request with a body: its trace span and its metric labels."""
+        ...
 
     def retry_after_s(self) -> int:
-        """Seconds after which a request that is refused because of the load may fit."""
+        """Seconds after which a request that is refused because of the load may be admitted."""
         ...
 
     def has_begun(self, work: asyncio.Task[None]) -> bool:
-        """Whether this handler's work has its own line in the log."""
+        """Whether the work of this handler has its own line in the log."""
         ...
 
 
@@ -78,16 +82,17 @@ class App(Generic[S]):
         self.state = state
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
-        self.around: Sequence[RequestScope] = ()
-        """What requests that may make something run within: their span, their labels."""
         self.open_requests: dict[HttpExchange, None] = {}
         self._ended = asyncio.Event()
         self._guard = auth.Guard(
-            *(state.keys, server.admin_api_key, server.host),
-            *(server.allowed_hosts, server.allowed_origins),
+            state.keys,
+            server.admin_api_key,
+            server.host,
+            server.allowed_hosts,
+            server.allowed_origins,
         )
         self._max_body = server.max_body_bytes
-        self._room = BodyRoom(BODIES_IN_MEMORY * server.max_body_bytes)
+        self._memory = BodyMemory(BODIES_IN_MEMORY * server.max_body_bytes)
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
         self._access = AccessLog(state.config.observe.http_level)
@@ -96,7 +101,7 @@ class App(Generic[S]):
         if scope["type"] == "http":
             server = self.state.config.server
             exchange = HttpExchange(
-                scope, send, self._send_timeout_s, server.words_wait, server.strict_requests
+                scope, send, self._send_timeout_s, server.tokenizer_waits, server.strict_requests
             )
             await self._answer(exchange, receive)
         elif scope["type"] == "lifespan":
@@ -106,20 +111,20 @@ class App(Generic[S]):
             await send({"type": "websocket.close", "code": 1008})
 
     async def wait_idle(self) -> None:
-        """Wait until nothing but health checks is in progress."""
+        """Wait until only health checks are open."""
         while any(not exchange.is_probe for exchange in self.open_requests):
             self._ended.clear()
             await self._ended.wait()
 
     def end_all(self, text: str) -> None:
-        """End what is still open with a 503 or a last event that says `text`."""
+        """End all open requests with `text`: a 503, or the last event of a stream."""
         for exchange in list(self.open_requests):
             exchange.stop(unavailable(text, "shutting_down"))
 
     async def _answer(self, exchange: HttpExchange, receive: Receive) -> None:
         self.open_requests[exchange] = None
-        body = Body(self._room)
-        exchange.let_body_go = body.let_go
+        body = ReceivedBody(self._memory)
+        exchange.release_body = body.release
         exchange.retry_after_s = self.state.retry_after_s
         try:
             route = await self._admit(exchange)
@@ -129,12 +134,12 @@ class App(Generic[S]):
             most = self._most_body(route, exchange)
             exchange.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in self.around if exchange.method in WITH_BODY else ():
+                for enter in self.state.request_scopes if exchange.method in WITH_BODY else ():
                     within.enter_context(enter(exchange))
                 await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
-            _let_go(error)
+            _clear_traceback(error)
         except ClientGone:
             pass
         except Exception:
@@ -147,18 +152,21 @@ class App(Generic[S]):
             exchange.drop_body()
             self._ended.set()
             has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
-            self._access.tell(exchange, has_begun, self.state.config.observe)
+            self._access.log_end(exchange, has_begun, self.state.config.observe)
             if body.size + exchange.num_sent > TRIM_BYTES:
-                with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
+                with contextlib.suppress(RuntimeError):  # the server is ending
                     asyncio.get_running_loop().run_in_executor(None, give_back)
 
     def _most_body(self, route: Route[S], exchange: HttpExchange) -> int:
-        """Bytes of a body; none where nobody reads one, least of all from strangers."""
+        """Largest body; 0 if the route reads none or is open to everybody."""
         has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
         return 0 if has_none else self._max_body
 
     async def _admit(self, exchange: HttpExchange) -> Route[S] | None:
-        """The route, or None when a refusal was sent. A key is needed before a path is known."""
+        """The route; None if a response was sent.
+
+        The key is checked before the path, so that strangers do not learn which paths exist.
+        """
         route = self._find(exchange)
         if route is not None:
             exchange.dialect, exchange.route = route.dialect, route.path
@@ -219,7 +227,7 @@ class App(Generic[S]):
         return None
 
     async def _accepts(self, route: Route[S], exchange: HttpExchange) -> bool:
-        """Whether method and content type fit; a refusal was sent otherwise."""
+        """Whether the route accepts the method and encoding; if not, a response was sent."""
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in route.methods:
             error = RequestError(
@@ -236,7 +244,7 @@ class App(Generic[S]):
         return True
 
     async def _run(self, route: Route[S], exchange: HttpExchange, receive: Receive) -> None:
-        """Run the handler until it ends, the client leaves, or `stop` is called."""
+        """Run the handler until it ends, the client leaves, time is up or `stop` is called."""
         exchange.context.deadline_s = deadline_of(exchange.headers, exchange.began_s)
         exchange.work = asyncio.create_task(route.handler(exchange, self.state))
         watch = asyncio.create_task(_watch(exchange, receive))
@@ -257,7 +265,7 @@ class App(Generic[S]):
 
 
 def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
-    """Headers of the answer to OPTIONS; to a page of others also what it may send."""
+    """Headers of the answer to OPTIONS, with CORS headers for a permitted page."""
     allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
     if not exchange.page:
         return {"allow": allowed}
@@ -271,14 +279,14 @@ def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
 
 
 def no_route(path: str, routes: Collection[str]) -> RequestError:
-    """Says that there is no such path, and which one may have been meant."""
+    """404 with a suggestion of the nearest path."""
     near = _nearest(path, [known for known in routes if not known.endswith("/")])
     hint = f"Did you mean {near}?" if near else "GET / lists the routes"
     return RequestError(f"no route {printable(path, 100)}", status=404, code="not_found", hint=hint)
 
 
 def _nearest(path: str, known: Sequence[str]) -> str:
-    """The path that this one is the end of, ends with, or looks like; "" when there is none."""
+    """A known path that contains this one, is contained in it, or is similar; "" = none."""
     path = path.lower().rstrip("/")
     if not 1 < len(path) <= _LONGEST_GUESSED:
         return ""
@@ -290,7 +298,7 @@ def _nearest(path: str, known: Sequence[str]) -> str:
 
 
 def _credentials(exchange: HttpExchange) -> bytes:
-    """The Authorization header; the header x-api-key holds the same key without a scheme."""
+    """The Authorization header, or the key of the header x-api-key in that form."""
     given = exchange.headers.get(b"authorization", b"")
     key = exchange.headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given
@@ -302,8 +310,8 @@ async def _watch(exchange: HttpExchange, receive: Receive) -> None:
     exchange.stop(ClientGone())
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Free what was read of a refused request: the frames of its refusal hold all of it."""
+def _clear_traceback(error: BaseException | None) -> None:
+    """Clear the traceback of a refusal: its frames keep the whole body in memory."""
     while error is not None:
         context = error.__context__
         error.__traceback__ = error.__context__ = None
@@ -311,7 +319,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 async def _quietly(answer: Awaitable[None]) -> None:
-    """Send a last word to a client that may have gone."""
+    """Send an error to a client that may have gone."""
     try:
         await answer
     except (ClientGone, OSError):

@@ -1,6 +1,6 @@
-"""Who may call what: bearer keys, admin routes, and protection of local servers against browsers.
+"""Authentication: bearer keys, admin routes, and protection of local servers against web pages.
 
-Keys are compared as SHA-256 digests in constant time; nothing here can print a key.
+Keys are compared as SHA-256 digests in constant time. Nothing here can print a key.
 """
 
 import hmac
@@ -12,43 +12,44 @@ from banyan.base.log import printable
 from banyan.server.http.api_keys import ANYONE, Caller, Keys, digest
 
 OPEN = "open"
-"""Guard of routes that answer without a key: health and metrics."""
+"""Guard of routes without a key: health and metrics."""
 KEY = "key"
 ADMIN = "admin"
 OWN = "own"
-"""Guard of routes on what callers have made themselves: any key, the administrator's too."""
+"""Guard of routes about the caller's own requests: any key, or the admin key."""
 
 UNAUTHORIZED = 401
 ANY = "*"
-"""In the place of hosts or origins."""
+"""Any host or origin."""
 
 _OWN_SITES = ("", "none", "same-origin")
-"""Sec-Fetch-Site of programs, of a person who types an address, and of the server's own pages."""
+"""Sec-Fetch-Site of programs, of typed addresses, and of the server's own pages."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`status` 200 admits. `caller` is whose key was presented."""
+    """The result of a check: `status` 200 admits the request of `caller`."""
 
     status: int
     text: str = ""
     caller: Caller = ANYONE
     is_admin: bool = False
-    """What others have made may be ended."""
+    """The caller may abort the requests of others."""
 
 
 class Guard:
     """Decides by route guard, key and peer.
 
     Args:
-        keys: of callers. Who has one sees nothing of the others.
-        admin_key: "" for none: then the only API key is the administrator's too.
-        host: the address that the server is bound to.
-        hosts: other names in the header Host, with commas; "*" = any.
-        origins: of web pages that may ask, "http://app.example:3000", with commas; "*" = any.
+        keys: keys of callers. A caller sees nothing of the others.
+        admin_key: "" = none; a single API key is then the admin key too.
+        host: address that the server is bound to.
+        hosts: further names for the header Host, separated by commas; "*" = any.
+        origins: web pages that may send requests, such as "http://app.example:3000", separated by
+            commas; "*" = any.
 
     Raises:
-        ConfigError: one of `origins` is none.
+        ConfigError: an entry of `origins` is not an origin.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Guard:
         origins: str = "",
     ) -> None:
         self._keys = keys
-        self._admin = digest(admin_key) if admin_key else keys.only
+        self._admin = digest(admin_key) if admin_key else keys.only_key
         self._is_local = is_loopback(host)
         own = {"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"}
         self._hosts = frozenset(own | {_bare(name) for name in _parts(hosts)})
@@ -68,17 +69,20 @@ class Guard:
         self._origins = frozenset(map(_checked_origin, _parts(origins)))
 
     def check_origin(self, host: str, origin: str, site: str) -> str:
-        """Refuse what web pages of others make a browser ask: RequestError 421, 403.
+        """Refuse requests that foreign web pages make a browser send.
 
-        With a key a page gets no further, because it does not know the key; on loopback it is
-        turned away all the same.
-
-        Returns:
-            The origin, where its pages may ask and read what is answered; "" otherwise.
+        A server with a key needs no such check, because a page does not have the key. A server on
+        loopback is checked anyway.
 
         Args:
-            host, origin, site: the headers Host, Origin and Sec-Fetch-Site, "" for none. Browsers
-                send the last with every request, also with those that have no Origin.
+            host, origin, site: the headers Host, Origin and Sec-Fetch-Site; "" = absent. Browsers
+                send the last one with every request, even without Origin.
+
+        Returns:
+            The origin if its pages may read the answer; "" otherwise.
+
+        Raises:
+            RequestError: 421 for an unknown host, 403 for a foreign page.
         """
         if self._checks_hosts and host and _bare(host) not in self._hosts:
             raise RequestError(
@@ -90,7 +94,7 @@ class Guard:
             )
         if origin and (ANY in self._origins or origin.lower() in self._origins):
             return origin
-        if self._keys.are_asked_for and not self._is_local:
+        if self._keys.are_required and not self._is_local:
             return ""
         own = self._hosts if self._is_local else (_bare(host),)
         if _bare(origin.partition("://")[2]) in own if origin else site in _OWN_SITES:
@@ -105,15 +109,15 @@ class Guard:
     def judge(
         self, guard: str, authorization: bytes, peer: str, host: str, page: str = ""
     ) -> Verdict:
-        """Whether a request with this Authorization header may use a route with this guard.
+        """Decide whether a request with this Authorization header may use a route with this guard.
 
-        Without a key admin routes are for this machine: for a `peer` on it that calls the server by
-        a loopback name in the header `host`. A page's own name, made to point here, is none, and
-        no `page` of others (`check_origin`) gets there.
+        Without keys, admin routes serve this machine only: `peer` must be local, the header `host`
+        a loopback name (not a name that a page has pointed here), and there must be no foreign
+        `page` (`check_origin`).
         """
         if guard == OPEN:
             return Verdict(200)
-        if not self._keys.are_asked_for and not self._admin:
+        if not self._keys.are_required and not self._admin:
             is_near = self._is_local or is_loopback(peer)
             is_admin = is_near and (not host or is_loopback(_bare(host))) and not page
             if guard == ADMIN and not is_admin:
@@ -125,13 +129,13 @@ class Guard:
         is_admin = bool(self._admin) and hmac.compare_digest(given, self._admin)
         if guard == ADMIN and caller is not None and not self._admin:
             return Verdict(403, "with several keys admin routes need one: --admin-api-key")
-        fits = caller is not None or not self._keys.are_asked_for
+        fits = caller is not None or not self._keys.are_required
         if guard == ADMIN or (guard == OWN and is_admin):
             fits = is_admin
         if not fits:
             return Verdict(UNAUTHORIZED)
         if caller is None:
-            caller = Caller(given) if self._keys.are_asked_for else ANYONE
+            caller = Caller(given) if self._keys.are_required else ANYONE
         return Verdict(200, "", caller, is_admin)
 
 
@@ -140,7 +144,7 @@ def _parts(given: str) -> list[str]:
 
 
 def _checked_origin(given: str) -> str:
-    """An origin as browsers write it."""
+    """An origin in the form that browsers send; ConfigError if it is none."""
     origin = given.lower().rstrip("/")
     scheme, mark, rest = origin.partition("://")
     if given not in (ANY, "null") and not (scheme and mark and rest and "/" not in rest):
@@ -152,7 +156,7 @@ def _checked_origin(given: str) -> str:
 
 
 def _bare(host: str) -> str:
-    """Host header without its port, in lower case."""
+    """The host without its port, in lower case."""
     host = host.lower()
     if host.startswith("["):
         return host.partition("]")[0] + "]"

@@ -1,6 +1,6 @@
-"""How one family of routes writes: the frames of its streams and the bodies of its errors.
+"""Dialect: the response format of an API: the frames of its streams and the bodies of its errors.
 
-A route names its dialect, so that refusals that come before any handler are in it too.
+Each route has a dialect, so that errors before the handler have its format too.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from banyan.server.errors import UNAUTHORIZED, Json, error_body, error_event
 class Dialect:
     """Attributes:
     media: content type of a stream.
-    frame: one event of a stream as bytes.
-    end: what a stream ends with.
-    error_body: of a request that is refused before anything was streamed.
-    error_event: the last event of a stream that fails after it began.
-    unauthorized: body of the answer to a missing or wrong key.
+    frame: encodes one event of a stream.
+    end: the last bytes of a stream.
+    error_body: body of an error before anything was streamed.
+    error_event: last event of a stream that fails.
+    unauthorized: body for a missing or wrong key.
     """
 
     media: str
@@ -35,22 +35,22 @@ def _frame(body: Json) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(body)
 
 
-class Mold:
-    """Frames that differ in one text.
+class FrameTemplate:
+    """A frame whose text is filled in later; faster than encoding a frame for each token.
 
     Args:
-        frame: one of them, in which that text is `Mold.GAP`; nothing behind it comes from a client,
-            who may have written the same before it.
+        frame: a frame whose text is `FrameTemplate.GAP`. Nothing after it may come from a client,
+            which could have sent the same text before it.
     """
 
     GAP = "\x00gap\x00"
 
     def __init__(self, frame: bytes) -> None:
-        self._before, gap, self._behind = frame.rpartition(orjson.dumps(self.GAP))
+        self._before, gap, self._after = frame.rpartition(orjson.dumps(self.GAP))
         assert gap, "the frame has no gap"
 
     def fill(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._before, orjson.dumps(text), self._behind)
+        return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
 
 
 OPENAI = Dialect(
@@ -61,4 +61,4 @@ OPENAI = Dialect(
     error_event=error_event,
     unauthorized=UNAUTHORIZED,
 )
-"""Of OpenAI's routes, and of all that have no dialect of their own."""
+"""The dialect of OpenAI's routes and of all routes without their own."""

@@ -1,7 +1,7 @@
-"""Follow: events that are written in the very call that brings what they tell.
+"""Streams: events are written in the call that delivers their chunk.
 
-A step of the engine brings something to many streams. To wake a task for each of them takes longer
-than to make its event, so tasks wait only where there is something to wait for.
+A step of the engine delivers chunks to many streams. Waking a task for each takes longer than
+encoding its event, so a task runs only if a stream has to wait.
 """
 
 import asyncio
@@ -14,14 +14,19 @@ from banyan.server.http.exchange import HttpExchange
 T = TypeVar("T")
 
 Later = Callable[[], Awaitable[bytes]]
-"""Makes bytes, and has to wait for that."""
+"""Makes a frame that needs waiting."""
 
 
 async def follow(
     exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
 ) -> None:
-    """Begin a stream with the first chunk, and send what `frames` makes of each until they are
-    over. Where the client's buffer is full, or `frames` has to wait, the chunks wait too."""
+    """Start a stream with the first chunk, and send the frame of each chunk.
+
+    The chunks wait while the client's buffer is full or `frames` waits.
+
+    Args:
+        frames: encodes a chunk; b"" = nothing to send.
+    """
     async for first in chunks:
         await exchange.begin_events()
         made = frames(first)
@@ -29,13 +34,13 @@ async def follow(
             frame = made if isinstance(made, bytes) else await made()
             if frame:
                 await exchange.event(frame)
-            made = await _write_along(exchange, chunks, frames)
+            made = await _write_ready(exchange, chunks, frames)
 
 
-async def _write_along(
+async def _write_ready(
     exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
 ) -> bytes | Later | None:
-    """Write until something has to be waited for, which is returned; None at the end."""
+    """Write until a frame has to wait, and return that; None at the end."""
     until: asyncio.Future[bytes | Later | None] = asyncio.get_running_loop().create_future()
 
     def more() -> None:

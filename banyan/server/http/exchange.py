@@ -1,6 +1,6 @@
-"""HttpExchange: one HTTP request and its one answer, written straight to the ASGI `send`.
+"""HttpExchange: one HTTP request and its response, written straight to the ASGI `send`.
 
-An answer is a whole body or a stream of events. `fail` ends either of them in order.
+A response is a whole body or a stream of events. `fail` ends either of them in order.
 """
 
 import asyncio
@@ -34,29 +34,30 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
 SEND_TIMEOUT_S = 30.0
-"""A client that takes nothing for this long is cut off, and its request is aborted."""
+"""A client that reads nothing for this long is cut off, and its request is aborted."""
 
 RETRY_AFTER_S = UNKNOWN_S
-"""Where nothing better is known."""
+"""Retry-After if there is no estimate."""
 OF_LOAD = ("queue_full", "too_many_requests", "overloaded", "timed_out")
-"""Codes of refusals that end with the load."""
+"""Codes of errors that are due to the load."""
 MAX_QUERY_FIELDS = 32
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
-"""Key of the scope: a function without arguments that cuts the connection."""
+"""Scope key: a function that cuts the connection."""
 WRITE = "banyan.write"
-"""Key of the scope: a function that writes a piece of a body that has begun and will go on, and
-says whether it did; it does not where that would have to wait."""
+"""Scope key: a function that writes a piece of a started, unfinished body. If it would have to wait
+it writes nothing and returns False."""
 
 
 class HttpExchange:
-    """What a handler gets: the request, and the means to answer it. `context` holds the part that
-    does not depend on HTTP.
+    """The request that a handler gets, and the methods that respond to it.
+
+    `context` is the part that does not depend on HTTP.
 
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
-        words_wait: reading a text waits for other requests or processes, whatever its size.
+        tokenizer_waits: tokenizing waits for other requests or processes at any size of text.
         is_strict: fields without effect are refused (--strict-requests).
     """
 
@@ -65,7 +66,7 @@ class HttpExchange:
         scope: Scope,
         send: Send,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        words_wait: bool = False,
+        tokenizer_waits: bool = False,
         is_strict: bool = False,
     ) -> None:
         self.method: str = scope["method"]
@@ -76,30 +77,30 @@ class HttpExchange:
         self.context = RequestContext(headers=names, is_strict=is_strict)
         self.dialect = OPENAI
         self.body = b""
-        """Until `read` has understood it."""
-        self.let_body_go: Callable[[], None] = _nothing
-        """Told when the body is no longer held."""
+        """Empty once it has been parsed."""
+        self.release_body: Callable[[], None] = _nothing
+        """Called when the body is no longer in memory."""
         self.tail = ""
-        """Rest of the path below a route that ends in "/"."""
+        """Rest of the path after a route that ends in "/"."""
         self.retry_after_s: Callable[[], int] = lambda: RETRY_AFTER_S
-        """When it may be better, for refusals because of the load."""
+        """Seconds for Retry-After in errors due to the load."""
         self.page = ""
-        """Origin of the web page that asks, where it may read the answer."""
+        """Origin of the web page that sent the request, if it may read the response; else ""."""
         self.is_probe = False
         """A health check; draining does not wait for it."""
         self.began_s = time.monotonic()
         self.status = 0
-        """Of the answer; 0 until it starts."""
+        """Status of the response; 0 until it starts."""
         self.refusal = ""
-        """Code of the error that was the answer."""
+        """Code of the error in the response."""
         self.at_fault = ""
-        """The field that the error names."""
+        """Field that the error names."""
         self.route = ""
-        """Path of the route; "" where there is none."""
+        """Path of the route; "" = none."""
         self.trace = ""
-        """Its place in a trace, as the header traceparent has it; "" where none is kept."""
+        """Value of the header traceresponse; "" = not traced."""
         self.num_sent = 0
-        """Bytes of the answer so far."""
+        """Bytes of the response so far."""
         self.started = False
         self.streaming = False
         self.ended = False
@@ -108,10 +109,11 @@ class HttpExchange:
         self.work: asyncio.Task[None] | None = None
         self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
         self.write: Callable[[bytes], bool] = scope.get(WRITE, _never)
-        """Writes a frame if that needs no waiting, and says so; its caller counts the bytes."""
+        """Writes a frame if that needs no waiting, and returns whether it did. The caller counts
+        the bytes."""
         self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
-        self._words_wait = words_wait
+        self._tokenizer_waits = tokenizer_waits
         self._send_timeout_s = send_timeout_s
 
     def header(self, name: bytes) -> str:
@@ -137,15 +139,15 @@ class HttpExchange:
         return self.header(b"content-type").partition(";")[0].strip().lower()
 
     async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
-        """What `work` makes of the body's JSON object; off the event loop when the body is large.
+        """Parse the body as JSON and return `work` of it; in a thread if the body is large.
 
-        Whatever grows with what a client sent is done in `work`; the body is gone afterwards.
+        Do all work that grows with the request in `work`. The body is dropped afterwards.
 
         Args:
-            waits: `work` waits for another process, so that it is off the loop whatever its size.
+            waits: `work` waits for another process; it runs in a thread whatever the size.
         """
         body = self.body
-        size = len(body) + (THREAD_BYTES + 1 if waits or self._words_wait else 0)
+        size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
         try:
             return await off_loop(size, lambda: work(json_object(body, self.media)))
         finally:
@@ -153,14 +155,14 @@ class HttpExchange:
 
     def drop_body(self) -> None:
         self.body = b""
-        self.let_body_go()
+        self.release_body()
 
     async def optional_object(self) -> Json:
-        """As json_object, with an empty body for {}; fields may come as a query string instead."""
+        """Like json_object, but the body may be empty, and fields may be in the query."""
         return {**self.query, **(await self.json_object() if self.body else {})}
 
     def stop(self, why: RequestError | ClientGone) -> None:
-        """End the exchange from outside; what the work holds is released by its cancellation."""
+        """End the request from outside. The cancellation releases what its work holds."""
         if self.ending is None and self.work is not None and not self.work.done():
             self.ending = why
             self.work.cancel()
@@ -176,7 +178,7 @@ class HttpExchange:
     async def whole(
         self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Answer with one body."""
+        """Respond with one body."""
         lines = self._head(kind) + [(b"content-length", b"%d" % len(body))]
         lines += [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
         await self._start(status, lines)
@@ -184,7 +186,7 @@ class HttpExchange:
         await self._put(b"" if self.method == "HEAD" else body, more=False)
 
     async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
-        """Answer with one body of `size` bytes, which is never in memory as a whole."""
+        """Respond with a body of `size` bytes that is never in memory as a whole."""
         await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
         if self.method != "HEAD":
             async for piece in pieces:
@@ -193,23 +195,28 @@ class HttpExchange:
         await self._put(b"", more=False)
 
     async def relay(self, status: int, lines: Sequence[tuple[bytes, bytes]]) -> None:
-        """Begin an answer that another server gives: its status and headers, to which those are
-        added that web pages need. `piece` follows until the last."""
+        """Start the response of another server: its status and headers, and the CORS headers.
+
+        Calls of `piece` follow.
+        """
         await self._start(status, [*lines, *_for_pages(self.page)])
 
     async def piece(self, body: bytes, is_last: bool = False) -> None:
-        """Send bytes of such an answer as they are; waits like `event`."""
+        """Send bytes of a relayed response; waits like `event`."""
         self.ended = is_last
         await self._put(body, more=not is_last)
 
     async def begin_events(self) -> None:
-        """Start a stream; the status is 200 from here on."""
+        """Start a stream with status 200."""
         await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
         self.streaming = True
 
     async def event(self, body: Json | bytes) -> None:
-        """Send one event, or some that are frames already; waits while the client's buffer is full,
-        at most until ClientGone."""
+        """Send one event, or encoded frames. Waits while the client's buffer is full.
+
+        Raises:
+            ClientGone: the client did not read for too long.
+        """
         frame = body if isinstance(body, bytes) else self.dialect.frame(body)
         if self.write(frame):
             self.num_sent += len(frame)
@@ -253,7 +260,7 @@ class HttpExchange:
         return lines
 
     def cut(self) -> None:
-        """Drop the connection: what was begun cannot be ended in order."""
+        """Cut the connection, because the response cannot be ended in order."""
         self.ended = True
         self._abort()
 
@@ -267,7 +274,7 @@ class HttpExchange:
         steps = self._send(message).__await__()
         try:
             waits_for = next(steps)
-        except StopIteration:  # the client's buffer has room, as nearly always: no clock is set
+        except StopIteration:  # the usual case: the buffer is not full, no timer is needed
             return
         try:
             async with asyncio.timeout(self._send_timeout_s):
@@ -278,7 +285,7 @@ class HttpExchange:
 
 
 class _Begun:
-    """The rest of an awaitable whose first step has been taken."""
+    """The rest of an awaitable after its first step."""
 
     def __init__(self, steps: Generator[object, object, None], waits_for: object) -> None:
         self._steps = steps
@@ -287,22 +294,22 @@ class _Begun:
     def __await__(self) -> Generator[object, object, None]:
         try:
             yield self._waits_for
-        except BaseException as error:  # a cancellation is for the one that waits
+        except BaseException as error:  # pass a cancellation to the awaitable
             yield self._steps.throw(error)
         yield from self._steps
 
 
 def _never(piece: bytes) -> bool:
-    """In place of writing without `send`."""
+    """Default of WRITE."""
     return False
 
 
 def _nothing() -> None:
-    """In place of cutting a connection that cannot be cut."""
+    """Default of ABORT."""
 
 
 def _for_pages(page: str) -> list[tuple[bytes, bytes]]:
-    """What a web page of others at `page` needs to read an answer; "" = there is none."""
+    """CORS headers that let a web page of the origin `page` read the response; "" = none."""
     if not page:
         return []
     return [

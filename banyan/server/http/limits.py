@@ -1,7 +1,4 @@
-"""What may come in: body size and time, and JSON that means one thing to every reader.
-
-Knows bytes and JSON; knows no routes.
-"""
+"""Limits of requests: size and time of bodies, deadlines, and strict JSON."""
 
 import asyncio
 import json
@@ -21,10 +18,10 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 JSON_MEDIA = "application/json"
 
 BODY_TIMEOUT_S = 10.0
-"""Longest wait for the next piece of a body; a slower client is told 408."""
+"""Longest wait for the next piece of a body; slower clients get 408."""
 
 BODY_TOTAL_S = 120.0
-"""Longest time for a whole body, however steadily it drips."""
+"""Longest time for a whole body."""
 
 DEADLINE = "x-request-timeout"
 """Header: seconds from the request's first byte to the last of its answer."""
@@ -32,22 +29,21 @@ MAX_DEADLINE_S = 7 * 24 * 3600.0
 
 MAX_VALUES = 1_000_000
 MAX_CONTAINERS = 250_000
-"""Values, and lists and objects, of one JSON body: parsing as many takes a tenth of a second."""
+"""Values, and lists and objects, of one JSON body. Parsing that many takes 0.1 s."""
 
 
-class BodyRoom:
-    """Room for the bodies that are in memory at the same time, from their first byte until they
-    have been understood.
+class BodyMemory:
+    """Limits the bytes of all bodies in memory, from their first byte until they are parsed.
 
     Args:
-        most_bytes: of all of them.
+        most_bytes: the limit.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = self._left = most_bytes
 
     def check(self, size: int) -> None:
-        """RequestError 503 when there is no room for `size` more bytes."""
+        """RequestError 503 if `size` more bytes exceed the limit."""
         if size > self._left:
             raise RequestError(
                 f"the server holds {self._most - self._left} bytes of requests that it is reading, "
@@ -58,52 +54,53 @@ class BodyRoom:
             )
 
     def move(self, size: int) -> None:
-        """`size` more bytes are in memory; fewer when it is negative."""
+        """Count `size` more bytes; a negative size frees them."""
         self._left -= size
 
 
-class Body:
-    """A body as it comes in and is held."""
+class ReceivedBody:
+    """Counts the bytes of one body while it is in memory."""
 
-    def __init__(self, room: BodyRoom) -> None:
+    def __init__(self, memory: BodyMemory) -> None:
         self.size = 0
-        """Bytes that came."""
-        self._room = room
+        """Bytes received."""
+        self._memory = memory
         self._held = 0
 
     def add(self, size: int) -> None:
-        """RequestError 503 when there is no room for this part."""
-        self._room.check(size)
-        self._room.move(size)
+        """Count a received part; RequestError 503 if it exceeds the limit."""
+        self._memory.check(size)
+        self._memory.move(size)
         self.size += size
         self._held += size
 
     def expect(self, size: int) -> None:
-        """RequestError 503 when there is no room for so much at the moment."""
-        self._room.check(size)
+        """RequestError 503 if a body of this size would exceed the limit now."""
+        self._memory.check(size)
 
-    def let_go(self) -> None:
-        """It is no longer in memory. Harmless when repeated."""
-        self._room.move(-self._held)
+    def release(self) -> None:
+        """The body is no longer in memory. May be called again."""
+        self._memory.move(-self._held)
         self._held = 0
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection."""
 
 
 async def read_body(
     receive: Receive,
     declared: bytes | None,
     max_bytes: int,
-    body: Body,
+    body: ReceivedBody,
     timeout_s: float = BODY_TIMEOUT_S,
 ) -> bytes:
-    """The whole body, counted in `body`.
+    """Read the whole body, and count it in `body`.
 
     Raises:
-        RequestError: 413 when too large (declared or counted), 503 when there is no room for it
-            beside those of others, 408 when too slow.
+        RequestError: 413 if it is too large (declared or counted), 503 if all bodies together are,
+            408 if it is too slow.
+        ClientGone: the client closed the connection.
     """
     if declared is not None and declared.isdigit():
         if int(declared[:20]) > max_bytes:
@@ -172,10 +169,10 @@ def too_late() -> RequestError:
 
 
 def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
-    """The JSON object that `body` is; RequestError 400 otherwise.
+    """Parse `body` as a JSON object; RequestError 400 if it is none.
 
     Args:
-        media: what the client calls it; named where that may be the fault.
+        media: content type; the error names it if it may be the cause.
     """
     try:
         value = strict_json(body)
@@ -193,10 +190,10 @@ def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
 
 
 def strict_json(body: bytes) -> object:
-    """Parse JSON, refusing what readers disagree on, and what would take long or much memory.
+    """Parse JSON; refuse what parsers interpret differently and what takes much time or memory.
 
-    orjson refuses bad UTF-8, lone surrogates, NaN, infinite numbers and depth above 1024; the
-    second pass finds duplicate keys and keeps integers of any size exact.
+    orjson refuses bad UTF-8, lone surrogates, NaN, infinity and depth above 1024. The second pass
+    finds duplicate keys and keeps integers of any size exact.
     """
     _refuse_many(body)
     try:
@@ -209,7 +206,7 @@ def strict_json(body: bytes) -> object:
 
 
 def _refuse_many(body: bytes) -> None:
-    """Count before parsing, which nothing interrupts. Marks within texts count too."""
+    """Count values before parsing, which cannot be interrupted; strings count too."""
     for marks, most, what in (
         ((b",",), MAX_VALUES, "values"),
         ((b"[", b"{"), MAX_CONTAINERS, "lists and objects"),

@@ -1,8 +1,6 @@
-"""Where a server listens, and uvicorn over it: the socket, who could reach it, and the protocol.
+"""The HTTP listener: the bound socket, the check of who can reach it, and uvicorn on top."""
 
-Knows no routes and nothing of what is served.
-"""
-
+import asyncio
 import contextlib
 import errno
 import socket
@@ -16,15 +14,20 @@ from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
 from banyan.config.serving import ServerConfig
+from banyan.server.http.app import App
 from banyan.server.http.auth import ANY
 from banyan.server.http.connection import connections
+from banyan.server.http.tls import tls_context
 
 log = logger(__name__)
 
 _USER_TIMEOUT_MS = 60_000
-"""The kernel drops connections whose client has acknowledged nothing for this long."""
+"""The kernel drops a connection whose client acknowledges nothing for this long."""
 
 _BACKLOG = 2048
+
+CLOSING_S = 1.0
+"""Time for last events to reach clients and for connections to close."""
 
 Application = Callable[..., Awaitable[Any]]
 
@@ -60,7 +63,11 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def check_exposure(server: ServerConfig) -> None:
-    """Warn, or refuse under --require-key, when strangers could use a server without a key."""
+    """Warn if anyone else can reach a server without a key.
+
+    Raises:
+        ConfigError: under --require-key.
+    """
     if server.has_keys:
         return
     if ANY in server.allowed_origins:
@@ -76,7 +83,7 @@ def check_exposure(server: ServerConfig) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: whoever runs it decides what signals mean."""
+    """uvicorn without its signal handlers; the server process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -92,8 +99,8 @@ def web_server(
     """uvicorn over `app`; `serve([listener])` runs it until `should_exit`.
 
     Args:
-        closing_s: what connections get to close in order.
-        encryption: None = connections are not encrypted.
+        closing_s: time for connections to close in order.
+        encryption: None = no TLS.
     """
     config = uvicorn.Config(
         app,
@@ -110,3 +117,39 @@ def web_server(
     config.load()
     config.ssl = encryption
     return _Uvicorn(config)
+
+
+class HttpListener:
+    """Serves `app` over HTTP on a bound socket.
+
+    Raises:
+        ConfigError: from the constructor, if the TLS files or flags are wrong.
+    """
+
+    def __init__(self, app: App[Any], listener: socket.socket, server: ServerConfig) -> None:
+        self.app = app
+        self.web = web_server(app, server.keep_alive_s, CLOSING_S, tls_context(server))
+        self.url = address_of(listener, server.host, server.scheme)
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._serving = asyncio.create_task(self.web.serve([self._listener]))
+
+    async def drain(self) -> None:
+        await self.app.wait_idle()
+
+    def end_all(self, text: str) -> None:
+        self.app.end_all(text)
+
+    async def stop(self, is_now: bool) -> None:
+        self.web.should_exit = True
+        self.web.force_exit = is_now
+        if self._serving is not None:
+            await self._serving
+
+
+def address_of(listener: socket.socket, host: str, scheme: str) -> str:
+    """The URL of a bound socket."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{listener.getsockname()[1]}"

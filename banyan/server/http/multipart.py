@@ -1,4 +1,4 @@
-"""multipart/form-data (RFC 7578): the fields of a form, and the file that came with them."""
+"""Parser of multipart/form-data (RFC 7578): form fields and an uploaded file."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _ESCAPED = re.compile(r"\\(.)")
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a form. `filename` is None of a plain field."""
+    """One part of a form. `filename` is None for a plain field."""
 
     name: str
     filename: str | None
@@ -37,10 +37,10 @@ def read_form(body: bytes, content_type: str) -> list[Part]:
     """The parts of a form, in order.
 
     Args:
-        content_type: of the request, with its boundary.
+        content_type: header of the request, with the boundary.
 
     Raises:
-        RequestError: the body is no such form, or goes beyond a bound of this file.
+        RequestError: the body is malformed or exceeds a limit.
     """
     kind = _FORM.match(content_type) if len(content_type) <= MAX_HEAD_BYTES else None
     boundary = _parameters(content_type, kind.end()).get("boundary", "") if kind else ""
@@ -73,7 +73,7 @@ def _part(piece: bytes) -> Part:
 
 
 def _parameters(line: str, at: int) -> dict[str, str]:
-    """The parameters of a header's value behind position `at`; what is no parameter ends them."""
+    """The parameters of a header value from position `at`, up to the first malformed one."""
     found: dict[str, str] = {}
     while match := _PARAMETER.match(line, at):
         name, quoted, plain = match.groups()
@@ -84,7 +84,7 @@ def _parameters(line: str, at: int) -> dict[str, str]:
 
 
 def _filename(fields: dict[str, str]) -> str | None:
-    """The file's name, also in the form of RFC 5987 (charset'language'percent-encoded)."""
+    """The name of the file, also in the form of RFC 5987 (charset'language'percent-encoded)."""
     charset, _, rest = fields.get("filename*", "").partition("'")
     if charset.lower() == "utf-8" and "'" in rest:
         return unquote(rest.partition("'")[2])

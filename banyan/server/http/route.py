@@ -1,4 +1,4 @@
-"""Route: one row of the table of routes, and what it says of itself to people and generators."""
+"""Route: a row of the table of routes, with its description for OpenAPI."""
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import JSON_MEDIA
 
 S = TypeVar("S")
-"""What the handlers of a table share."""
+"""The state that handlers of a table share."""
 
 WITH_BODY = ("POST", "PUT")
 """Methods whose body is read."""
@@ -20,11 +20,11 @@ WITH_BODY = ("POST", "PUT")
 
 @dataclass(frozen=True)
 class Body:
-    """What a route reads of a body.
+    """The request body of a route.
 
     Attributes:
-        kind: its fields.
-        is_query: it may be left out, and its fields given in the query.
+        kind: struct with its fields.
+        is_query: the body is optional, and its fields may be in the query.
     """
 
     kind: type[msgspec.Struct]
@@ -37,11 +37,11 @@ class Route(Generic[S]):
     """One path. A path that ends in "/" also serves everything below it (`HttpExchange.tail`).
 
     Attributes:
-        about: what it does, in a few words.
-        below: of a path that ends in "/": what may follow, with {names}, and its methods.
-        group: heading under which people find it.
-        locked: answers who has no key, in the place of a bare 401.
-        is_available: it does more than to say that this build has it not.
+        about: summary for OpenAPI.
+        below: for a path that ends in "/": rest of the path with {names} -> its methods.
+        group: OpenAPI tag.
+        locked: handles requests without a key, instead of a bare 401.
+        is_available: False = it only says that the feature is absent.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Route(Generic[S]):
     is_available: bool = True
 
     def places(self) -> dict[str, tuple[str, ...]]:
-        """Every path that it serves, as a template, and the methods there."""
+        """Path template -> methods, for every path of the route."""
         if not self.below:
             return {self.path: self.methods}
         return {self.path + rest: methods for rest, methods in self.below.items()}

@@ -1,4 +1,4 @@
-"""TLS: the certificate that a server shows, and those that it asks of its clients."""
+"""TLS: the certificate of the server, and the check of client certificates."""
 
 import os
 import ssl
@@ -11,15 +11,15 @@ from banyan.config.serving import ServerConfig
 log = logger(__name__)
 
 LOOK_S = 1.0
-"""How often the files are looked at while connections come (--enable-ssl-refresh)."""
+"""How often the files are checked while connections arrive (--enable-ssl-refresh)."""
 _PROTOCOLS = ["http/1.1"]
 
 
 def tls_context(server: ServerConfig, clock: Clock | None = None) -> ssl.SSLContext | None:
-    """What connections are encrypted with; None = they are not.
+    """The TLS settings of connections; None = no TLS.
 
     Raises:
-        ConfigError: a file is missing or not what it must be, or another flag is.
+        ConfigError: a file is missing or malformed, or a flag is.
     """
     if not server.ssl_cert:
         if server.ssl_key or server.ssl_ca or server.ssl_password or server.ssl_refresh:
@@ -43,8 +43,7 @@ def tls_context(server: ServerConfig, clock: Clock | None = None) -> ssl.SSLCont
 
 
 class _Refresh:
-    """Takes another certificate for connections to come when its files are other ones. Bad files
-    change nothing, and are told."""
+    """Loads a changed certificate for new connections; malformed files change nothing."""
 
     def __init__(self, context: ssl.SSLContext, server: ServerConfig, clock: Clock) -> None:
         self._server = server
@@ -54,7 +53,7 @@ class _Refresh:
         context.sni_callback = self._look
 
     def _look(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called as each connection begins, whether it names a server or not."""
+        """Called at the start of each connection, with or without a server name."""
         now = self._clock.now()
         if now - self._looked_s < LOOK_S:
             return
@@ -64,15 +63,17 @@ class _Refresh:
             return
         self._seen = state
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._server)  # a bad pair spoils one
+            _load(
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._server
+            )  # a bad pair would leave `context` unusable
             _load(context, self._server)
         except ConfigError as error:
             log.error("the certificate stays as it was: %s", error)
         else:
-            log.info("took the certificate of %s", self._server.ssl_cert)
+            log.info("loaded the certificate %s", self._server.ssl_cert)
 
     def _state(self) -> list[tuple[int, int, int]]:
-        """What differs when files are other ones."""
+        """Identity of the current versions of the files."""
         found: list[tuple[int, int, int]] = []
         for path in (self._server.ssl_cert, self._server.ssl_key):
             if path and os.path.exists(path):

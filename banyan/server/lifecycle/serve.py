@@ -1,14 +1,14 @@
-"""run_server: the life of the server process, from a bound socket to its exit code.
+"""run_server: the server process, from bound sockets to its exit code.
 
-Listens before anything heavy starts, so that health answers at once; finds the model and starts
-the engine through functions that the composition root gives; drains on SIGTERM. Knows no route.
+The listeners start before anything heavy, so that health checks are answered at once. Functions of
+the caller find the model and start the engines. SIGTERM drains.
 """
 
 import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -24,33 +24,27 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
 from banyan.server.admin.flight_recorder import dumper
 from banyan.server.batches.route import resume_batches
-from banyan.server.http.app import App
-from banyan.server.http.listen import bind, check_exposure, web_server
-from banyan.server.http.tls import tls_context
-from banyan.server.lifecycle import deadline
-from banyan.server.lifecycle.daemon import in_daemon
-from banyan.server.lifecycle.sigquit import hear_sigquit
+from banyan.server.http.listen import CLOSING_S, check_exposure
+from banyan.server.lifecycle import signals
 from banyan.server.lifecycle.startup import end_phase, open_service, report
-from banyan.server.lifecycle.supervisor import StartEngine, Supervisor
-from banyan.server.routes import create_app
+from banyan.server.lifecycle.supervisor import StartEngine, Supervisor, in_daemon_thread
+from banyan.server.listeners import LISTENERS, Listener, bind_listeners
 from banyan.server.state import ServerState
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)
 
 DEATH_NOTICE_S = 10.0
-"""How long a server whose engine has died goes on saying so before it exits."""
+"""How long a server whose engine has died still answers with the reason before it exits."""
 
 ENDED_S = 1.0
-"""After a loss, until what ends with it has ended."""
-CLOSING_S = 1.0
-"""For last events to reach clients, and for connections to close."""
+"""Time after the loss of an engine until its requests have ended."""
 
 LAST_SPANS_S = 3.0
-"""For a collector to take the last spans of a server that ends."""
+"""Time for the trace collector to take the last spans."""
 
 LEAVING_S = 30.0
-"""For engines and connections to end once the drain is over; what takes longer is cut off."""
+"""Time for engines and connections to end after the drain; then the process is killed."""
 
 Prepare = Callable[[], tuple[Config, ModelConfig]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
@@ -62,62 +56,71 @@ class Ending(Enum):
     DRAIN = "drain"
     NOW = "now"
     INTERRUPTED = "interrupted"
-    """By Ctrl-C, before there was anything to use."""
+    """By Ctrl-C, before the server was ready."""
     DEAD = "dead"
 
 
 def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> int:
-    """Serve until stopped. Returns the exit code: 0 after a signal, 130 after a Ctrl-C before it is
-    ready, 5 after the engine's death.
+    """Serve until stopped.
+
+    Returns:
+        The exit code: 0 after a signal, 130 after a Ctrl-C before the server was ready, 5 after
+        the death of the engine.
 
     Raises:
-        CapacityError: the port is taken.
-        ConfigError: the address cannot be listened on, or needs a key.
-        BanyanError: there is no such model, or the engine or the tokenizer did not start.
+        CapacityError: the port is in use.
+        ConfigError: the address cannot be bound, or needs a key.
+        BanyanError: the model does not exist, or the engine or the tokenizer did not start.
     """
     check_exposure(config.server)
-    listener = bind(config.server)
-    with contextlib.closing(listener):
-        return uvloop.run(Server(config, prepare, listener, start_engine).run())
+    with contextlib.ExitStack() as sockets:
+        bound = bind_listeners(config.server)
+        for _, listener in bound:
+            sockets.enter_context(contextlib.closing(listener))
+        return uvloop.run(Server(config, prepare, bound, start_engine).run())
 
 
 class Server:
-    """One server process with its engines."""
+    """One server process with its listeners and engines.
+
+    Args:
+        bound: the listeners by name (`LISTENERS`), each with its socket; the first has --port.
+    """
 
     def __init__(
         self,
         config: Config,
         prepare: Prepare,
-        listener: socket.socket,
+        bound: Sequence[tuple[str, socket.socket]],
         start_engine: StartEngine,
     ) -> None:
-        port = listener.getsockname()[1]  # files lie in a folder of the port, which 0 is not
+        # Stored files are in a folder named by the port, so port 0 is replaced by the real one.
+        port = bound[0][1].getsockname()[1]
         self.state = ServerState(replace(config, server=replace(config.server, port=port)))
         end_phase(self.state.phases, "server process")
-        self.app: App = create_app(self.state)
+        self._listeners: list[Listener] = [
+            LISTENERS.load(name)(self.state, listener) for name, listener in bound
+        ]
         self._config = config
         self._prepare = prepare
-        self._listener = listener
         self._start_engine = start_engine
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
-        self._web = web_server(
-            self.app, config.server.keep_alive_s, CLOSING_S, tls_context(config.server)
-        )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
         use_threads(self._config.server.waiting_texts)
         ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        # nohup leaves SIGHUP ignored
-        heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in heard:
-            loop.add_signal_handler(number, self._signalled, number)
-        deadline.bound(heard)
-        loop.add_signal_handler(signal.SIGUSR1, self._dump_asked)
-        loop.add_signal_handler(signal.SIGUSR2, log.info, "SIGUSR2 means nothing here")
-        web = asyncio.create_task(self._web.serve([self._listener]))
+        # nohup starts the process with SIGHUP ignored; keep it so.
+        handled = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
+            loop.add_signal_handler(number, self._on_signal, number)
+        signals.set_deadline_on(handled)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_dump_signal)
+        loop.add_signal_handler(signal.SIGUSR2, log.info, "SIGUSR2 has no effect")
+        for listener in self._listeners:
+            await listener.start()
         supervisors, fleet = self._open_engines()
         await fleet.start()
         watch = asyncio.create_task(self._keep_engines(supervisors))
@@ -126,73 +129,75 @@ class Server:
         finally:
             watch.cancel()
             self.state.storage.close()
-            self.app.end_all("The server is shutting down.")
-            self._web.should_exit = True
-            self._web.force_exit = self._now.is_set()
-            stops = [supervisor.stop() for supervisor in supervisors]
-            await asyncio.gather(web, watch, *stops, return_exceptions=True)
+            self._end_all()
+            is_now = self._now.is_set()
+            stops = [listener.stop(is_now) for listener in self._listeners]
+            stops += [supervisor.stop() for supervisor in supervisors]
+            await asyncio.gather(watch, *stops, return_exceptions=True)
             await fleet.close()
             await self._send_traces()
 
     async def _send_traces(self) -> None:
-        """The spans that have not been sent; a collector that does not answer is not waited for."""
+        """Send the remaining spans, and give up after LAST_SPANS_S."""
         if self.state.traces is None:
             return
         try:
-            await asyncio.wait_for(in_daemon(self.state.traces.close), LAST_SPANS_S)
+            await asyncio.wait_for(in_daemon_thread(self.state.traces.close), LAST_SPANS_S)
         except TimeoutError:
             log.warning("the last spans were not taken within %g s", LAST_SPANS_S)
 
     def _open_engines(self) -> tuple[list[Supervisor], DataParallelClient]:
-        """Who keeps each replica running, and the face of all of them."""
+        """A supervisor for each replica, or group of replicas, and the client of all of them."""
         parallel = self._config.parallel
         numbers = range(parallel.dp)
-        together = (
-            [list(numbers)] if parallel.uses_dp_attention else [[number] for number in numbers]
-        )
+        groups = [list(numbers)] if parallel.uses_dp_attention else [[number] for number in numbers]
+
+        def on_loss(lost: EngineClient) -> None:
+            fleet.share_out(lost)
+            self._dump(lost.health().reason)
+
         supervisors = [
-            Supervisor(self._config, some, self._start_engine, lambda lost: self._lost(fleet, lost))
-            for some in together
+            Supervisor(self._config, group, self._start_engine, on_loss) for group in groups
         ]
         engines = [engine for supervisor in supervisors for engine in supervisor.engines]
         self.state.recordings = lambda: dict(
             recording for each in supervisors for recording in each.recordings().items()
         )
         fleet = DataParallelClient(
-            *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
+            engines,
+            ROUTES.load(parallel.load_balance),
+            parallel.uses_dp_attention,
             self._config.handoff.mode == "prefill",
         )
         return supervisors, fleet
 
-    def _lost(self, fleet: DataParallelClient, lost: EngineClient) -> None:
-        fleet.share_out(lost)
-        self._dump(lost.health().reason)
-
     def _dump(self, why: str) -> None:
-        """What the engines have recorded, which goes with them; and the last requests, once those
-        that end with the loss have ended."""
+        """Write the recordings of the engines, which end with them, and the last requests.
+
+        The requests are written ENDED_S later, when those that end with the loss have ended.
+        """
         if self.state.recent is None:
             return
         dump = dumper(self.state, why)
         loop = asyncio.get_running_loop()
         loop.call_later(ENDED_S, lambda: loop.run_in_executor(None, dump))
 
-    def _dump_asked(self) -> None:
+    def _on_dump_signal(self) -> None:
         if self.state.recent is None:
-            log.warning("SIGUSR1 has nothing dumped: no --crash-dump-folder was given")
+            log.warning("SIGUSR1 writes nothing: no --crash-dump-folder was given")
             return
         asyncio.get_running_loop().run_in_executor(None, dumper(self.state, "SIGUSR1"))
 
     async def _serve(self, fleet: DataParallelClient, supervisors: list[Supervisor]) -> int:
-        """Start, serve, end in order; returns the exit code."""
+        """Start, serve and end; returns the exit code."""
         assert self._ending is not None
         starting = asyncio.create_task(self._start(fleet, supervisors))
         await asyncio.wait((starting, self._ending), return_when=asyncio.FIRST_COMPLETED)
         if not self._ending.done():
-            starting.result()  # raises what went wrong
+            starting.result()  # raises if the start failed
         ending = await self._ending
         if ending is Ending.DEAD and self.state.service is None:
-            await starting  # raises what the engine said
+            await starting  # raises with the message of the engine
         starting.cancel()
         match ending:
             case Ending.DEAD:
@@ -207,45 +212,42 @@ class Server:
 
     async def _start(self, fleet: DataParallelClient, supervisors: list[Supervisor]) -> None:
         self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
-        self.state.config, model_config = await in_daemon(self._prepare)
+        self.state.config, model_config = await in_daemon_thread(self._prepare)
         end_phase(self.state.phases, "model files")
         if name := self._config.observe.sigquit_handler:
-            hear_sigquit(name, self.state.config.model.path)
+            signals.install_sigquit_handler(name, self.state.config.model.path)
         for supervisor in supervisors:
             supervisor.start(self.state.config, model_config)
         self.state.service = service = await open_service(self.state, model_config, fleet)
-        self.app.around = self.state.around
         for supervisor in supervisors:
             supervisor.settled()
-        host = self._config.server.host
-        shown = f"[{host}]" if ":" in host else host
         await resume_batches(self.state)
-        report(
-            self.state,
-            service,
-            f"{self._config.server.scheme}://{shown}:{self._listener.getsockname()[1]}",
-        )
+        report(self.state, service, [listener.url for listener in self._listeners])
 
     async def _drain(self) -> None:
         limit_s = self._config.server.drain_timeout_s
         log.info("draining requests=%d limit_s=%g", len(self.state.open), limit_s)
-        idle = asyncio.create_task(self.app.wait_idle())
+        idle = asyncio.gather(*(listener.drain() for listener in self._listeners))
         now = asyncio.create_task(self._now.wait())
         await asyncio.wait((idle, now), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
         if not idle.done():
             log.warning("drain ended early requests=%d", len(self.state.open))
-            self.app.end_all("The server is shutting down.")
+            self._end_all()
             await asyncio.wait((idle,), timeout=CLOSING_S)
         idle.cancel()
 
-    def _signalled(self, number: int) -> None:
+    def _end_all(self) -> None:
+        for listener in self._listeners:
+            listener.end_all("The server is shutting down.")
+
+    def _on_signal(self, number: int) -> None:
         """First SIGTERM or SIGHUP: drain. SIGINT, or any second signal: stop now."""
         assert self._ending is not None
         is_first = not self._ending.done()
         log.info("received %s", signal.Signals(number).name)
         drain_s = self._config.server.drain_timeout_s if is_first else 0.0
-        deadline.put_off(drain_s + LEAVING_S)
+        signals.extend_deadline(drain_s + LEAVING_S)
         self.state.draining = True
         if is_first:
             self._ending.set_result(self._ending_of(number))
@@ -259,13 +261,13 @@ class Server:
         return Ending.DRAIN if is_ready else Ending.NOW
 
     async def _keep_engines(self, supervisors: list[Supervisor]) -> None:
-        """Keep every replica running; the server ends with the last of them."""
+        """Keep every replica running; the server ends when the last one is lost."""
         reasons: list[str] = []
 
         async def keep(supervisor: Supervisor) -> None:
             reasons.append(await supervisor.keep())
             if left := len(supervisors) - len(reasons):
-                log.error("an engine stays lost, %d go on: %s", left, reasons[-1])
+                log.error("an engine is lost for good, %d still run: %s", left, reasons[-1])
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -277,7 +279,7 @@ class Server:
         self.state.dead = reasons[-1]
         assert self._ending is not None
         self._dump(self.state.dead)
-        if self.state.service is not None:  # else the start fails with these words
+        if self.state.service is not None:  # else the start fails with this reason
             log.error("engine died: %s", self.state.dead)
             if self._config.observe.sigquit_handler:
                 signal.raise_signal(signal.SIGQUIT)

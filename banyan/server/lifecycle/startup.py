@@ -1,11 +1,11 @@
-"""From a started engine process to a Service, and what is printed about it when it is ready."""
+"""From a started engine process to a Service, and the log lines when it is ready."""
 
 import asyncio
 import gc
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,15 @@ from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.metrics_observer import Meter
+from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS
-from banyan.engine_client.request_records import Recent, meters_of
+from banyan.engine_client.request_records import Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
-from banyan.server.admin.metric_labels import open_labels
-from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.metrics import open_labels, open_metrics
 from banyan.server.admin.traces import open_traces
 from banyan.server.lifecycle.warmup import warm_up
 from banyan.server.state import ServerState, Service
@@ -53,14 +52,14 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
     """
     config = state.config
     use_threads(config.server.waiting_texts)
-    loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
+    loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
     try:
-        ready, words = await asyncio.gather(_engine_ready(state, client), loading)
+        ready, text = await asyncio.gather(_engine_ready(state, client), loading)
     finally:
         loading.cancel()
     end_phase(state.phases, "tokenizer")
     config = state.config = _settled(config, json.loads(ready.facts).get("settings", {}))
-    limits = limits_of(config, model_config, ready, words.tokenizer)
+    limits = limits_of(config, model_config, ready, text.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, model_config)
     labels = open_labels(config.observe)
@@ -70,22 +69,27 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
         state.recent = Recent(Path(config.observe.dumps))
     state.traces = open_traces(config.observe, state.served_name, state.version)
     watch = None if state.traces is None else state.traces.watch
-    meters: list[Meter] = [meter for meter in (state.metrics, state.recent) if meter is not None]
+    metrics_observers: list[MetricsObserver] = [
+        observer for observer in (state.metrics, state.recent) if observer is not None
+    ]
     service = Service(
         model_config=model_config,
         ready=ready,
         client=client,
         generator=open_generator(
-            *(client, words.tokenizer, limits, config.observe),
-            meters,
+            client,
+            text.tokenizer,
+            limits,
+            config.observe,
+            metrics_observers,
             state.keys.weight_of,
             watch,
         ),
         limits=limits,
-        tokenizer=words.tokenizer,
-        chat=words.chat,
-        parsers=words.parsers,
-        fill_in=words.fill_in,
+        tokenizer=text.tokenizer,
+        chat=text.chat,
+        parsers=text.parsers,
+        fill_in=text.fill_in,
         native_defaults=defaults,
         chat_defaults={
             **defaults,
@@ -94,7 +98,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
             **config.server.preferred_sampling,
         },
         draw_seed=seed_source(config.server),
-        meters=(*meters, *meters_of(config.observe)),
+        metrics_observers=(*metrics_observers, *metrics_observers_of(config.observe)),
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")
@@ -104,7 +108,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
 
 
 def _settled(config: Config, settings: Mapping[str, object]) -> Config:
-    """`config` with what the device has set, and who that was."""
+    """`config` with the settings that the engine chose for the device, and their origin."""
     config = with_settings(config, settings)
     chosen = dict.fromkeys(settings, f"device {config.device.name}")
     origins = {**config.observe.origins, **chosen}
@@ -112,8 +116,8 @@ def _settled(config: Config, settings: Mapping[str, object]) -> Config:
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What stands between words and numbers."""
+class _TextParts:
+    """Tokenizer, chat template and parsers."""
 
     tokenizer: Tokenizer | None = None
     chat: Chat | None = None
@@ -121,21 +125,21 @@ class _Words:
     fill_in: FillIn | None = None
 
 
-def _load_words(config: Config) -> _Words:
+def _load_tokenizer(config: Config) -> _TextParts:
     server = config.server
     if server.skip_tokenizer:
-        return _Words()
+        return _TextParts()
     tokenizer = open_tokenizer(config.model.tokenizer_path or config.model.path, server)
-    gc.collect()  # Python keeps tuples for the next that are made, each in the way of a whole piece
-    give_back()  # reading a vocabulary takes several times what it keeps
+    gc.collect()  # free lists of small tuples would keep whole arenas from being returned
+    give_back()  # reading a vocabulary needs several times the memory that it keeps
     source = template_source(server.chat_template)
     chat = None
     if source is not None or tokenizer.chat_template is not None:
         chat = load_chat(tokenizer, source)
-    text = chat.template.source if chat else ""
+    template = chat.template.source if chat else ""
     takes_tools = chat is None or chat.template.takes_tools
-    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text, takes_tools)
-    return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
+    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, template, takes_tools)
+    return _TextParts(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
 
 def _model_defaults(config: Config, model_config: ModelConfig) -> dict[str, object]:
@@ -154,7 +158,7 @@ def _model_defaults(config: Config, model_config: ModelConfig) -> dict[str, obje
 
 
 async def _engine_ready(state: ServerState, client: Replicas) -> Ready:
-    """Wait for the engine; its own phases, and what the wait took besides, are in `phases` then."""
+    """Wait for the engine, and add its start-up phases to `state.phases`."""
     ready = await client.ready()
     own = json.loads(ready.facts).get("phases", {})
     waited_s = process_age_s() - sum(state.phases.values())
@@ -164,7 +168,7 @@ async def _engine_ready(state: ServerState, client: Replicas) -> Ready:
 
 
 def end_phase(phases: dict[str, float], name: str) -> None:
-    """Close the phase that began where the last one ended; the first began with the process."""
+    """End a start-up phase. It began at the end of the previous one, the first with the process."""
     phases[name] = max(0.0, process_age_s() - sum(phases.values()))
 
 
@@ -175,9 +179,9 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def report(state: ServerState, service: Service, address: str) -> None:
-    """Say what was started and how to call it; at debug level also where the time went, and all
-    that the engine found out, which /server_info has too."""
+def report(state: ServerState, service: Service, addresses: Sequence[str]) -> None:
+    """Log the model, the capacity and the addresses; at debug level also the start-up phases and
+    the facts of the engine, which /server_info shows too."""
     facts: dict[str, Any] = json.loads(service.ready.facts)
     for line in _details(state, service, facts):
         log.debug("%s", line)
@@ -192,13 +196,14 @@ def report(state: ServerState, service: Service, address: str) -> None:
         log.info("%s", DEMO_LINE)
     log.info("start-up took %.2f s", process_age_s())
     log.info("%s", READY_LINE)
-    log.info("listening on %s", address)
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
-    log.info("try: %s", curl(address, body, state.config.server.has_keys))
+    log.info("listening on %s", " and ".join(addresses))
+    if web := [address for address in addresses if address.startswith("http")]:
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
+        log.info("try: %s", curl(web[0], body, state.config.server.has_keys))
 
 
 def _summary(config: Config, service: Service, facts: Mapping[str, Any]) -> list[str]:
-    """The model, and the room for requests."""
+    """The model, and the capacity for requests."""
     memory, ready = facts.get("memory", {}), service.ready
     weights = f"{memory.get('weight_bytes', 0) / MIB:,.1f} MiB of weights"
     cache = f"{config.parallel.dp * memory.get('cache_bytes', 0) / GIB:,.1f} GiB"

@@ -1,17 +1,18 @@
-"""Supervisor: keeps an engine running. It starts it, and another one in its place when it has died
-or is stuck, until that has been in vain too often.
+"""Supervisor: keeps engines running. It starts an engine, and restarts it when it has died or is
+stuck, up to --engine-restarts times in a row.
 
-Replicas that work on one batch live and die together, so they have one supervisor. Knows processes
-by their handles only, and neither requests nor routes.
+Replicas with DP attention work on one batch and end together, so they share one supervisor.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import logger
@@ -20,26 +21,27 @@ from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.client import EngineClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.model_config.model_config import ModelConfig
-from banyan.server.lifecycle.daemon import in_daemon
 
 log = logger(__name__)
 
+T = TypeVar("T")
+
 MAX_OPEN = 16_384
-"""Sequences of one engine that run or wait; more are told 429, whatever --max-queued-requests says:
-they would take memory of the front for nothing."""
+"""Running and queued sequences of one engine. More are refused with 429, whatever
+--max-queued-requests says, because each one takes memory of the API process."""
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
-"""Before the second restart in a row, and the longest; each is twice the one before."""
+"""The pause before the second restart in a row, and the longest pause; each one doubles."""
 
 LOAD_S = 1800.0
-"""Longest wait for what a new engine is told before it serves: it may have to load weights."""
+"""Longest wait for the control ops that a new engine gets first: it may have to load weights."""
 
 _PATIENCE = 4
-"""How much longer than the first start a restart may take."""
+"""A restart may take this many times as long as the first start."""
 
 _HOPELESS = (ConfigError.exit_code, ModelError.exit_code)
-"""An engine that ends so in its start ends so each time."""
+"""Exit codes of a start that would fail again."""
 
 
 class EngineHandle(Protocol):
@@ -52,41 +54,40 @@ class EngineHandle(Protocol):
 
     @property
     def put_down(self) -> Callable[[], None]:
-        """The same for one that does not answer: the log is told first where it stands."""
+        """End an engine that does not respond; its stacks are logged first."""
         ...
 
     @property
     def recording(self) -> Callable[[], bytes]:
-        """What its flight recorder holds, as the content of a journal; b"" without one. Not after
-        `stop`."""
+        """Contents of its flight recorder, as a journal; b"" without one. Not after `stop`."""
         ...
 
 
 StartEngine = Callable[[Config, ModelConfig, str, Callable[[str], None]], EngineHandle]
-"""(resolved Config, card, link address, on_death) -> handle. Called once per engine, from the main
-thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
-unasked."""
+"""(resolved config, model config, link address, on_death) -> handle. Called in the main thread for
+each engine; returns at once. Any thread calls `on_death(reason)` when the engine ends by itself."""
 
 
 def open_client(config: Config, address: str) -> EngineClient:
-    """The front's end of the link to the engine that will connect to `address`."""
+    """The API process's end of the link to the engine that will connect to `address`."""
     schedule = config.schedule
     return EngineClient(
         SocketFrontLink(address),
         heartbeat_timeout_s=config.server.heartbeat_timeout_s,
         watchdog_s=schedule.watchdog_s,
         max_open=MAX_OPEN,
-        max_queued=0 if schedule.priorities else schedule.max_queued,  # higher ones may push in
+        # With priorities a full queue evicts a lower one instead of refusing.
+        max_queued=0 if schedule.priorities else schedule.max_queued,
         is_kept_up=config.server.engine_restarts > 0,
     )
 
 
 class Supervisor:
-    """Keeps the engines of some replicas running: one, or those that are joined.
+    """Keeps the engine of one replica running, or the engines of all replicas with DP attention.
 
     Args:
-        numbers: of the replicas.
-        on_loss: called with an engine that is lost and will be started again.
+        numbers: the replicas.
+        on_loss: called with an engine that is lost and will be restarted.
     """
 
     def __init__(
@@ -106,32 +107,32 @@ class Supervisor:
         self._handles: list[EngineHandle] = []
         self._process_spec: tuple[Config, ModelConfig] | None = None
         self._attempts = 0
-        """Restarts since an engine last served for as long as proves it sound."""
+        """Restarts since an engine last served for `_proof_s` seconds."""
         self._served_s = 0.0
-        """When the present engine began to serve."""
+        """When the current engines began to serve."""
         self._start_s = 0.0
-        """What the first start took."""
+        """Duration of the first start."""
         self._is_settled = False
 
     def start(self, config: Config, model_config: ModelConfig) -> None:
-        """Start the engines for the first time; errors as of the process."""
+        """Start the engines for the first time; raises the errors of `StartEngine`."""
         self._process_spec = config, model_config
         self._start_s = time.monotonic()
         self._launch()
 
     def settled(self) -> None:
-        """The server serves: from here on, engines that are lost are started again."""
+        """The server is ready: from now on, lost engines are restarted."""
         self._is_settled = True
         self._served_s = time.monotonic()
         self._start_s = self._served_s - self._start_s
-        self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
+        self._folder.close()  # both ends are connected: even a SIGKILL leaves no file
 
     def recordings(self) -> dict[int, Callable[[], bytes]]:
-        """By replica, what its engine has recorded."""
+        """Replica -> reads the flight recorder of its engine."""
         return dict(zip(self._numbers, (h.recording for h in self._handles), strict=False))
 
     async def keep(self) -> str:
-        """Start engines again until that is in vain; returns why none runs."""
+        """Restart lost engines until that fails for good; returns the reason."""
         while True:
             lost = await self._first_lost()
             reason = await lost.lost()
@@ -145,7 +146,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End the engines, and wait for them."""
-        stops = [in_daemon(handle.stop) for handle in self._handles]
+        stops = [in_daemon_thread(handle.stop) for handle in self._handles]
         await asyncio.gather(*stops, return_exceptions=True)
         self._folder.close()
 
@@ -157,20 +158,20 @@ class Supervisor:
         config, model_config = self._process_spec
         loop = asyncio.get_running_loop()
         self._handles = []
-        life = self._folder
+        folder = self._folder
         for number, address, engine in zip(
             self._numbers, self._addresses(), self.engines, strict=True
         ):
 
-            def told(text: str, engine: EngineClient = engine) -> None:
-                if self._folder is life:  # else it is about one that has been replaced
+            def report_loss(text: str, engine: EngineClient = engine) -> None:
+                if self._folder is folder:  # else this engine has been replaced already
                     engine.engine_lost(text)
 
-            def on_death(text: str, told: Callable[[str], None] = told) -> None:
+            def on_death(text: str, report_loss: Callable[[str], None] = report_loss) -> None:
                 with contextlib.suppress(RuntimeError):  # the server has ended
-                    loop.call_soon_threadsafe(told, text)
+                    loop.call_soon_threadsafe(report_loss, text)
 
-            mine = of_replica(config, number, f"{life.path}/joined")
+            mine = of_replica(config, number, f"{folder.path}/joined")
             self._handles.append(self._start_engine(mine, model_config, address, on_death))
 
     async def _first_lost(self) -> EngineClient:
@@ -183,7 +184,7 @@ class Supervisor:
         return waits[next(iter(done))]
 
     def _objection(self, lost: EngineClient) -> str | None:
-        """What to add to the reason of a loss that is final; None when another engine may help."""
+        """An addition to the reason if the loss is final; None = restart."""
         if not self._is_settled or not self._most:
             return ""
         if lost.exit_code in _HOPELESS:
@@ -196,7 +197,7 @@ class Supervisor:
         return f" (after {self._attempts} restarts, and --engine-restarts allows no more)"
 
     async def _replace(self, reason: str) -> None:
-        """Start others in the place of all engines. If that fails they are lost once more."""
+        """Restart all engines. If that fails they are lost once more."""
         self._attempts += 1
         remedy = f"the engine is being started again ({self._attempts} of {self._most}): {reason}"
         log.error("%s", remedy)
@@ -224,7 +225,7 @@ class Supervisor:
             self._folder.close()
 
     async def _meet(self) -> None:
-        """Wait until all engines serve; the first error ends the wait for the others."""
+        """Wait until all engines serve; the first error ends the wait."""
         meetings = [asyncio.create_task(engine.revive(LOAD_S)) for engine in self.engines]
         try:
             async with asyncio.timeout(_PATIENCE * self._start_s + self._allowance_s()):
@@ -236,16 +237,16 @@ class Supervisor:
             await asyncio.gather(*meetings, return_exceptions=True)
 
     def _allowance_s(self) -> float:
-        """What a start may take beyond a multiple of the first one."""
+        """Seconds that a start may take in addition to _PATIENCE times the first one."""
         assert self._process_spec is not None
         config = self._process_spec[0]
         nodes_s = config.parallel.meet_timeout_s if config.parallel.nodes > 1 else 0.0
         return config.schedule.watchdog_s + nodes_s
 
     async def _clear_away(self) -> None:
-        """End what is left of the engines, and keep the record of what they did."""
+        """End the remaining engines, and keep their journal."""
         pairs = zip(self.engines, self._handles, strict=False)
-        ends = [in_daemon(h.put_down if e.is_stuck else h.stop) for e, h in pairs]
+        ends = [in_daemon_thread(h.put_down if e.is_stuck else h.stop) for e, h in pairs]
         await asyncio.gather(*ends, return_exceptions=True)
         assert self._process_spec is not None
         if journal := self._process_spec[0].observe.journal:
@@ -253,9 +254,23 @@ class Supervisor:
 
 
 def _keep_journal(path: Path) -> None:
-    """Give the journal of a lost engine another name, so that the next one does not write over
-    what led to its end."""
+    """Rename the journal of a lost engine, so that the next engine does not overwrite it."""
     kept = next(p for n in range(1, 1 << 16) if not (p := Path(f"{path}.{n}")).exists())
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, kept)
         log.info("the journal of the lost engine is kept as %s", kept)
+
+
+def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `work` in a thread that, unlike asyncio's own, does not delay the exit of the process."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="server", daemon=True).start()
+    return asyncio.wrap_future(outcome)

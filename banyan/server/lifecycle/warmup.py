@@ -1,11 +1,15 @@
-"""What runs before the server says that it is ready: a trial request, and what --warmups names.
+"""Warm-ups: trial requests before the server reports that it is ready (--warmups).
 
-A warm-up asks the engine for something that costs more the first time.
+A warm-up sends the engine a request of a kind that takes longer the first time. Installed packages
+add warm-ups as entry points of the group `banyan.warmups`.
 """
+
+from collections.abc import Awaitable, Callable
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId, fresh_id
 from banyan.base.log import logger
+from banyan.base.table import Table
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
 from banyan.messages.constraint import REGEX, Constraint
@@ -13,16 +17,32 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import collect
 from banyan.requests.request_spec import spec_of
 from banyan.server.admin.health import generate_one
-from banyan.server.lifecycle.warmups import WARMUPS, named_warmups
 from banyan.server.state import Service
 
 log = logger(__name__)
 
+WarmUp = Callable[[Service, Config], Awaitable[None]]
+
+WARMUPS: Table[WarmUp] = Table(
+    "warm-up",
+    {
+        "chunk": "banyan.server.lifecycle.warmup:fill_a_step",
+        "constraint": "banyan.server.lifecycle.warmup:compile_a_constraint",
+    },
+    plugins="banyan.warmups",
+)
+
+
+def named_warmups(config: Config) -> list[str]:
+    """The names in --warmups, in order."""
+    names = [name.strip() for name in config.server.warmups.split(",")]
+    return [name for name in names if name]
+
 
 async def warm_up(service: Service, config: Config) -> None:
-    """Run what was chosen; RequestError when one of them fails."""
+    """Run the chosen warm-ups; RequestError if one fails."""
     if config.model.dump_input:
-        await _run_the_file(service, config)
+        await _run_dump_input(service, config)
     if not config.server.skip_warmup:
         await generate_one(service)
     for name in named_warmups(config):
@@ -30,32 +50,34 @@ async def warm_up(service: Service, config: Config) -> None:
         log.info("warm-up done name=%s", name)
 
 
-async def _run_the_file(service: Service, config: Config) -> None:
-    """The prompt of --debug-tensor-dump-input-file, in one step and before all others, so that
-    nothing of it is cached."""
+async def _run_dump_input(service: Service, config: Config) -> None:
+    """Run the prompt of --debug-tensor-dump-input-file in one step.
+
+    It is the first request, so that no token of it is cached.
+    """
     prompt, chunk = read_prompt(config.model.dump_input), config.schedule.chunk_tokens
     if 0 < chunk < len(prompt):
         raise ConfigError(
             f"--debug-tensor-dump-input-file has {len(prompt)} tokens, and a step takes {chunk}",
             hint="raise --chunked-prefill-size",
         )
-    await _ask(service, prompt)
+    await _generate(service, prompt)
 
 
 async def fill_a_step(service: Service, config: Config) -> None:
-    """A prompt that fills a whole step, or what the model bears of it."""
+    """Send a prompt that fills a step, or the longest one that the model allows."""
     schedule, limits = config.schedule, service.limits
     step = schedule.chunk_tokens if schedule.chunk_tokens > 0 else schedule.prefill_tokens
     longest = min(limits.context_length, limits.max_request_tokens or limits.context_length) - 1
-    await _ask(service, [0] * max(1, min(step, longest)))
+    await _generate(service, [0] * max(1, min(step, longest)))
 
 
 async def compile_a_constraint(service: Service, config: Config) -> None:
-    """Starts the process that compiles constraints, which reads the vocabulary."""
-    await _ask(service, [0], Constraint(REGEX, "[0-9]").encode())
+    """Start the process that compiles constraints; it reads the vocabulary."""
+    await _generate(service, [0], Constraint(REGEX, "[0-9]").encode())
 
 
-async def _ask(service: Service, prompt: list[int], grammar: str = "") -> None:
+async def _generate(service: Service, prompt: list[int], grammar: str = "") -> None:
     pool = service.limits.is_embedding
     sampling = SamplingParams(max_new_tokens=0 if pool else 1, temperature=0.0)
     id = RequestId(f"warm-up-{fresh_id()}")

@@ -55,7 +55,9 @@ class OllamaAnswer:
         body = self._body(parts, is_last=True)
         scores = [score for chunk in chunks for score in chunk.output_scores]
         if self._top is not None:
-            body["logprobs"] = chat_logprobs(self._service.words(), scores, self._top)["content"]
+            body["logprobs"] = chat_logprobs(self._service.required_tokenizer(), scores, self._top)[
+                "content"
+            ]
         return {**body, **self._end(chunks[-1])}
 
     def arrived(self) -> None:
@@ -69,7 +71,9 @@ class OllamaAnswer:
         body = self._body(parts, is_last)
         has_scores = self._top is not None and bool(chunk.output_scores)
         if has_scores:
-            scores = chat_logprobs(self._service.words(), chunk.output_scores, self._top or 0)
+            scores = chat_logprobs(
+                self._service.required_tokenizer(), chunk.output_scores, self._top or 0
+            )
             body["logprobs"] = scores["content"]
         found = [{**body, "done": False}] if has_scores or self._says(body) else []
         return [*found, {**self._body([], False), **self._end(chunk)}] if is_last else found

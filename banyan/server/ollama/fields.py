@@ -20,18 +20,18 @@ from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-_NO_WORDS: Mapping[str, str] = {}
+_NO_NAMES: Mapping[str, str] = {}
 
 
-def reporter(context: RequestContext, words: Mapping[str, str] = _NO_WORDS) -> Report:
+def reporter(context: RequestContext, names: Mapping[str, str] = _NO_NAMES) -> Report:
     """Reports a field without effect, or refuses the request under --strict-requests.
 
     Args:
-        words: our name of a field -> the client's.
+        names: our name of a field -> the client's.
     """
 
     def report(field: str, why: str) -> None:
-        context.warn_or_refuse(words.get(field, field), why)
+        context.warn_or_refuse(names.get(field, field), why)
 
     return report
 

@@ -13,10 +13,10 @@ from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
-from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
+from banyan.server.ollama.translate import FIELD_NAMES, chat_body, prompt_body, raw_body
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
-from banyan.server.openai.fields import Report, in_words, typed
+from banyan.server.openai.fields import Report, typed, with_names
 from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
 from banyan.server.state import ServerState, Service
@@ -26,7 +26,7 @@ _NOTHING: Json = {"role": "assistant", "content": ""}
 
 async def chat(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    report = reporter(exchange.context, WORDS)
+    report = reporter(exchange.context, FIELD_NAMES)
 
     def read(raw: Json) -> tuple[ChatRequest, _Asked | None]:
         request = typed_from(raw, ChatRequest, report)
@@ -40,7 +40,7 @@ async def chat(exchange: HttpExchange, state: ServerState) -> None:
 
 async def generate(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    report = reporter(exchange.context, WORDS)
+    report = reporter(exchange.context, FIELD_NAMES)
 
     def read(raw: Json) -> tuple[GenerateRequest, _Asked | None]:
         request = typed_from(raw, GenerateRequest, report)
@@ -111,7 +111,7 @@ async def _answer(
     try:
         request, asked = await exchange.read(read, waits=True)
     except RequestError as error:
-        raise in_words(error, WORDS) from None
+        raise with_names(error, FIELD_NAMES) from None
     if asked is None:
         await _say_loaded(exchange, state, request, empty)
         return

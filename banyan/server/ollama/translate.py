@@ -16,7 +16,7 @@ from banyan.server.ollama.schema import (
 from banyan.server.openai.fields import Report
 from banyan.server.openai.prompts import check_messages, json_text
 
-WORDS: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "max_new_tokens": "num_predict",
     "max_tokens": "num_predict",
     "repetition_penalty": "repeat_penalty",

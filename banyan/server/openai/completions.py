@@ -20,14 +20,14 @@ from banyan.requests.generation import (
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.event_writer import Later, follow
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.fields import (
-    in_openai_words,
     native_sampling,
     read_fields,
     specs_of,
+    with_openai_names,
 )
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
@@ -47,7 +47,7 @@ MAX_LOGPROBS = 20
 
 
 async def completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server, context = state.config.server, exchange.context
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
@@ -59,7 +59,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
             )
             return request, model, _plan(context, service, raw, request, adapters)
         except RequestError as error:
-            raise in_openai_words(error) from None
+            raise with_openai_names(error) from None
 
     request, model, plan = await exchange.read(read)
     extension = Extension(request, state.config.cache.store)
@@ -74,7 +74,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
 
 
 class Plan:
-    """What one completion request runs: `best_of` sequences a prompt, of which `n` are answered."""
+    """The sequences of one completion request: `best_of` per prompt; the best `n` are answered."""
 
     def __init__(self, asked: list[RequestSpec], echoes: list[str], n: int, best_of: int) -> None:
         self.asked = asked
@@ -140,7 +140,7 @@ def _plan(
 
 
 def _count(service: Service, prompt: object) -> int:
-    """How many prompts there are; no more than there may be."""
+    """Number of prompts; RequestError if there are too many."""
     if not isinstance(prompt, list) or not prompt or _is_ids(prompt):
         return 1
     check_count(len(prompt), service, "prompt")
@@ -196,7 +196,7 @@ def _echo(service: Service, prompt: str | list[int]) -> str:
 
 
 def _sequences_of(raw: Json, request: CompletionRequest) -> int:
-    """Sequences of each prompt as far as can be told before a prompt is read."""
+    """Sequences per prompt, estimated before any prompt is encoded."""
     n = raw.get("n")
     return max(1, n if type(n) is int else 1, request.best_of or 1)
 
@@ -240,17 +240,16 @@ class CompletionAnswer:
         self._echo = bool(request.echo)
         options = request.stream_options
         self._counts_along = bool(options and options.continuous_usage_stats)
-        """Every chunk of a stream tells the usage so far."""
+        """Every event of a stream has the usage so far."""
         self._id = rid
         self._model = model
         self._created = int(time.time())
         self._opened: set[int] = set()
-        self._molds: dict[int, Mold] = {}
-        """By choice, of the frames that have nothing but text."""
+        self._templates: dict[int, FrameTemplate] = {}
+        """By choice: template of the events that have only text."""
 
     def frames(self, arrival: Arrival) -> bytes | Later:
-        """The events that a piece of an answer becomes; made in a thread where many
-        log-probabilities are shown."""
+        """The events of one chunk; built in a thread if they show many log-probabilities."""
         index, chunk = arrival
         self.usage.take(index, chunk.usage)
         is_first = index not in self._opened
@@ -268,17 +267,19 @@ class CompletionAnswer:
             body = self._chunk(index, chunk, is_first)
             if self._counts_along:
                 body["usage"] = self.usage.of(index)
+            if chunk.finish:
+                body |= self._extension.echoed
             bodies.append(body)
         bodies += self._hidden(index, chunk)
         return b"".join(map(OPENAI.frame, bodies))
 
     def _plain(self, index: int, text: str) -> bytes:
-        """The event of a chunk that has nothing but text."""
-        mold = self._molds.get(index)
-        if mold is None:
-            body = self._chunk(index, TextChunk(Mold.GAP, [], Usage(0, 0)), False)
-            mold = self._molds[index] = Mold(OPENAI.frame(body))
-        return mold.fill(text)
+        """The event of a chunk that has only text."""
+        template = self._templates.get(index)
+        if template is None:
+            body = self._chunk(index, TextChunk(FrameTemplate.GAP, [], Usage(0, 0)), False)
+            template = self._templates[index] = FrameTemplate(OPENAI.frame(body))
+        return template.fill(text)
 
     def whole(self, chunks: list[TextChunk]) -> Json:
         for index, chunk in enumerate(chunks):
@@ -290,15 +291,20 @@ class CompletionAnswer:
             | hidden_states(chunks[at])
             for i, at in enumerate(kept)
         ]
-        told = self._extension.of(self.usage)
-        return {**self._head(), "choices": choices, "usage": self.usage.total(), **told}
+        return {
+            **self._head(),
+            "choices": choices,
+            "usage": self.usage.total(),
+            **self._extension.echoed,
+            **self._extension.of(self.usage),
+        }
 
     def _chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
         text = (self._plan.echo_of(index) if is_first else "") + chunk.text
         return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
 
     def _hidden(self, index: int, chunk: TextChunk) -> list[Json]:
-        """The chunk that follows the end of a choice whose last hidden state was asked for."""
+        """The event with the last hidden state after the end of a choice, if it was requested."""
         self._extension.take(chunk)
         if not chunk.hidden:
             return []
@@ -306,15 +312,15 @@ class CompletionAnswer:
         return [{**self._head(), "choices": [choice], "usage": None}]
 
     def last(self) -> list[Json]:
-        """The chunk that follows all choices with what was asked for beside them."""
-        told = self._extension.of(self.usage)
-        return [{**self._head(), "choices": [], "usage": None, **told}] if told else []
+        """The `sglext` event after all choices, if it was requested."""
+        extra = self._extension.of(self.usage)
+        return [{**self._head(), "choices": [], "usage": None, **extra}] if extra else []
 
     def total(self) -> Json:
         return {**self._head(), "choices": [], "usage": self.usage.total()}
 
     def _kept(self, chunks: list[TextChunk]) -> list[int]:
-        """Indices of the answers: the best `n` of every prompt's `best_of`."""
+        """Indices of the answers: the best `n` of the `best_of` of each prompt."""
         plan = self._plan
         if plan.n == plan.best_of:
             return list(range(len(chunks)))
@@ -327,7 +333,9 @@ class CompletionAnswer:
     def _choice(self, index: int, text: str, chunk: TextChunk) -> Json:
         logprobs = None
         if self._top is not None:
-            logprobs = completion_logprobs(self._service.words(), chunk, self._top, self._echo)
+            logprobs = completion_logprobs(
+                self._service.required_tokenizer(), chunk, self._top, self._echo
+            )
         return {
             "index": index,
             "text": text,

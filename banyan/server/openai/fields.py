@@ -1,7 +1,7 @@
-"""From an OpenAI request body to typed fields and native sampling parameters.
+"""From an OpenAI request body to typed fields, sampling parameters and request specs.
 
-"Honour or report" happens here: refused fields raise, harmless and unknown ones are named in the
-answer's warnings header, and `strict` makes those 400 too. Knows no engine.
+Every field is honoured, refused or reported: refused fields raise, harmless and unknown ones are
+named in the answer's warnings header, or refused under --strict-requests.
 """
 
 import re
@@ -29,13 +29,13 @@ T = TypeVar("T")
 Report = Callable[[str, str], None]
 """Reports (field, why it is not honoured)."""
 Refused = Mapping[str, tuple[Sequence[object], str]]
-"""Field -> (values that ask for nothing, why every other value is a 400)."""
+"""Field -> (values that are accepted because they change nothing, reason to refuse others)."""
 
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
 def typed(raw: Mapping[str, object], kind: type[T]) -> T:
-    """`raw` as a Struct; RequestError names the field of the wrong type."""
+    """`raw` as a Struct of type `kind`; RequestError names the field of the wrong type."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -47,7 +47,7 @@ def typed(raw: Mapping[str, object], kind: type[T]) -> T:
 
 
 def read_fields(raw: Json, kind: type[R], context: RequestContext) -> R:
-    """The typed request; every field of `raw` is honoured, refused or reported."""
+    """The typed request. Every field of `raw` is honoured, refused or reported."""
     known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
     account_for(raw, known, REFUSED, HARMLESS, context.warn_or_refuse)
     return typed(raw, kind)
@@ -72,7 +72,7 @@ def account_for_members(
     harmless: Collection[str],
     report: Report,
 ) -> None:
-    """Report what the objects of a field of `raw` have, alone or in a list, and `kinds` do not."""
+    """Report unknown members of objects in these fields of `raw`, alone or in a list."""
     found: dict[str, None] = {}
     for name, kind in kinds.items():
         value = raw.get(name)
@@ -90,7 +90,7 @@ def _refuse_unless_neutral(name: str, value: object, neutral: Sequence[object], 
 
 
 def native_sampling(raw: Json, max_new_tokens: int | None) -> Json:
-    """sampling_params of /generate that mean the same; null fields take their defaults."""
+    """The equivalent sampling_params of /generate; null fields take their defaults."""
     params: Json = {
         native: raw[name] for name, native in SAMPLING.items() if raw.get(name) is not None
     }
@@ -98,19 +98,19 @@ def native_sampling(raw: Json, max_new_tokens: int | None) -> Json:
     return {**params, **constraint.native_constraint(raw)}
 
 
-def in_openai_words(error: RequestError) -> RequestError:
-    """The same refusal, with the field called what the client called it."""
-    words = {native: name for name, native in SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
-    return in_words(error, words)
+def with_openai_names(error: RequestError) -> RequestError:
+    """The same refusal with the names of OpenAI's fields."""
+    names = {native: name for name, native in SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
+    return with_names(error, names)
 
 
-def in_words(error: RequestError, words: Mapping[str, str]) -> RequestError:
-    """The same refusal with other names of fields: `words` maps ours to the client's."""
-    name = words.get(error.param, error.param)
+def with_names(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same refusal with other names of fields: `names` maps ours to the client's."""
+    name = names.get(error.param, error.param)
     if name == error.param:
         return error
     text = error.text
-    for native, own in words.items():
+    for native, own in names.items():
         text = text.replace(native, own)
     return RequestError(text, param=name, status=error.status, code=error.code, hint=error.hint)
 
@@ -118,7 +118,11 @@ def in_words(error: RequestError, words: Mapping[str, str]) -> RequestError:
 def specs_of(
     context: RequestContext, request: msgspec.Struct, prompts: Sequence[PromptSpec], route: str
 ) -> list[RequestSpec]:
-    """n sequences for each prompt, in answer order: all of the first prompt, then the next."""
+    """One spec for each sequence in answer order: all of the first prompt, then the next.
+
+    True for return_hidden_states means the last hidden state on these routes. The id of the
+    exchange is used if the body has no rid.
+    """
     fields = msgspec.structs.asdict(request)
     if fields.get("rid") is None:
         fields["rid"] = context.id

@@ -50,7 +50,7 @@ async def file(exchange: HttpExchange, state: ServerState) -> None:
 def page(
     items: Sequence[T], query: dict[str, str], id_of: Callable[[T], str], limit: int
 ) -> tuple[list[T], bool]:
-    """The part of a list (oldest first) that `limit`, `after` and `order` ask for; more follow?"""
+    """(page, whether more follow) of a list, oldest first, by `limit`, `after` and `order`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"order must be asc or desc, got {order[:20]!r}", param="order")

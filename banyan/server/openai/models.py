@@ -1,4 +1,4 @@
-"""/v1/models: what is served here, for clients of OpenAI and of Anthropic at once."""
+"""/v1/models in the form of OpenAI and Anthropic at once; the model and adapter of a request."""
 
 import re
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ async def show_model(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:
-    """An adapter as a model whose parent is the one that it is served beside."""
+    """A LoRA adapter as a model whose parent is the served model."""
     own = {"id": place.name, "display_name": place.name, "root": place.path}
     return {**_model_config(state), **own, "parent": state.served_name}
 
@@ -131,7 +131,7 @@ def _adapter_in(name: str, state: ServerState) -> str:
 
 
 def check_model(name: str, served: str, context: RequestContext) -> str:
-    """The model name to answer with; RequestError 404 for impossible names."""
+    """The model name to answer with; RequestError 404 for illegal or, if strict, unknown names."""
     if not name or name in (served, "default"):
         return name or served
     legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name

@@ -1,6 +1,6 @@
-"""From what a client sends to prompt token ids: chat messages, texts, or ids as they are.
+"""Prompt token ids from chat messages, texts or token ids.
 
-All of it is CPU work that grows with what was sent: routes call it from `off_loop`.
+CPU work that grows with the request: routes call it off the event loop (`HttpExchange.read`).
 """
 
 import json
@@ -36,7 +36,7 @@ class Conversation:
 
 
 def chat_ids(service: Service, chat: Conversation) -> list[int]:
-    """Token ids of a rendered conversation; text inside messages never becomes a special token."""
+    """Token ids of a rendered conversation. Text in messages never becomes a special token."""
     if service.chat is None:
         raise RequestError(
             "this model has no chat template",
@@ -78,19 +78,19 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
 def text_ids(
     service: Service, texts: Iterable[str], add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Token ids of plain prompts, in which the texts of special tokens count as such."""
-    return encode_texts(service.words(), texts, service.limits, add_special_tokens)
+    """Token ids of plain prompts. The texts of special tokens become special tokens."""
+    return encode_texts(service.required_tokenizer(), texts, service.limits, add_special_tokens)
 
 
 def ids_text(
     service: Service, ids: list[int], skip_special_tokens: bool, param: str = "tokens"
 ) -> str:
-    tokenizer = service.words()
+    tokenizer = service.required_tokenizer()
     return tokenizer.decode(checked_ids(ids, service, param), skip_special_tokens)
 
 
 def check_count(num: int, service: Service, param: str, what: str = "prompts") -> None:
-    """RequestError when one request may not have so many; asked before any of them is read."""
+    """RequestError if a request has too many of `what`; called before any of them is read."""
     most = service.limits.max_sequences
     if num > most:
         raise RequestError(f"at most {most} {what} are accepted, got {num}", param=param)
@@ -106,7 +106,7 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
 
 
 def checked_messages(messages: list[Json]) -> list[Json]:
-    """Messages that a template can render: known roles, content a text or text parts."""
+    """Messages with known roles and with a text or text parts as content."""
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
     check_messages(len(messages))
@@ -114,7 +114,7 @@ def checked_messages(messages: list[Json]) -> list[Json]:
 
 
 def check_messages(num: int) -> None:
-    """RequestError when a conversation has so many messages."""
+    """RequestError if a conversation has too many messages."""
     if num > MAX_MESSAGES:
         raise RequestError(
             f"at most {MAX_MESSAGES} messages are accepted, got {num}", param="messages"
@@ -128,12 +128,12 @@ def json_text(value: object, param: str) -> str:
 
 
 class _Growing(list[str]):
-    """Parts of a text that is put together."""
+    """Parts of a text, joined by `whole_texts`."""
 
 
 def add_text(message: Json, name: str, text: str, between: str) -> None:
-    """Put `text` behind what the field `name` says, at no cost for what is there already. The
-    field is a list of parts until `whole_texts`."""
+    """Append `text` to the field `name` in constant time. The field is a list of parts until
+    `whole_texts`."""
     parts = message.get(name)
     if not isinstance(parts, _Growing):
         parts = message[name] = _Growing([str(parts)] if parts else [])
@@ -143,7 +143,7 @@ def add_text(message: Json, name: str, text: str, between: str) -> None:
 
 
 def whole_texts(message: Json) -> Json:
-    """The message with what `add_text` has put together as texts."""
+    """The message with the parts of `add_text` joined."""
     return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 

@@ -1,7 +1,7 @@
 """The request fields of the OpenAI routes, in three lists: honoured, refused, harmless.
 
-Every field that a client sends is in one list or reported as unknown; tests keep the lists
-complete. Sampling fields are only renamed here: requests.sampling validates them for all routes.
+A field that is in no list is reported as unknown. Sampling fields are only renamed here:
+requests.sampling_params validates them for all APIs.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions share, besides sampling."""
+    """Fields of both chat and completions, without sampling."""
 
     model: str = ""
     stream: bool | None = False
@@ -26,6 +26,8 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     priority: int | None = None
+    metadata: dict[str, str] | None = None
+    """Repeated in the answer; in a stream, in the event that closes a choice."""
     max_tokens: int | None = None
     return_hidden_states: bool | str | None = False
     return_routed_experts: bool | None = False
@@ -38,7 +40,7 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
     lora_path: str | list[str | None] | None = None
-    """A list has a name, or null, for each prompt."""
+    """A list has a name or null for each prompt."""
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
@@ -124,13 +126,12 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prediction": (_NONE, "predicted outputs are not available in this build"),
     "web_search_options": (_NONE, "web search is not available in this build"),
 }
-"""Field -> (values that ask for nothing, why every other value is a 400)."""
+"""Field -> (values that are accepted because they change nothing, reason to refuse others)."""
 
 HARMLESS = frozenset(
     (
         "user",
         "store",
-        "metadata",
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
@@ -145,4 +146,4 @@ HARMLESS = frozenset(
         "use_audio_in_video",
     )
 )
-"""Fields that change nothing a client could see in the text; accepted and reported."""
+"""Fields that do not change the answer; accepted and reported."""

@@ -1,4 +1,4 @@
-"""Pieces of OpenAI answers that chat and completions share: usage and log-probabilities."""
+"""Parts of OpenAI answers that chat and completions share: usage, log-probabilities, `sglext`."""
 
 import base64
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from banyan.tokenizer.tokenizer import Tokenizer
 
 
 class UsageCount:
-    """Exact token counts of one answer: each prompt once, the output of every sequence.
+    """Token counts of one answer: each prompt once, the output of every sequence.
 
     Args:
         per_prompt: sequences that share a prompt.
@@ -44,7 +44,7 @@ class UsageCount:
         return self._body(self._usages[:: self._per_prompt], self._usages, sum(self._thinking))
 
     def cached(self, store: str) -> Json:
-        """Members of `sglext`: where the cached tokens lay, and why there were no more."""
+        """Members of `sglext`: cached tokens by tier, and why there were no more."""
         prompts = self._usages[:: self._per_prompt]
         return {"cached_tokens_details": cached_details(prompts, store), **cache_miss(prompts)}
 
@@ -63,7 +63,7 @@ class UsageCount:
 
 
 def why_no_more(usage: Usage) -> Json:
-    """`cache_miss` as a field to add: why no more of the prompt came from the cache."""
+    """The field `cache_miss`: why no more of the prompt was cached."""
     return cache_miss([usage])
 
 
@@ -76,30 +76,32 @@ def matched_stop(finish: Finish | None) -> int | str | None:
 
 
 def hidden_states(chunk: TextChunk) -> Json:
-    """`hidden_states` of a choice as a field to add: the last position's, if it was asked for."""
+    """The field `hidden_states` of a choice: the last position, if it was requested."""
     return {"hidden_states": memoryview(chunk.hidden).cast("f").tolist()} if chunk.hidden else {}
 
 
 class Extension:
-    """`sglext` of an answer: what was asked for beside it, known when all its sequences have ended.
+    """The field `sglext` of an answer, complete when all sequences have ended.
 
     Args:
-        store: where pages of the cache outlive the engine; "" = nowhere.
+        store: backend of the hierarchical cache; "" = none.
     """
 
     def __init__(self, request: CommonRequest, store: str) -> None:
         self._store = store if request.return_cached_tokens_details else None
-        self._told: Json = {}
+        self._members: Json = {}
+        self.echoed: Json = {"metadata": request.metadata} if request.metadata else {}
+        """Fields of the request that the answer repeats."""
 
     def take(self, chunk: TextChunk) -> None:
         if chunk.experts:
-            self._told["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
+            self._members["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
 
     def of(self, usage: UsageCount) -> Json:
-        """The field to add; none where nothing was asked for."""
+        """The field; {} if nothing of it was requested."""
         if self._store is not None:
-            self._told |= usage.cached(self._store)
-        return {"sglext": self._told} if self._told else {}
+            self._members |= usage.cached(self._store)
+        return {"sglext": self._members} if self._members else {}
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: list[TokenScore], top: int) -> Json:

@@ -199,7 +199,7 @@ def _rows(routes: Sequence[Route]) -> str:
 
 def _facts(state: ServerState) -> str:
     """Model, state and load as table rows."""
-    trouble, service = state.trouble(), state.service
+    trouble, service = state.not_ready_reason(), state.service
     is_waiting = state.paused or state.released
     paused = "paused: requests wait" if is_waiting else "ready"
     found = {"Model": state.served_name, "State": trouble or paused}

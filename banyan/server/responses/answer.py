@@ -184,8 +184,8 @@ class ResponseAnswer:
     def _logprobs(self, chunk: TextChunk) -> list[Json]:
         if self._plan.top is None or not chunk.output_scores:
             return []
-        words = self._service.words()
-        found = chat_logprobs(words, chunk.output_scores, self._plan.top)["content"]
+        tokenizer = self._service.required_tokenizer()
+        found = chat_logprobs(tokenizer, chunk.output_scores, self._plan.top)["content"]
         assert isinstance(found, list)
         return found
 

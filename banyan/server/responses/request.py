@@ -90,7 +90,7 @@ HARMLESS = frozenset(
     )
 )
 
-WORDS: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "max_new_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",

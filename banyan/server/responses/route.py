@@ -27,8 +27,8 @@ from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    in_words,
     typed,
+    with_names,
 )
 from banyan.server.openai.files import listed, page
 from banyan.server.openai.models import model_and_adapter
@@ -37,9 +37,9 @@ from banyan.server.responses.answer import ResponseAnswer
 from banyan.server.responses.dialect import RESPONSES
 from banyan.server.responses.items import given_items
 from banyan.server.responses.request import (
+    FIELD_NAMES,
     HARMLESS,
     REFUSED,
-    WORDS,
     PromptRequest,
     Reasoning,
     ResponsesRequest,
@@ -154,7 +154,7 @@ class _Asked:
 
 
 async def create(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     report = _reporter(exchange.context)
 
@@ -169,7 +169,7 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
                 exchange.context, service, body, chat, "responses", asked.adapter, report
             )
         except RequestError as error:
-            raise in_words(error, WORDS) from None
+            raise with_names(error, FIELD_NAMES) from None
 
     def read(raw: Json) -> tuple[_Asked, ChatPlan]:
         request = _read(raw, ResponsesRequest, report)
@@ -293,7 +293,7 @@ def responses_routes() -> list[Route]:
 
 def _reporter(context: RequestContext) -> Report:
     def report(field: str, why: str) -> None:
-        context.warn_or_refuse(WORDS.get(field, field), why)
+        context.warn_or_refuse(FIELD_NAMES.get(field, field), why)
 
     return report
 

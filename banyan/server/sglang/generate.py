@@ -1,6 +1,4 @@
-"""/generate: the native form over HTTP, and Vertex AI's form of it. What it means is in
-requests.native.
-"""
+"""/generate and /vertex_generate over HTTP. requests.generate_request parses the body."""
 
 from contextlib import aclosing
 
@@ -43,7 +41,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
 
 
 async def generate(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     native = native_service(service, state)
     size = len(exchange.body)
     body = await exchange.json_object()
@@ -99,7 +97,7 @@ async def open_session(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def close_session(exchange: HttpExchange, state: ServerState) -> None:
-    """Closing what is not open is no error: it may have timed out."""
+    """Close a session. One that is not open is no error: it may have timed out."""
     asked = typed(await exchange.optional_object(), CloseSession)
     state.sessions.close(asked.session_id, exchange.context.tenant)
     await exchange.whole(b"", 200, "text/plain")
@@ -107,7 +105,7 @@ async def close_session(exchange: HttpExchange, state: ServerState) -> None:
 
 async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
-    native = native_service(state.take_in(exchange.context.id), state)
+    native = native_service(state.admit_to_queue(exchange.context.id), state)
     limits = native.limits
     request = await exchange.read(
         lambda body: native.parse(_from_vertex(body, limits), exchange.context)

@@ -1,4 +1,4 @@
-"""/parse_function_call and /separate_reasoning: the parsers of chat answers, for any text."""
+"""/parse_function_call and /separate_reasoning: apply the parsers of chat answers to any text."""
 
 from itertools import groupby
 from typing import TypeVar

@@ -1,7 +1,7 @@
-"""/pin_prefix, /unpin_prefix, /pinned_prefixes: prompts whose pages stay for a time.
+"""/pin_prefix, /unpin_prefix, /pinned_prefixes: keep the KV pages of a prompt for a time.
 
-A pin is a request for one token whose prompt is kept when it has ended, so it is known by the `rid`
-of that request and lies where that ran. No answer here holds a prompt.
+A pin is a request for one token whose prompt pages are kept after its end. It is named by the `rid`
+of that request, and belongs to the replica that ran it. Answers never hold the prompt.
 """
 
 from dataclasses import replace
@@ -35,15 +35,15 @@ class PinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttl_s: float = 3600.0
     """How long it stays, in seconds."""
     priority: int = 0
-    """Where a request cannot run beside all pins, the lowest gives way first, and of equals the one
+    """If memory runs out, the pin with the lowest priority is released first, and of equals the one
     that ends first."""
     api_key: str | None = None
-    """Whose prefix it is, where the server asks for keys."""
+    """API key of the owner, on a server with keys."""
 
 
 class UnpinRequest(msgspec.Struct, frozen=True, kw_only=True):
     pin: str | None = None
-    """What /pin_prefix called it; without it all are let go."""
+    """Name that /pin_prefix returned; None = all pins."""
 
 
 async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
@@ -70,11 +70,11 @@ async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
     ]
     with state.open.holding([s.request for s in sequences], exchange.context.tenant):
         answer = await native.answer(replace(request, sequences=sequences))
-    told = answer["meta_info"] if isinstance(answer, dict) else {}
+    meta = answer["meta_info"] if isinstance(answer, dict) else {}
     found: Json = {
         "pin": sequences[0].request.id,
         "prompt_tokens": len(sequences[0].request.prompt),
-        "cached_tokens": told.get("cached_tokens", 0) if isinstance(told, dict) else 0,
+        "cached_tokens": meta.get("cached_tokens", 0) if isinstance(meta, dict) else 0,
         "ttl_s": asked.ttl_s,
         "priority": asked.priority,
     }
@@ -82,7 +82,7 @@ async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def unpin_prefix(exchange: HttpExchange, state: ServerState) -> None:
-    """Let the pages of one pin go, or those of all; they stay as others do until then."""
+    """Release the pages of one pin or of all pins to normal eviction."""
     client = state.admit().client
     asked = typed(await exchange.optional_object(), UnpinRequest)
     if asked.pin == "":
@@ -95,7 +95,7 @@ async def unpin_prefix(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def pinned_prefixes(exchange: HttpExchange, state: ServerState) -> None:
-    """Every pin: its name, tokens, pages, and the seconds that are left."""
+    """Every pin: its name, tokens, pages and remaining seconds."""
     replies = await state.admit().client.ask("pins", _ASK_S)
     pins: list[Json] = [
         {**msgspec.structs.asdict(pin), "dp_rank": replica}
@@ -107,8 +107,8 @@ async def pinned_prefixes(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def _tenant_of(asked: PinRequest, state: ServerState) -> bytes:
-    """Whose pages they are: no key finds those of another."""
-    if not state.keys.are_asked_for:
+    """The owner of the pages: no key finds the pages of another."""
+    if not state.keys.are_required:
         if asked.api_key is not None:
             raise RequestError("this server asks for no keys", param="api_key")
         return b""

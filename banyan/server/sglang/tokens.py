@@ -69,7 +69,7 @@ def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
     limits = service.limits
     most = replace(limits, context_length=max(limits.context_length, MAX_TOKENIZED))
     most = replace(most, max_request_tokens=0, auto_truncate=False)
-    found = encode_texts(service.words(), texts, most, request.add_special_tokens)
+    found = encode_texts(service.required_tokenizer(), texts, most, request.add_special_tokens)
     return found, isinstance(request.prompt, list)
 
 

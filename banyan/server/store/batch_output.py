@@ -1,5 +1,6 @@
-"""AnswerLog: the answers of one batch, appended to its output and error files and synced in
-groups. What was synced is never lost nor written again; what was not is asked again.
+"""AnswerLog: appends the answers of one batch to its output and error files, synced in groups.
+
+A synced answer is never lost and never written again. Lines without a synced answer run again.
 """
 
 import asyncio
@@ -13,16 +14,16 @@ import orjson
 from banyan.base.errors import CapacityError, ConfigError
 
 _BEGINNING = b'{"id":"batch_req_'
-"""Of every answer."""
+"""The beginning of every answer."""
 
 
 class AnswerLog:
     """Appends answers to two files, which may be one.
 
     Args:
-        output: file of the answers that succeeded.
-        errors: file of the others.
-        take_room: asked for bytes before they are written; raises when there is no room.
+        output: file of successful answers.
+        errors: file of failed answers.
+        take_room: reserves bytes before they are written; raises if the storage is full.
     """
 
     def __init__(
@@ -33,15 +34,15 @@ class AnswerLog:
         self.answered: dict[str, bool] = {}
         """custom_id of every answer in the files -> whether it succeeded."""
         self.num_found = 0
-        """Bytes that an earlier process has left."""
+        """Bytes that an earlier process has written."""
         self._take_room = take_room
 
     def recover(self) -> None:
-        """Read what an earlier process has left; a last line it did not finish is cut off.
+        """Read the answers of an earlier process, and cut off an unfinished last line.
 
         Raises:
             CapacityError: another process is writing there.
-            ConfigError: the file holds something else than answers; it is left as it is.
+            ConfigError: the file contains something other than answers; it is not changed.
         """
         for path in dict.fromkeys(self._paths):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -56,7 +57,7 @@ class AnswerLog:
             os.fsync(fd)
 
     def _read(self, path: Path) -> int:
-        """Take in the answers of a file; its length without a last line that was cut short."""
+        """Read the answers of a file; returns its length without an unfinished last line."""
         whole, broken = 0, 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -116,13 +117,13 @@ class AnswerLog:
 
 
 def answer_line(id: str, custom_id: str, response: dict[str, object]) -> bytes:
-    """One line of an output or error file, under an id of 128 bits."""
+    """One line of an output or error file."""
     answer = {"id": "batch_req_" + id, "custom_id": custom_id, "response": response, "error": None}
     return orjson.dumps(answer) + b"\n"
 
 
 def _answer_in(line: bytes) -> tuple[str, bool] | None:
-    """custom_id and success of a whole line; None when it is none."""
+    """custom_id and success of a complete line; None if it is no answer."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -134,14 +135,14 @@ def _answer_in(line: bytes) -> tuple[str, bool] | None:
 
 
 def _is_begun(line: bytes) -> bool:
-    """Whether this may be an answer that was cut short: its beginning, or the zeros and newlines
-    that a file system leaves where nothing has been written."""
+    """Whether this may be an unfinished answer: its beginning, or the zeros and newlines that a
+    file system leaves for unwritten data."""
     text = line.strip(b"\0\n")
     return text[: len(_BEGINNING)] == _BEGINNING[: len(text)]
 
 
 def _write(fd: int, content: bytes) -> None:
-    """Append everything, and wait until it is on the disk."""
+    """Append all of `content`; it is on disk at return."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(fd, rest) :]

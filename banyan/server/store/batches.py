@@ -1,4 +1,4 @@
-"""BatchStore: what is known about every batch, in a file each. Knows no lines and no HTTP."""
+"""BatchStore: the state of every batch, in a file each."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from banyan.server.store.folder import EVERYBODY, Folder, may_see
 MAX_BATCHES = 1000
 
 FINAL = ("completed", "failed", "cancelled")
-"""Statuses in which nothing happens to a batch any more."""
+"""Final statuses of a batch."""
 
 _PREFIX = "batch_"
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Why a batch cannot run: what is wrong in which line of its input (from 1, 0 = none)."""
+    """Why a batch cannot run: an error in a line of its input (from 1; 0 = no line)."""
 
     code: str
     message: str
@@ -27,14 +27,14 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One batch. The two ids are decided when it is made; they name files when it is over.
+    """One batch. The ids of its output files are chosen at creation; the files exist at the end.
 
     Attributes:
-        model: that was served when it was made; no other goes on with it.
-        times: status -> when it was entered, in seconds of the epoch.
-        owner: the credential that made it.
-        labels: that it brought for what is counted of its lines, as the header had them.
-        succeeded, failed: answered lines; while it runs, counted in memory only.
+        model: the served model at creation; only a server of this model runs the batch.
+        times: status -> time at which it was entered, in seconds of the epoch.
+        owner: digest of the key that created it.
+        labels: metric labels of its lines, as in the header.
+        succeeded, failed: answered lines; counted in memory only while it runs.
         deaths: custom_id -> engines that died while they ran this line.
     """
 
@@ -62,7 +62,7 @@ class Batch(msgspec.Struct, frozen=True):
         return self.status in FINAL
 
     def is_for(self, model: str) -> bool:
-        """Whether a server of `model` can bring it further; cancelling takes no model."""
+        """Whether a server of `model` can continue it; cancelling needs no model."""
         return not self.is_over and (self.model == model or self.status == "cancelling")
 
 
@@ -73,13 +73,13 @@ class BatchStore:
     folder: Folder
     batches: dict[str, Batch] = field(default_factory=dict)
     work: asyncio.Task[None] | None = None
-    """What works through them; None = nothing has been asked for yet."""
+    """The task that runs the batches; None = not started yet."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a batch is cancelled."""
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def load(self) -> None:
-        """Read what lies in the folder."""
+        """Read the batches in the folder."""
         found = self.folder.read_all(f"{_PREFIX}*.json", Batch)
         self.batches = {b.id: b for b in sorted(found, key=lambda b: (b.created_at, b.id))}
 
@@ -87,7 +87,7 @@ class BatchStore:
         return [b for b in self.batches.values() if may_see(b.owner, owner)]
 
     def find(self, id: str, owner: str) -> Batch:
-        """RequestError 404 when there is none that `owner` may see."""
+        """The batch; RequestError 404 if `owner` has none with this id."""
         found = self.batches.get(id)
         if found is None or not may_see(found.owner, owner):
             raise RequestError(
@@ -99,18 +99,18 @@ class BatchStore:
         return found
 
     def next(self, model: str) -> Batch | None:
-        """The oldest batch that a server of `model` can bring further."""
+        """The oldest batch that a server of `model` can continue."""
         return next((b for b in self.batches.values() if b.is_for(model)), None)
 
     async def save(self, batch: Batch) -> None:
-        """Put `batch` in the place of what was known; on the disk when this returns."""
+        """Store a new state of a batch; it is on disk at return."""
         self.batches[batch.id] = batch
         async with self._saving:
             content = msgspec.json.encode(self.batches[batch.id])
             await asyncio.to_thread(self.folder.write, batch.id + ".json", content)
 
     async def make_room(self) -> None:
-        """Forget the oldest batch that is over when there are too many; RequestError 429."""
+        """Delete the oldest finished batch if there are too many; RequestError 429 if none is."""
         if len(self.batches) < MAX_BATCHES:
             return
         oldest = next((b for b in self.batches.values() if b.is_over), None)

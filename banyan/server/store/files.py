@@ -1,7 +1,7 @@
-"""FileStore: files that clients uploaded and that batches made, bounded in number and size.
+"""FileStore: uploaded files and the outputs of batches, limited in number and size.
 
-A file is two files of the folder: its content under its id, and what is known about it beside.
-Without the second the first is not (yet) a file. Names that clients give are never paths.
+A stored file is two files of the folder: its content under its id, and its facts as ID.json.
+Content without facts is not (yet) a stored file. Names from clients are never used as paths.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _PREFIX = "file-"
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What is known about one file."""
+    """The facts of one stored file."""
 
     id: str
     filename: str
@@ -37,21 +37,21 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class FileStore:
-    """The files of one folder, by id, oldest first. Its methods are called on one event loop."""
+    """The files of one folder, by id, oldest first. Call its methods on one event loop."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._files: dict[str, StoredFile] = {}
         self._growing: dict[str, int] = {}
-        """Bytes of what is being written: uploads by id, the outputs of a batch by the batch's."""
+        """Bytes that are being written: uploads by file id, outputs of a batch by batch id."""
 
     def load(self) -> None:
-        """Read what lies in the folder."""
+        """Read the files in the folder."""
         found = self._folder.read_all(f"{_PREFIX}*{_FACTS}", StoredFile)
         self._files = {f.id: f for f in sorted(found, key=lambda f: (f.created_at, f.id))}
 
     def sweep(self, growing: Sequence[str]) -> None:
-        """Remove what a crash has left: content that is neither a file nor `growing` into one."""
+        """Remove the leftovers of a crash: content without facts that is not in `growing`."""
         kept = {*self._files, *(id + _FACTS for id in self._files), *growing}
         for path in self._folder.path.glob(f"{_PREFIX}*"):
             if path.name not in kept:
@@ -61,24 +61,24 @@ class FileStore:
         return [f for f in self._files.values() if may_see(f.owner, owner)]
 
     def find(self, id: str, owner: str) -> StoredFile:
-        """RequestError 404 when there is none that `owner` may see."""
+        """The file; RequestError 404 if `owner` has none with this id."""
         found = self._files.get(id)
         if found is None or not may_see(found.owner, owner):
             raise _no_such(id)
         return found
 
     def path(self, id: str) -> Path:
-        """Where the content of a file of this id lies, or will lie."""
+        """The path of the content of this id."""
         return self._folder.path / id
 
     async def content(self, id: str) -> bytes:
-        """The whole content; RequestError 404 when there is no such file."""
+        """The whole content; RequestError 404 if there is no such file."""
         if id not in self._files:
             raise _no_such(id)
         return await asyncio.to_thread(self.path(id).read_bytes)
 
     async def pieces(self, stored: StoredFile) -> AsyncGenerator[bytes, None]:
-        """The content, a bounded part at a time, however slowly it is taken."""
+        """The content in pieces of PIECE_BYTES."""
         file = await asyncio.to_thread(self.path(stored.id).open, "rb")
         try:
             while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
@@ -87,13 +87,13 @@ class FileStore:
             file.close()
 
     async def add(self, filename: str, purpose: str, content: bytes, owner: str) -> StoredFile:
-        """Keep a new file; on the disk when this returns.
+        """Store a new file; it is on disk at return.
 
         Raises:
-            RequestError: 507, there is no room.
+            RequestError: 507; the storage is full.
         """
         id = self.fresh_id()
-        self.grow(id, len(content))  # before anything is waited for: others ask for room as well
+        self.grow(id, len(content))  # before the first await: concurrent uploads reserve too
         try:
             await asyncio.to_thread(self._folder.write, id, content)
             return await self.publish(id, filename, purpose, owner)
@@ -101,7 +101,7 @@ class FileStore:
             self.grown(id)
 
     async def publish(self, id: str, filename: str, purpose: str, owner: str) -> StoredFile:
-        """Make a file of the content that lies under `id`."""
+        """Turn the content under `id` into a stored file."""
         name = filename[:MAX_NAME_CHARS]
 
         def write() -> StoredFile:
@@ -114,16 +114,16 @@ class FileStore:
         return stored
 
     async def remove(self, id: str, owner: str) -> None:
-        """Forget a file; RequestError 404 when there is none that `owner` may see."""
+        """Delete a file; RequestError 404 if `owner` has none with this id."""
         del self._files[self.find(id, owner).id]
-        # The facts go first: a crash in between leaves content that nobody can ask for.
+        # The facts first: a crash in between leaves content that no client can reach.
         await self._folder.discard(id + _FACTS, id)
 
     def grow(self, what: str, num_bytes: int) -> None:
-        """Take room for bytes that `what` writes, until it has `grown` into a file.
+        """Reserve bytes that `what` will write, until `grown` is called.
 
         Raises:
-            RequestError: 507, there is none.
+            RequestError: 507; the storage is full.
         """
         num_files = len(self._files.keys() | self._growing.keys() | {what})
         total = sum(f.num_bytes for f in self._files.values()) + sum(self._growing.values())
@@ -138,11 +138,11 @@ class FileStore:
         self._growing[what] = self._growing.get(what, 0) + num_bytes
 
     def grown(self, what: str) -> None:
-        """What grew is a file now, or nothing."""
+        """End the reservation: `what` is a stored file now, or was dropped."""
         self._growing.pop(what, None)
 
     def has_grown_to(self, what: str, num_bytes: int) -> None:
-        """Count what an earlier process has left."""
+        """Count the bytes that an earlier process has written."""
         self._growing[what] = num_bytes
 
     def fresh_id(self) -> str:

@@ -1,7 +1,7 @@
-"""Folder: the private place on disk where one server keeps its files and batches.
+"""Folder: the private folder on disk with the files and batches of one server.
 
-Made at the first use and locked, so that two servers never work on the same batch. Small files
-are replaced whole, so that a crash leaves the old one or the new one. Knows no HTTP.
+It is created at the first use and locked, so that two servers never run the same batch. Small files
+are replaced as a whole, so that a crash leaves the old one or the new one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from banyan.base.errors import RequestError
 T = TypeVar("T")
 
 EVERYBODY = ""
-"""Owner of what was made without a key."""
+"""Owner of objects that were created without a key."""
 
 _LOCK = "lock"
 _DRAFT = ".draft"
@@ -31,14 +31,14 @@ class Folder:
         self._lock = -1
 
     def has_content(self) -> bool:
-        """Whether a server has ever kept anything here."""
+        """Whether a server has stored anything here before."""
         return (self.path / _LOCK).exists()
 
     def claim(self) -> None:
-        """Make the folder and take its lock, for as long as this process lives.
+        """Create the folder and lock it until the process ends.
 
         Raises:
-            RequestError: 503; it cannot be made, or another server has it.
+            RequestError: 503; it cannot be created, or another server has locked it.
         """
         if self._lock >= 0:
             return
@@ -55,13 +55,13 @@ class Folder:
         self._lock = lock
 
     def release(self) -> None:
-        """Let another process have the folder."""
+        """Unlock the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a whole file there, on the disk when this returns.
+        """Write a whole file; it is on disk at return.
 
         Raises:
             RequestError: 507; the disk is full or broken.
@@ -84,10 +84,10 @@ class Folder:
             ) from None
 
     def read_all(self, pattern: str, kind: type[T]) -> list[T]:
-        """Every JSON file whose name fits, as a Struct.
+        """Decode every JSON file whose name matches.
 
         Raises:
-            RequestError: 503; a file is not what this server writes.
+            RequestError: 503; a file cannot be decoded.
         """
         found = []
         for path in sorted(self.path.glob(pattern)):
@@ -98,7 +98,7 @@ class Folder:
         return found
 
     def sync(self) -> None:
-        """Bring the names of new and removed files to the disk."""
+        """Sync the names of new and removed files to disk."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -106,23 +106,23 @@ class Folder:
             os.close(fd)
 
     def remove(self, *names: str) -> None:
-        """Remove files, in this order; their names are off the disk at return."""
+        """Remove files in this order; their names are gone from disk at return."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
         self.sync()
 
     async def discard(self, *names: str) -> None:
-        """As `remove`, in a thread."""
+        """Like `remove`, in a thread."""
         await asyncio.to_thread(self.remove, *names)
 
 
 def owner_of(tenant: bytes) -> str:
-    """What is written on the disk of a credential: its digest, never the key."""
+    """The owner that is stored on disk for a caller: a digest, never the key."""
     return tenant.hex()
 
 
 def may_see(owner: str, asker: str) -> bool:
-    """Whether what `owner` has made is shown to `asker`."""
+    """Whether `asker` may see objects of `owner`."""
     return owner in (EVERYBODY, asker)
 
 

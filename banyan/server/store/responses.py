@@ -1,6 +1,6 @@
-"""ResponseStore: responses that can be asked for again, bounded in number and size, in memory.
+"""ResponseStore: stored responses in memory, limited in number and size.
 
-The oldest that is over is forgotten first; nothing outlives the server. Knows no HTTP.
+The oldest finished response is dropped first. None outlives the server.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ MAX_BYTES = 256 << 20
 
 @dataclass
 class StoredResponse:
-    """One response and what it answered.
+    """One response with its input.
 
     Attributes:
-        show: gives the response as the API shows it at this moment.
+        show: returns the current response in the form of the API.
         given: its own input items.
         before: items of the conversation that it continued.
         owner: the credential that has made it.
@@ -49,14 +49,14 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Json]:
-        """All items up to the end of this response. Later responses share them."""
+        """All items up to the end of this response; later responses share them."""
         output = self.show()["output"]
         assert isinstance(output, list)
         return [*self.before, *self.given, *output]
 
 
 class ResponseStore:
-    """Responses by owner and id, oldest first. A credential finds only its own."""
+    """Responses by owner and id, oldest first. Callers find only their own."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[bytes, str], StoredResponse] = {}
@@ -69,7 +69,7 @@ class ResponseStore:
         return (owner, id) in self._kept
 
     def find(self, id: str, owner: bytes, param: str = "response_id") -> StoredResponse:
-        """RequestError 404 when there is none."""
+        """The response; RequestError 404 if there is none."""
         if (owner, id) not in self._kept:
             raise RequestError(
                 f"Response with id {id[:80]!r} not found.",
@@ -81,10 +81,10 @@ class ResponseStore:
         return self._kept[owner, id]
 
     def keep(self, stored: StoredResponse) -> None:
-        """Keep a response, or count one anew that has grown; the oldest make room.
+        """Store a response, or update the size of one that has grown; drops the oldest if needed.
 
         Raises:
-            RequestError: 429; all that are kept are still running.
+            RequestError: 429; all stored responses are still running.
         """
         self._forget(stored)
         while len(self._kept) >= MAX_RESPONSES:
@@ -96,7 +96,7 @@ class ResponseStore:
             self._drop_oldest()
 
     def remove(self, id: str, owner: bytes) -> None:
-        """Forget a response; RequestError 404 when there is none."""
+        """Delete a response; RequestError 404 if there is none."""
         self._forget(self.find(id, owner))
 
     def _drop_oldest(self) -> None:

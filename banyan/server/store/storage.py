@@ -1,4 +1,4 @@
-"""Storage: files and batches of one server, opened at their first use."""
+"""Storage: the files and batches of one server, opened at the first use."""
 
 import asyncio
 from pathlib import Path
@@ -12,10 +12,10 @@ _HOME = "~/.local/state/banyan"
 
 
 class Storage:
-    """What /v1/files and /v1/batches keep.
+    """The stored objects of /v1/files and /v1/batches.
 
     Args:
-        path: folder to keep it in; it is not made before something is kept.
+        path: their folder; created when something is stored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,20 +26,20 @@ class Storage:
         self.batches = BatchStore(self._folder)
 
     async def ready(self) -> "Storage":
-        """As `open`, with the disk's time spent in a thread."""
+        """Like `open`, in a thread."""
         if not self._is_open:
             async with self._opening:
                 await asyncio.to_thread(self.open)
         return self
 
     async def ready_if_used(self) -> "Storage":
-        """As `ready` where something is kept; else the stores are empty and the disk untouched."""
+        """Like `ready` if something is stored; otherwise the disk is not touched."""
         if not self._is_open and not await asyncio.to_thread(self._folder.has_content):
             return self
         return await self.ready()
 
     def open(self) -> "Storage":
-        """Claim the folder and read it; RequestError 503 when that cannot be."""
+        """Lock the folder and read it; RequestError 503 if that fails."""
         if not self._is_open:
             self._folder.claim()
             self.files.load()
@@ -50,15 +50,15 @@ class Storage:
         return self
 
     def close(self) -> None:
-        """Stop working on batches; what is unfinished goes on at the next start."""
+        """Stop running batches; unfinished ones continue at the next start."""
         if self.batches.work is not None:
             self.batches.work.cancel()
 
     def release(self) -> None:
-        """Let another process open the same folder."""
+        """Unlock the folder for another process."""
         self._folder.release()
 
 
 def storage_path(server: ServerConfig) -> Path:
-    """The folder of a server: --file-storage-path, or one of its port in the user's state."""
+    """The folder of a server: --file-storage-path, or one named by its port in the user's state."""
     return Path(server.storage_path or f"{_HOME}/{server.port}").expanduser()

@@ -1,6 +1,6 @@
-"""What a tool server is to the routes: named tools, and lines on which they are called.
+"""The interface of tool servers: named tools, and sessions in which they are called.
 
-Knows no protocol. A call never raises: what goes wrong is an outcome that the model is shown.
+A call never raises. Errors are outcomes that the model sees.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,12 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 
 MAX_OUTPUT_CHARS = 64 << 10
-"""A longer output of a tool is cut, and says so."""
+"""A longer output of a tool is truncated, with a note."""
 
 
 @dataclass(frozen=True)
 class ServerTool:
-    """One tool: its name, what it does, and the JSON schema of its arguments."""
+    """One tool with the JSON schema of its arguments."""
 
     name: str
     description: str
@@ -25,13 +25,13 @@ class ServerTool:
 
     @property
     def is_read_only(self) -> bool:
-        """The server says that a call changes nothing."""
+        """Whether the server declares that calls change nothing."""
         return bool(self.annotations) and self.annotations.get("readOnlyHint") is True
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave: `output`, or the `error` of an mcp_call item."""
+    """The result of a call: `output`, or the `error` of an mcp_call item."""
 
     output: str = ""
     error: Json | None = None
@@ -42,17 +42,17 @@ def gave(text: str) -> Outcome:
 
 
 def refused(text: str) -> Outcome:
-    """The tool itself says that the call failed."""
+    """The tool reported a failure."""
     return Outcome(error={"type": "mcp_tool_execution_error", "content": _cut(text)})
 
 
 def not_understood(code: int, message: str) -> Outcome:
-    """The tool server refuses the call: an error of the protocol, with its JSON-RPC code."""
+    """The tool server refused the call with a JSON-RPC error."""
     return Outcome(error={"type": "mcp_protocol_error", "code": code, "message": _cut(message)})
 
 
 def not_reached(code: int, message: str) -> Outcome:
-    """The tool server cannot be reached (502), or does not answer in time (504)."""
+    """The tool server cannot be reached (502) or did not respond in time (504)."""
     return Outcome(error={"type": "http_error", "code": code, "message": _cut(message)})
 
 
@@ -63,7 +63,7 @@ def _cut(text: str) -> str:
 
 
 class Line(Protocol):
-    """Where the calls of one response go, one after another."""
+    """Runs the tool calls of one response, one after the other."""
 
     async def call(self, name: str, arguments: Json) -> Outcome: ...
 
@@ -71,11 +71,11 @@ class Line(Protocol):
 
 
 class ToolServer(Protocol):
-    """A source of tools that the operator has named.
+    """A tool server from --tool-server.
 
     Attributes:
-        label: what it calls itself.
-        url: its address; "" when it is in this process.
+        label: its own name.
+        url: its address; "" = in this process.
         tools: by name, as listed at the start.
     """
 
@@ -88,7 +88,7 @@ class ToolServer(Protocol):
 
 @dataclass(frozen=True)
 class ToolServers:
-    """The tool servers of --tool-server, by label. Nothing else is ever called."""
+    """The tool servers of --tool-server by label. No others are ever called."""
 
     by_label: Mapping[str, ToolServer] = field(default_factory=dict)
 
@@ -99,10 +99,10 @@ class ToolServers:
         return iter(self.by_label.values())
 
     def find(self, label: str, url: str, param: str) -> ToolServer:
-        """The server with this address, or where none is given with this label.
+        """The server with this address, or with this label if no address is given.
 
         Raises:
-            RequestError: 400; there is no such server, or there are none at all.
+            RequestError: 400; there is no such server.
         """
         if not self.by_label:
             raise RequestError(

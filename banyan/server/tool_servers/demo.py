@@ -1,7 +1,7 @@
 """The demo tools: a calculator and a clock, in this process.
 
-They run no code that a model has written: an expression is parsed and its few kinds of node are
-computed here, under bounds of length and size.
+No code of a model is run: an expression is parsed, and a few kinds of nodes are evaluated under
+limits of length and size.
 """
 
 import ast
@@ -17,7 +17,7 @@ from banyan.server.tool_servers.base import Outcome, ServerTool, gave, not_under
 _MAX_CHARS = 200
 _MAX_BITS = 4096
 _INVALID_PARAMS = -32602
-"""JSON-RPC: the arguments do not fit."""
+"""JSON-RPC: invalid params."""
 
 Number = int | float
 
@@ -62,7 +62,7 @@ _TOOLS = (
 
 
 class DemoServer:
-    """The demo tools; its own line, since no call leaves anything behind."""
+    """The demo tools. It is its own session, since calls keep no state."""
 
     label = "demo"
     url = ""
@@ -86,7 +86,7 @@ class DemoServer:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression; ValueError says what is wrong with it."""
+    """The value of an arithmetic expression; ValueError with the reason if it has none."""
     if len(expression) > _MAX_CHARS:
         raise ValueError(f"an expression has at most {_MAX_CHARS} characters")
     try:
@@ -131,7 +131,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _bounded(value: Number) -> Number:
-    """`value`, unless it is a whole number too long to go on with."""
+    """`value`; OverflowError if it is an integer of too many bits."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise OverflowError
     return value

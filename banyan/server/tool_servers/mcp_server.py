@@ -1,7 +1,7 @@
-"""A tool server that speaks the Model Context Protocol over HTTP, through the official package.
+"""Tool servers with the Model Context Protocol over HTTP, through the official package.
 
-Addresses come from the operator alone. Each line is a session in a task of its own: whatever
-breaks in it becomes the outcome of a call, and the next call opens another session.
+Addresses come only from the operator. Each session is a task of its own: an error in it becomes the
+outcome of a call, and the next call opens another session.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ START_TIMEOUT_S = 10.0
 _MAX_PAGES = 32
 _BAD_GATEWAY, _GATEWAY_TIMEOUT = 502, 504
 _INTERNAL_ERROR = -32603
-"""JSON-RPC: what came back cannot be used."""
+"""JSON-RPC: the response cannot be used."""
 
 _Call = tuple[str, Json, "asyncio.Future[Outcome]"]
 
 
 class McpServer:
-    """One tool server as it answered at the start."""
+    """One tool server with the tools that it listed at the start."""
 
     def __init__(self, label: str, url: str, tools: Sequence[ServerTool]) -> None:
         self.label = label
@@ -52,7 +52,7 @@ class McpServer:
 
 
 class McpLine:
-    """The calls of one response, in one session that opens with the first of them."""
+    """The calls of one response in one session, which opens at the first call."""
 
     def __init__(self, label: str, url: str) -> None:
         self._label = label
@@ -90,10 +90,10 @@ class McpLine:
 
 
 async def open_server(urls: Sequence[str]) -> McpServer:
-    """The server at the first of `urls` that answers, with its tools.
+    """The tool server at the first of `urls` that responds.
 
     Raises:
-        ConfigError: none does; it says why.
+        ConfigError: none responds.
     """
     reasons = []
     for url in urls:
@@ -138,7 +138,7 @@ async def _tools(client: mcp.Client) -> list[ServerTool]:
 
 
 async def _session(url: str, calls: "asyncio.Queue[_Call]") -> None:
-    """Answer calls until cancelled, or until the connection breaks, which raises."""
+    """Run calls until cancelled; raises if the connection breaks."""
     async with _connected(url) as client:
         while True:
             name, arguments, answer = await calls.get()
@@ -158,7 +158,7 @@ async def _outcome(client: mcp.Client, name: str, arguments: Json) -> Outcome:
 
 
 def _text(result: CallToolResult) -> str:
-    """What the model is shown of a result: its texts; other content is named."""
+    """A result as text for the model; other content is replaced by its kind."""
     parts = [
         part.text if isinstance(part, TextContent) else f"[{part.type}: left out]"
         for part in result.content

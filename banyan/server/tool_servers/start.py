@@ -1,4 +1,4 @@
-"""--tool-server: from its text to the tool servers that it names, each asked for its tools."""
+"""--tool-server: connects to the named tool servers and lists their tools."""
 
 import asyncio
 from urllib.parse import urlsplit
@@ -11,17 +11,17 @@ from banyan.server.tool_servers.demo import DemoServer
 log = logger(__name__)
 
 DEMO = "demo"
-"""The tool server of this process."""
+"""Name of the tool server in this process."""
 _PATHS = ("/sse", "/mcp")
-"""Where a server that is named by host and port alone is looked for, in this order."""
+"""Paths that are tried, in order, for a server given as HOST:PORT."""
 
 
 async def start_tool_servers(names: str) -> ToolServers:
-    """The servers of a comma-separated list: `demo`, HOST:PORT, or a URL.
+    """Connect to the servers of a comma-separated list: `demo`, HOST:PORT, or a URL.
 
     Raises:
-        ConfigError: a name is none, a server does not answer, two have one label, or the package
-            that speaks the protocol is not installed.
+        ConfigError: a name is malformed, a server does not respond, two have the same label, or the
+            package of the protocol is not installed.
     """
     servers = await asyncio.gather(*(_start(name) for name in named_servers(names)))
     found: dict[str, ToolServer] = {}
@@ -54,7 +54,7 @@ async def _start(name: str) -> ToolServer:
 
 
 def addresses(name: str) -> list[str]:
-    """URLs at which a server may answer; ConfigError when `name` is no address."""
+    """URLs to try for a server; ConfigError if `name` is not an address."""
     has_scheme = "://" in name
     try:
         parts = urlsplit(name if has_scheme else f"http://{name}")

@@ -30,7 +30,7 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, together
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 VOCAB, PAGE, TOKENS = 97, 128, 9
 SHAPES = (1, 2, 4)
@@ -186,13 +186,13 @@ def answer(rank: int, size: int, address: str, folder: Path, name: str) -> list[
     """What a rank finds, captured and then eager."""
     os.environ |= {"BANYAN_NPU": "tests.ascend.emulation", "BANYAN_NPU_CHECKS": "1"}
     npu, layout = install(os.environ.get("BANYAN_NPU_SOC", "A3")), LAYOUTS[name]
-    replayed, bring = list[int](), CapturedForward._bring
+    replayed, bring = list[int](), CapturedForward._copy_inputs
 
     def counted(forward: CapturedForward, batch: Batch, shape: int, count: int) -> None:
         replayed.append(shape)
         bring(forward, batch, shape, count)
 
-    CapturedForward._bring = counted
+    CapturedForward._copy_inputs = counted
     found = list[dict]()
     for at, shapes in enumerate((SHAPES, ())):
         runner, driver = open_rank(layout, folder, rank, f"{address}-{at}", shapes)

@@ -181,7 +181,7 @@ def test_two_ways_to_say_which_layers_are_refused(model: Path) -> None:
 
 
 def test_what_is_not_streamed_is_refused(npu: EmulatedNpu, model: Path) -> None:
-    told = "layers of Qwen3ForCausalLM are not streamed, those of decoders are"
+    told = "layers of Qwen3ForCausalLM cannot be offloaded, only of decoders"
     flags = {"model_impl": "transformers", "disable_cuda_graph": True}
     with pytest.raises(BanyanError, match=told), start(model, **IN_PROCESS | flags | HALF):
         pass

@@ -20,7 +20,7 @@ from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.base import Tree
 from tests.runner.conftest import VOCAB
-from tests.runner.driver import PAGE, Driver, Request, greedy
+from tests.support.runner_driver import PAGE, Driver, Request, greedy
 
 CPU = torch.device("cpu")
 NEW, NODES = 30, 9

@@ -24,9 +24,9 @@ from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.dflash import BlockDrafter
 from banyan.runner.speculative.draft_runner import DraftModel
 from tests.models.drafting import PlainBlocks, tiny_blocks
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_eagle import CPU, MAX_LENGTH, NUM_PAGES, plain_loop, prompt_of
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 BLOCKS, NEW = "blocks", 24
 

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
@@ -14,7 +15,7 @@ from banyan.runner.batch import Batch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates
+from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, count_accepted
 
 VOCAB, SLOTS = 6, 64
 CPU = torch.device("cpu")
@@ -87,3 +88,18 @@ def test_chains_of_drafts_leave_the_distribution_as_it_is() -> None:
 
 def test_each_seed_draws_what_it_draws_without_drafts() -> None:
     assert drawn(2, 8) == drawn(1, 8) == drawn(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "count"),
+    [
+        ([], [5], 1),
+        ([5], [5, 6], 2),
+        ([5], [4, 6], 1),
+        ([5, 6, 7], [5, 6, 7, 8], 4),
+        ([5, 6, 7], [5, 9, 7, 8], 2),
+        ([5, 6, 7], [9, 6, 7, 8], 1),
+    ],
+)
+def test_what_stands_ends_with_the_first_token_that_no_draft_foresaw(drafts, sampled, count):
+    assert count_accepted(drafts, sampled) == count

@@ -25,7 +25,6 @@ from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.models.drafting import PlainMTP, tiny_blocks, tiny_eagle3, tiny_mtp, tiny_next
-from tests.runner.driver import PAGE, Driver, Request
 from tests.runner.speculative import test_dflash as test_block
 from tests.runner.speculative.test_eagle import (
     CPU,
@@ -35,6 +34,7 @@ from tests.runner.speculative.test_eagle import (
     prompt_of,
     runner_of,
 )
+from tests.support.runner_driver import PAGE, Driver, Request
 
 DRAWS = 100_000
 """Of tokens that follow the first one."""

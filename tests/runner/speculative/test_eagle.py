@@ -37,8 +37,8 @@ from tests.models.drafting import (
     tiny_next,
 )
 from tests.models.families import rewrite_config
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 128

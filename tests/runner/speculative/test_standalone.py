@@ -20,7 +20,7 @@ from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
-from tests.runner.driver import PAGE, Driver, Request, greedy, ids
+from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 192

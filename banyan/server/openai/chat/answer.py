@@ -1,4 +1,4 @@
-"""Shapes of chat answers, whole or in chunks."""
+"""Bodies of chat answers, whole or as a stream of events."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.parsers.reasoning.count import ThinkingTokens
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
-from banyan.server.http.dialect import OPENAI, Mold
+from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
     Extension,
@@ -22,7 +22,7 @@ from banyan.server.state import Service
 
 
 class Choice:
-    """One answer as it arrives: its parser, and what it has counted."""
+    """One choice as it arrives: its parser and its counts."""
 
     def __init__(self, plan: ChatPlan) -> None:
         self._parser = AnswerParser(plan.form)
@@ -34,11 +34,11 @@ class Choice:
         self.finish: Finish | None = None
         self.hidden: Json = {}
         self.is_open = False
-        self.molds: dict[type[Part], Mold] = {}
-        """Of the frames that have nothing but text."""
+        self.templates: dict[type[Part], FrameTemplate] = {}
+        """Templates of the events that have only text."""
 
     def read(self, chunk: TextChunk) -> list[Part]:
-        """What a chunk makes certain."""
+        """The parts that a chunk makes final."""
         parts = self._parser.feed(chunk.text)
         self._thinking.take(chunk.tokens, self._parser.has_answered)
         if chunk.finish is not None:
@@ -50,12 +50,12 @@ class Choice:
         return self._thinking.count if self._parser.has_thought else 0
 
     def reason(self, finish: Finish | None) -> str | None:
-        """finish_reason; a model that ended by itself with calls asks for their results."""
+        """finish_reason; "tool_calls" if the model stopped by itself after calls."""
         found = finish_reason(finish)
         return "tool_calls" if found == "stop" and self._parser.num_calls else found
 
     def call_id(self, given: str) -> str:
-        """The model's own id of a call, or a fresh one where it has none or repeats itself."""
+        """The model's own id of a call, or a new one if it has none or repeats one."""
         if not given or given in self._ids:
             fresh = os.urandom(12).hex()
             given = fresh[: self._id_chars] if self._id_chars else f"call_{fresh}"
@@ -67,7 +67,7 @@ class ChatAnswer:
     """The bodies of one request's answer.
 
     Args:
-        counts_along: every chunk of a stream tells the usage so far.
+        counts_along: every event of a stream has the usage so far.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ChatAnswer:
         self._created = int(time.time())
 
     def keep(self, index: int, chunk: TextChunk) -> None:
-        """Take in a piece of an answer that is given whole, at the end."""
+        """Take one chunk of an answer that is not streamed."""
         choice = self._choices[index]
         choice.parts += choice.read(chunk)
         choice.scores += chunk.output_scores
@@ -102,17 +102,18 @@ class ChatAnswer:
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
 
     def whole(self) -> Json:
-        """All that was kept."""
+        """The body of an answer that is not streamed."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {
             **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage.total(),
+            **self._extension.echoed,
             **self._extension.of(self.usage),
         }
 
     def frames(self, arrival: Arrival) -> bytes:
-        """The events that a piece of an answer becomes, its choice's beginning and end included."""
+        """The events of one chunk, with the beginning and end of its choice."""
         index, chunk = arrival
         choice = self._choices[index]
         parts = choice.read(chunk)
@@ -142,11 +143,13 @@ class ChatAnswer:
     def _part(self, index: int, choice: Choice, part: Part, logprobs: Json | None) -> bytes:
         if logprobs is not None or self._counts_along or not isinstance(part, Said | Thought):
             return self._frame(index, self._chunk(index, _delta(part, choice), logprobs))
-        mold = choice.molds.get(type(part))
-        if mold is None:
-            delta = _delta(type(part)(Mold.GAP), choice)
-            mold = choice.molds[type(part)] = Mold(OPENAI.frame(self._chunk(index, delta)))
-        return mold.fill(part.text)
+        template = choice.templates.get(type(part))
+        if template is None:
+            delta = _delta(type(part)(FrameTemplate.GAP), choice)
+            template = choice.templates[type(part)] = FrameTemplate(
+                OPENAI.frame(self._chunk(index, delta))
+            )
+        return template.fill(part.text)
 
     def _frame(self, index: int, body: Json) -> bytes:
         if self._counts_along:
@@ -154,10 +157,10 @@ class ChatAnswer:
         return OPENAI.frame(body)
 
     def last(self) -> list[Json]:
-        """The chunk that follows all choices with what was asked for beside them."""
-        told = self._extension.of(self.usage)
+        """The `sglext` event after all choices, if it was requested."""
+        extra = self._extension.of(self.usage)
         head = self._head("chat.completion.chunk")
-        return [{**head, "choices": [], "usage": None, **told}] if told else []
+        return [{**head, "choices": [], "usage": None, **extra}] if extra else []
 
     def total(self) -> Json:
         return {
@@ -167,9 +170,10 @@ class ChatAnswer:
         }
 
     def _last(self, index: int, choice: Choice, finish: Finish) -> Json:
-        """The chunk that closes a choice: nothing but why it ended."""
+        """The event that closes a choice."""
         delta: Json = {"content": None, "reasoning_content": None}
-        return self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
+        body = self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
+        return {**body, **self._extension.echoed}
 
     def _choice(self, index: int, choice: Choice) -> Json:
         return {
@@ -204,7 +208,7 @@ class ChatAnswer:
     def _logprobs(self, scores: list[TokenScore]) -> Json | None:
         if self._top is None:
             return None
-        return chat_logprobs(self._service.words(), scores, self._top)
+        return chat_logprobs(self._service.required_tokenizer(), scores, self._top)
 
 
 def _is_cut(finish: Finish) -> bool:

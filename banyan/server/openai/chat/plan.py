@@ -1,6 +1,7 @@
-"""From a chat request to what runs and how its answers are read.
+"""From a chat request to its specs, and to the form in which its answers are parsed.
 
-CPU work that grows with the request: routes call it from `off_loop`.
+The order is: tools, prompt, sampling and constraint, specs. CPU work that grows with the request:
+routes call it off the event loop (`HttpExchange.read`).
 """
 
 from dataclasses import dataclass, replace
@@ -30,14 +31,14 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """What one chat request runs."""
+    """The sequences of one chat request, and how their text is parsed."""
 
     asked: list[RequestSpec]
     form: AnswerForm
     top: int | None
     """Alternatives to report at each token; None when no log-probabilities are wanted."""
     thinking_end: int | None
-    """The token that ends the thinking, where it is one."""
+    """Token that ends the thinking; None if it is not a single token."""
 
 
 def plan_chat(
@@ -50,18 +51,17 @@ def plan_chat(
     warn: Report,
     may_shorten: bool = False,
 ) -> ChatPlan:
-    """What `request` runs.
+    """The plan of `request`.
 
     Args:
         raw: `request` as it was sent, with the fields of sampling.
         route: API of the request, for logs and metrics.
         adapter: LoRA adapter that answers; "" = the model by itself.
         warn: reports (field, why it has no effect).
-        may_shorten: an answer that is asked to be longer than the context leaves room for may end
-            there; otherwise it is refused.
+        may_shorten: max_tokens beyond the context is cut; otherwise it is refused.
 
     Raises:
-        RequestError: a field is malformed, or two do not go together.
+        RequestError: a field is malformed, or two exclude each other.
     """
     top = _top_logprobs(request)
     ids, use = chat_prompt(service, request, warn)
@@ -86,12 +86,12 @@ def plan_chat(
 
     scores = ScoreOptions(NO_SCORES if top is None else len(ids), top or 0)
     asked = specs_of(context, request, [PromptSpec(ids, parsed, scores, adapter)], route)
-    end = service.words().token_to_id(form.reasoning.end) if form.reasoning else None
+    end = service.required_tokenizer().token_to_id(form.reasoning.end) if form.reasoning else None
     return ChatPlan(asked, form, top, end)
 
 
 def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[list[int], ToolUse]:
-    """The prompt's token ids, and the tools that it shows."""
+    """Token ids of the prompt, and the tools that it shows."""
     template = service.chat.template if service.chat else None
     shown = bool(template and template.takes_tools)
     use = tool_use(request, service.parsers, shown, service.tool_tag is not None, warn)
@@ -126,7 +126,7 @@ def _top_logprobs(request: ChatRequest) -> int | None:
 
 
 def _options(request: ChatRequest, template: ChatTemplate | None, warn: Report) -> Json:
-    """Variables of the template; what it does not read is reported."""
+    """Variables of the template. Those that it does not read are reported."""
     variables = template.variables if template else frozenset()
     options = dict(request.chat_template_kwargs or {})
     for name in sorted(options.keys() - variables):
@@ -168,7 +168,8 @@ def _form(service: Service, request: ChatRequest, use: ToolUse, ids: list[int]) 
     reasoning = service.parsers.reasoning if service.tokenizer else None
     return AnswerForm(
         reasoning=reasoning,
-        is_inside=bool(reasoning) and _begins_inside(service.words(), reasoning, request, ids),
+        is_inside=bool(reasoning)
+        and _begins_inside(service.required_tokenizer(), reasoning, request, ids),
         separates=request.separate_reasoning is not False,
         streams_thought=not request.stream or request.stream_reasoning is not False,
         tools=use.format,
@@ -178,23 +179,24 @@ def _form(service: Service, request: ChatRequest, use: ToolUse, ids: list[int]) 
 
 
 def _begins_inside(
-    words: Tokenizer, reasoning: ReasoningFormat, request: ChatRequest, ids: list[int]
+    tokenizer: Tokenizer, reasoning: ReasoningFormat, request: ChatRequest, ids: list[int]
 ) -> bool:
-    """Whether the answer begins inside of the thinking: the end of its prompt tells."""
+    """Whether the answer begins inside the thinking, judged by the end of the prompt."""
     content = request.messages[-1].get("content") if request.messages else None
     if request.continue_final_message and isinstance(content, str):
         return content.rfind(reasoning.start) > content.rfind(reasoning.end)
-    return reasoning.begins_inside(_tail(words, ids))
+    return reasoning.begins_inside(_tail(tokenizer, ids))
 
 
-def _tail(words: Tokenizer, ids: list[int]) -> str:
-    return words.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+def _tail(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
 
 
 def _guided(
     service: Service, parsed: ParsedSampling, form: AnswerForm, use: ToolUse, ids: list[int]
 ) -> ParsedSampling:
-    """The sampling with the tools' grammar, thinking left free, and the parsers' marks shown."""
+    """The sampling with the grammar of the tools after the thinking, and with the parsers' markers
+    kept in the text."""
     if use.is_forced and parsed.grammar:
         raise RequestError(
             "tool_choice and response_format both constrain the output; give one",
@@ -202,10 +204,10 @@ def _guided(
         )
     if not (form.reasoning or form.tools):
         return parsed
-    words = service.words()
-    shown = frozenset(words.added[m] for m in form.markers if m in words.added)
+    tokenizer = service.required_tokenizer()
+    shown = frozenset(tokenizer.added[m] for m in form.markers if m in tokenizer.added)
     text = replace(parsed.text, shown=shown)
-    end, answer = _thinking_marks(service, form, words, ids)
+    end, answer = _thinking_marks(service, form, tokenizer, ids)
     grammar = start_after(parsed.grammar, answer)
     if not grammar:
         grammar = use.grammar(end)
@@ -213,18 +215,18 @@ def _guided(
 
 
 def _thinking_marks(
-    service: Service, form: AnswerForm, words: Tokenizer, ids: list[int]
+    service: Service, form: AnswerForm, tokenizer: Tokenizer, ids: list[int]
 ) -> tuple[list[int], list[int]]:
-    """Token ids that end the thinking and that begin the answer; none if no thinking is due."""
+    """Token ids that end the thinking and that begin the answer; empty without thinking."""
     reasoning = form.reasoning
     if reasoning is None:
         return [], []
-    may_open = service.parsers.thinks_unasked and not _tail(words, ids).rstrip().endswith(
+    may_open = service.parsers.thinks_unasked and not _tail(tokenizer, ids).rstrip().endswith(
         reasoning.end
     )
     if not form.is_inside and not may_open:
         return [], []
-    end = words.encode(reasoning.end, add_special_tokens=False)
+    end = tokenizer.encode(reasoning.end, add_special_tokens=False)
     if not reasoning.answer:
         return end, end
-    return end, words.encode(reasoning.answer, add_special_tokens=False)
+    return end, tokenizer.encode(reasoning.answer, add_special_tokens=False)

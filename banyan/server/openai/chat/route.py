@@ -10,8 +10,8 @@ from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
-    in_openai_words,
     read_fields,
+    with_openai_names,
 )
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import ChatRequest
@@ -20,7 +20,7 @@ from banyan.server.state import ServerState, Service
 
 
 async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.take_in(exchange.context.id)
+    service = state.admit_to_queue(exchange.context.id)
     server = state.config.server
     context = exchange.context
     report = context.warn_or_refuse
@@ -33,7 +33,7 @@ async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
             plan = plan_chat(context, service, raw, request, "chat", adapter, report)
             return request, model, plan
         except RequestError as error:
-            raise in_openai_words(error) from None
+            raise with_openai_names(error) from None
 
     request, model, plan = await exchange.read(read, waits=True)
     extension = Extension(request, state.config.cache.store)

@@ -1,5 +1,5 @@
-"""tools, tool_choice and parallel_tool_calls: what the model is shown, what is looked for in its
-answer, and what a grammar makes it write. Knows no engine.
+"""tools, tool_choice and parallel_tool_calls: which tools the prompt shows, which calls are parsed
+from the answer, and which calls a grammar enforces.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ _ANY = 1 << 30
 class ToolUse:
     """Attributes:
     offered: the tools that the prompt shows.
-    callable_: names of those that the model may call.
-    format: how calls are written; None = they are not looked for.
+    callable_: names of the tools that the model may call.
+    format: syntax of calls; None = calls are not parsed.
     is_forced: the answer must be a call.
     """
 
@@ -37,12 +37,12 @@ class ToolUse:
     is_forced: bool = False
     max_calls: int = _ANY
     holds_form: bool = False
-    """A call that begins is a call of one of the tools with an object."""
+    """A call that the model begins must name a tool and have an object as arguments."""
 
     @property
     def is_strict(self) -> bool:
-        """Whether a grammar is needed: calls are forced or held to their form, or a tool asks for
-        exact arguments."""
+        """Whether a grammar is needed: a call is forced, its form is enforced, or a tool is
+        `strict`."""
         return (
             self.is_forced
             or self.holds_form
@@ -95,16 +95,16 @@ def tool_use(
     shows_as_text: bool,
     warn: Callable[[str, str], None],
 ) -> ToolUse:
-    """What a request wants of its tools.
+    """The tools of a request and how they may be called.
 
     Args:
         takes_tools: the chat template shows tools to the model.
-        shows_as_text: it does not, and they are shown as text; a call that the model begins is
-            then held to its form, which it may not have learnt.
-        warn: reports (field, why it is not honoured).
+        shows_as_text: the template does not, and tools are shown as text. The form of calls is
+            then enforced, since the model may not have learnt it.
+        warn: reports (field, why it has no effect).
 
     Raises:
-        RequestError: the tools or the choice are malformed, or do not go together.
+        RequestError: the tools or the choice are malformed, or contradict each other.
     """
     check_depth(request.tools, "tools")
     tools = read_tools(request.tools or [])
@@ -131,7 +131,7 @@ def tool_use(
 
 
 def _forced(choice: str | Mapping[str, object], tools: Tools) -> tuple[str, ...]:
-    """Names of the tools of which one must be called."""
+    """Names of the tools, one of which must be called; () = none must."""
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise _refusal(
@@ -163,7 +163,7 @@ def _is_strict(definition: Definition) -> bool:
 
 
 def _share(shared: dict[str, object], name: str, given: object) -> None:
-    """Bring definitions that schemas refer to by path to the root of the whole schema."""
+    """Copy definitions that schemas refer to by path to the root of the whole schema."""
     if not isinstance(given, Mapping):
         return
     known = shared.get(name)

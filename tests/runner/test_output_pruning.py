@@ -12,7 +12,7 @@ from banyan.messages.plan import HIDDEN, SAMPLE, SCORE, Row
 from banyan.ops.api import OpTime
 from banyan.runner.runner import ModelRunner
 from tests.runner.conftest import VOCAB, Elsewhere, build_runner
-from tests.runner.driver import Driver, Request, greedy
+from tests.support.runner_driver import Driver, Request, greedy
 
 DIM, INNER, HEADS_OF_QKV, LAYERS = 32, 64, 64, 2
 BEFORE = 2 * DIM * (HEADS_OF_QKV + DIM)

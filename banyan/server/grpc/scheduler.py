@@ -1,0 +1,315 @@
+"""SGLang's gRPC service `sglang.grpc.scheduler.SglangScheduler`: tokens in, tokens out.
+
+Gateways that tokenize call it (smg, sglang-router). The methods translate to what the HTTP routes
+do. Methods that are not here answer UNIMPLEMENTED.
+
+Source of the protocol: the package smg-grpc-proto, sglang_scheduler.proto.
+"""
+
+import asyncio
+import hashlib
+import io
+import json
+import time
+import zipfile
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
+
+from banyan.base.errors import RequestError
+from banyan.base.thread_pool import off_loop
+from banyan.requests.context import RequestContext
+from banyan.requests.generate_request import NativeRequest
+from banyan.requests.generation import TextChunk, join, run, shown_bytes, unstreamed
+from banyan.requests.sampling_params import merged
+from banyan.server.admin import health, loads, memory, requests, server_info
+from banyan.server.embeddings.sglang import vector_service
+from banyan.server.errors import Json
+from banyan.server.grpc.messages import chunk_of, complete_of, native_body, token_ids
+from banyan.server.http import auth
+from banyan.server.sglang.generate import native_service
+from banyan.server.state import ServerState, Service
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+)
+_TOKENIZER_PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
+_PIECE_BYTES = 64 << 10
+
+
+class OpenCall(Protocol):
+    """A call that has been admitted."""
+
+    context: RequestContext
+
+    async def write(self, message: Message) -> None:
+        """Send one message of a stream."""
+        ...
+
+
+class Admission(Protocol):
+    """Checks calls and ends them in order (`listener.Calls`)."""
+
+    def enter(
+        self, rpc: grpc.aio.ServicerContext, method: str, guard: str = auth.KEY
+    ) -> AbstractAsyncContextManager[OpenCall]: ...
+
+
+class SglangScheduler(service.SglangSchedulerServicer):
+    """The methods of the service, over the server's state."""
+
+    def __init__(self, state: ServerState, calls: Admission) -> None:
+        self._state = state
+        self._calls = calls
+
+    async def Generate(self, request: pb.GenerateRequest, rpc: grpc.aio.ServicerContext) -> None:
+        async with self._calls.enter(rpc, "Generate") as call:
+            context, state = call.context, self._state
+            started = state.admit_to_queue(context.id)
+            native = native_service(started, state)
+            body = native_body(request, context)
+            asked = await native.read(body, context, request.ByteSize())
+            for name, why in merged(s.not_honoured for s in asked.sequences).items():
+                context.warn_or_refuse(name, why)
+            with state.open.holding([s.request for s in asked.sequences], context.tenant):
+                async for message in _answers(started, asked):
+                    await call.write(message)
+
+    async def Embed(
+        self, request: pb.EmbedRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.EmbedResponse:
+        async with self._calls.enter(rpc, "Embed") as call:
+            context, state = call.context, self._state
+            if request.is_cross_encoder or request.HasField("mm_inputs"):
+                raise RequestError(
+                    "cross encoders and media are not available over gRPC",
+                    code="not_available",
+                    hint="Score pairs with POST /v1/rerank or /v1/score.",
+                )
+            vectors = vector_service(state.admit_to_queue(context.id), state)
+            fields = {"rid": request.request_id or context.id}
+            asked = vectors.read(context, fields, [token_ids(request.tokenized)], "embed")
+            with state.open.holding(asked, context.tenant):
+                (vector,) = await vectors.vectors(asked)
+            return pb.EmbedResponse(
+                embedding=vector.values,
+                embedding_dim=len(vector.values),
+                prompt_tokens=vector.usage.prompt_tokens,
+            )
+
+    async def HealthCheck(
+        self, request: pb.HealthCheckRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.HealthCheckResponse:
+        """Generate one token, as GET /health_generate does."""
+        async with self._calls.enter(rpc, "HealthCheck", auth.OPEN):
+            try:
+                await health.check_generation(self._state)
+            except RequestError as error:
+                return pb.HealthCheckResponse(healthy=False, message=str(error))
+            return pb.HealthCheckResponse(healthy=True, message="healthy")
+
+    async def Abort(
+        self, request: pb.AbortRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
+        async with self._calls.enter(rpc, "Abort", auth.OWN) as call:
+            if not request.request_id:
+                raise RequestError("request_id must be given", param="request_id")
+            found = requests.abort(self._state, call.context, request.request_id)
+            text = f"aborted {found} requests" if found else "no open request has this id"
+            return pb.AbortResponse(success=bool(found), message=text)
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        async with self._calls.enter(rpc, "GetModelInfo"):
+            return _model_info(self._state, self._state.started())
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        async with self._calls.enter(rpc, "GetServerInfo"):
+            return _server_info(self._state, self._state.started())
+
+    async def GetLoads(
+        self, request: pb.GetLoadsRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.GetLoadsResponse:
+        async with self._calls.enter(rpc, "GetLoads"):
+            rank = str(request.dp_rank) if request.HasField("dp_rank") else None
+            return _loads(loads.all_loads(self._state, request.include or ("all",), rank))
+
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, rpc: grpc.aio.ServicerContext
+    ) -> common.FlushCacheResponse:
+        async with self._calls.enter(rpc, "FlushCache", auth.ADMIN):
+            reply = await memory.flush(self._state, request.timeout_s)
+            return common.FlushCacheResponse(success=reply.ok, message=reply.text)
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, rpc: grpc.aio.ServicerContext
+    ) -> None:
+        """Send the tokenizer's files as a zip archive in pieces."""
+        async with self._calls.enter(rpc, "GetTokenizer") as call:
+            model = self._state.config.model
+            folder = Path(model.tokenizer_path or model.path)
+            archive = await asyncio.to_thread(_tokenizer_archive, folder)
+            digest = hashlib.sha256(archive).hexdigest()
+            for start in range(0, len(archive), _PIECE_BYTES):
+                is_last = start + _PIECE_BYTES >= len(archive)
+                piece = archive[start : start + _PIECE_BYTES]
+                await call.write(
+                    common.GetTokenizerChunk(data=piece, sha256=digest if is_last else "")
+                )
+
+
+async def _answers(service: Service, asked: NativeRequest) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a generation.
+
+    A stream has a message for each chunk. Each sequence ends with a GenerateComplete, which repeats
+    all of its tokens.
+    """
+    wanted = [sequence.request for sequence in asked.sequences]
+    received: list[list[TextChunk]] = [[] for _ in wanted]
+    width = service.limits.hidden_size
+    chunks = run(service.generator, wanted if asked.stream else unstreamed(wanted))
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            sequence, parts = asked.sequences[index], received[index]
+            parts.append(chunk)
+            if asked.stream:
+                yield await off_loop(
+                    shown_bytes([chunk]),
+                    lambda s=sequence, i=index, c=chunk: chunk_of(s, i, c),
+                )
+            if chunk.finish is not None:
+                yield await off_loop(
+                    shown_bytes(parts),
+                    lambda s=sequence, i=index, p=parts: complete_of(s, i, join(p), width),
+                )
+
+
+def _model_info(state: ServerState, service: Service) -> pb.GetModelInfoResponse:
+    facts = server_info.model_facts(state)
+    model_config, server = service.model_config, state.config.server
+    labels = model_config.labels
+    preferred = json.dumps(dict(server.preferred_sampling)) if server.preferred_sampling else ""
+    defaults = {
+        name: value
+        for name, value in service.chat_defaults.items()
+        if name in _SAMPLING_DEFAULTS and value is not None
+    }
+    tokenizer = service.tokenizer
+    return pb.GetModelInfoResponse(
+        model_path=str(facts["model_path"]),
+        tokenizer_path=str(facts["tokenizer_path"]),
+        is_generation=not service.limits.is_embedding,
+        preferred_sampling_params=preferred,
+        default_sampling_params_json=json.dumps(defaults) if defaults else "",
+        weight_version=state.config.model.weight_version,
+        served_model_name=state.served_name,
+        max_context_length=service.limits.total,
+        vocab_size=model_config.vocab_size,
+        model_type=model_config.model_type,
+        architectures=[model_config.architecture],
+        eos_token_ids=service.limits.eos_ids,
+        bos_token_id=-1 if tokenizer is None or tokenizer.bos_id is None else tokenizer.bos_id,
+        pad_token_id=-1,
+        max_req_input_len=service.limits.total - 1,
+        id2label_json=json.dumps(dict(enumerate(labels))) if labels else "",
+        num_labels=len(labels),
+    )
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _server_info(state: ServerState, service: Service) -> pb.GetServerInfoResponse:
+    settings, scheduler = Struct(), Struct()
+    settings.update(_plain(server_info.server_facts(state)))
+    scheduler.update(
+        {
+            "max_total_num_tokens": service.ready.max_total_tokens,
+            "max_running_requests": service.ready.max_running,
+            "max_req_input_len": service.limits.total - 1,
+            "is_generation": not service.limits.is_embedding,
+        }
+    )
+    info = pb.GetServerInfoResponse(
+        server_args=settings,
+        scheduler_info=scheduler,
+        active_requests=len(state.open),
+        is_paused=state.paused,
+        uptime_seconds=time.monotonic() - state.started_s,
+        sglang_version=state.version,
+        server_type="grpc",
+        max_total_num_tokens=service.ready.max_total_tokens,
+    )
+    info.start_time.FromSeconds(state.created)
+    return info
+
+
+def _plain(value: Json) -> dict[str, Any]:
+    """`value` with JSON types only, as a protobuf Struct needs."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _loads(found: Json) -> pb.GetLoadsResponse:
+    """The JSON of /v1/loads as a message; it has the same field names."""
+    ranks = found["loads"]
+    assert isinstance(ranks, list)
+    running = sum(rank["num_running_reqs"] for rank in ranks)
+    waiting = sum(rank["num_waiting_reqs"] for rank in ranks)
+    number = max(1, len(ranks))
+    message = pb.GetLoadsResponse(
+        dp_rank_count=len(ranks),
+        aggregate=pb.AggregateMetrics(
+            total_running_reqs=running,
+            total_waiting_reqs=waiting,
+            total_reqs=running + waiting,
+            avg_token_usage=sum(rank["token_usage"] for rank in ranks) / number,
+            avg_utilization=sum(rank["utilization"] for rank in ranks) / number,
+        ),
+    )
+    # num_total_tokens and counters have no field in the message.
+    ParseDict(_without_none(found), message, ignore_unknown_fields=True)
+    for load in message.loads:
+        load.num_total_reqs = load.num_running_reqs + load.num_waiting_reqs
+    return message
+
+
+def _without_none(value: Any) -> Any:
+    """`value` without the members of objects that are None, which proto3 fields cannot be."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _tokenizer_archive(folder: Path) -> bytes:
+    """The files of a tokenizer and the model's configuration as a zip archive."""
+    files = [folder / name for name in _TOKENIZER_FILES]
+    files += [file for pattern in _TOKENIZER_PATTERNS for file in folder.glob(pattern)]
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            if file.is_file():
+                archive.write(file, file.name)
+        if not archive.namelist():
+            raise RequestError("the model has no tokenizer files", status=404, code="no_tokenizer")
+    return content.getvalue()
