@@ -172,7 +172,7 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
             _check_the_header(model_config, plan, words, target)
         identity = {
             "version": banyan.__version__,
-            "source": [list(file) for file in source.stamp()],
+            "source": [list(file) for file in source.files_state()],
             "type": options.type,
             "group_size": options.group_size,
             "ignore": list(options.ignore),

@@ -110,7 +110,12 @@ class Attention(Caching):
             )
         turning = RotaryRows(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
         self.qkv: nn.Module = ColumnLinear(
-            *(shape.reads or shape.dim, outputs, rules, shape.has_bias, group, build),
+            shape.reads or shape.dim,
+            outputs,
+            rules,
+            shape.has_bias,
+            group,
+            build,
             turning={"k": turning} if shape.query_rank else {"q": turning, "k": turning},
             pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,
         )

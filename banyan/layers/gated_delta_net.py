@@ -53,7 +53,11 @@ class GatedDeltaNet(Caching):
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         self.gates = DecayGates(facts, ShardRule(0, shared), False, build)
         self.norm = PlainNorm(facts.value_dim, norm_eps, build)

@@ -30,12 +30,17 @@ class Indexer(nn.Module):
         self.pieces = (facts.rope_dim, facts.index_dim - facts.rope_dim)
         turning = RotaryRows(facts.index_dim, 0, facts.rope_dim)
         self.query = ColumnLinear(
-            *(facts.query_rank, {"": self.heads * facts.index_dim}, _WHOLE, False, Group(), build),
+            facts.query_rank,
+            {"": self.heads * facts.index_dim},
+            _WHOLE,
+            False,
+            Group(),
+            build,
             turning={"": turning},
             pieces={"": self.pieces},
         )
         self.key = ColumnLinear(
-            *(dim, {"": facts.index_dim}, _WHOLE, False, Group(), build), turning={"": turning}
+            dim, {"": facts.index_dim}, _WHOLE, False, Group(), build, turning={"": turning}
         )
         self.key_norm = LayerNorm(facts.index_dim, _EPS, True, build, turning)
         self.weigh = ColumnLinear(dim, {"": self.heads}, _WHOLE, False, Group(), build)

@@ -73,8 +73,13 @@ class KimiDeltaAttention(Caching):
         self.query = ColumnLinear(dim, {"": width}, {"": rule}, False, group, build)
         self.mix = ColumnLinear(dim, outputs, rules, False, group, build)
         self.conv = ShortConv(
-            *({"q": width, "k": width, "v": width}, {"q": rule, "k": rule, "v": rule}),
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            {"q": width, "k": width, "v": width},
+            {"q": rule, "k": rule, "v": rule},
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         whole = {"forget": ShardRule(), "gate": ShardRule()}
         self.squeeze = ColumnLinear(

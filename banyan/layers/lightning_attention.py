@@ -41,7 +41,7 @@ class LightningAttention(Caching):
         self.ops, self.layer, self.heads = build.ops, layer, last - first
         self.head_dim = facts.value_dim
         self.mix = ColumnLinear(
-            *(dim, {"": 3 * width}, {"": whole}, False, group, build), pieces={"": pieces}
+            dim, {"": 3 * width}, {"": whole}, False, group, build, pieces={"": pieces}
         )
         rule = ShardRule(0, facts.value_dim)
         self.gate = ColumnLinear(dim, {"": width}, {"": rule}, False, group, build)

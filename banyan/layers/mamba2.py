@@ -71,7 +71,11 @@ class Mamba2(Caching):
         self.conv = ShortConv(
             {part: outputs[part] for part in mixed},
             {part: rules[part] for part in mixed},
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         self.gates = DecayGates(facts, ShardRule(0), True, build)
         self.norm: SpreadNorm | GroupedNorm | None = None

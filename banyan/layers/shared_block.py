@@ -66,7 +66,9 @@ class SharedLinear(nn.Module):
                     rank,
                     {part: shared.outputs[part] for part in mine},
                     {part: shared.rules[part] for part in mine},
-                    *(False, shared.group, build),
+                    False,
+                    shared.group,
+                    build,
                 )
                 for name, mine in parts.items()
             }

@@ -82,8 +82,12 @@ class GatedConv(Caching):
         group, rule = build.groups.attention, ShardRule(0)
         self.ops, self.layer = build.ops, layer
         self.mix = ColumnLinear(
-            *(dim, dict.fromkeys(_PARTS, dim), dict.fromkeys(_PARTS, rule)),
-            *(facts.has_bias, group, build),
+            dim,
+            dict.fromkeys(_PARTS, dim),
+            dict.fromkeys(_PARTS, rule),
+            facts.has_bias,
+            group,
+            build,
         )
         self.conv = ShortConv(
             {"": dim}, {"": rule}, facts.taps, facts.has_conv_bias, False, group, build

@@ -15,8 +15,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
 _MAX_EXPERTS = 1 << 16
 EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
-    *("embed_tokens", "lm_head", "kv_b_proj", "DoRA"),
-    *("experts", "router"),
+    "embed_tokens",
+    "lm_head",
+    "kv_b_proj",
+    "DoRA",
+    "experts",
+    "router",
 )
 _ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
 """Last parts of routers' names in checkpoints."""

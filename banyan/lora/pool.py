@@ -142,7 +142,9 @@ class LoRAPool:
             self.first.append(FirstLoad(loaded.digest, placed.size_bytes))
             log.info(
                 "adapter=%s rank=%d memory=%s path=%s",
-                *(place.name, loaded.rank, megabytes(placed.size_bytes)),
+                place.name,
+                loaded.rank,
+                megabytes(placed.size_bytes),
                 printable(place.path, 200),
             )
 

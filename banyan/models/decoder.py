@@ -200,8 +200,13 @@ class DecoderLM(nn.Module):
             )
         elif model_config.pooling is None:
             self.head = Logits(
-                *(vocab, size, build, model_config.logit_scale, model_config.logit_cap),
-                *(model_config.head_bias, model_config.has_normed_head),
+                vocab,
+                size,
+                build,
+                model_config.logit_scale,
+                model_config.logit_cap,
+                model_config.head_bias,
+                model_config.has_normed_head,
             )
 
     def forward(self, step: StepInputs) -> Tensor:

@@ -93,12 +93,12 @@ class DraftLM(nn.Module):
         self.rotary: Rotary | None = None
         if self.model_config.rope.kind != "none":
             self.rotary = Rotary(
-                *(
-                    model_config.rotary_dim or model_config.head_dim,
-                    model_config.rope,
-                    model_config.context_length,
-                ),
-                *(served_length or model_config.context_length, build.ops, build.device),
+                model_config.rotary_dim or model_config.head_dim,
+                model_config.rope,
+                model_config.context_length,
+                served_length or model_config.context_length,
+                build.ops,
+                build.device,
             )
         self.ops, self.context = build.ops, build.groups.context
         self.embedding: Embedding | None = None

@@ -68,7 +68,10 @@ def balance_between_steps(
     mine = tuple(sorted(m.layer for m in loaded.modules() if isinstance(m, Experts)))
     layers = ExpertLayers(facts.count, facts.per_token, model_config.num_layers, mine)
     balancer = ExpertBalancer(
-        *(config.experts, layers, places, groups_and_nodes(config, facts)),
+        config.experts,
+        layers,
+        places,
+        groups_and_nodes(config, facts),
         is_reporting=not build.groups.experts.rank,
     )
     mover = ExpertMover(build, model)
@@ -162,7 +165,11 @@ class ExpertBalancer:
         log.log(
             self._level,
             "experts move: layers=%d utilization=%.3f passes=%d busiest rank %.2f -> %.2f of mean",
-            *(len(changed), busy, self._passes, before, after),
+            len(changed),
+            busy,
+            self._passes,
+            before,
+            after,
         )
         size = experts.chunk_layers or len(changed) or 1
         for first in range(0, len(changed), size):

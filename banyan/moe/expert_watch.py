@@ -28,7 +28,7 @@ class ExpertWatch:
         stages: pipeline stages; all their ranks have a watch.
         layers: number of layers with experts in each stage.
         per_token: experts per token.
-        is_recorded: every step is needed, not only those of requests that ask for experts.
+        is_recorded: every step is needed, not only for requests that ask for experts.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ExpertWatch:
         return chosen
 
     def own(self, chosen: np.ndarray) -> np.ndarray:
-        """Choices of this replica's tokens among those of the last step."""
+        """Choices of this replica's tokens in the last step."""
         if self._dp_rows is None:
             return chosen
         first = self._dp_rows.first

@@ -177,10 +177,10 @@ class Experts(nn.Module):
         if self.places is not None:
             mine, self.first = self.places.mine(layer), self.places.first
         self.gate_up = ExpertWeights(
-            *(count, mine, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
+            count, mine, (inner, dim), parts, ShardRule(0), has_bias, build, filled
         )
         self.down = ExpertWeights(
-            *(count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
+            count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled
         )
         self.groups = (build.groups.experts, build.groups.expert_ffn)
         self.of_rank = len(mine)
@@ -198,7 +198,13 @@ class Experts(nn.Module):
             biases = (of_inner[0::2], of_inner[1::2], of_outer)
         self.packed = self.ops.pack_experts(
             StoredExperts(
-                *(self.first, gate, up, tuple(down), self.activation, biases, self.clamp),
+                self.first,
+                gate,
+                up,
+                tuple(down),
+                self.activation,
+                biases,
+                self.clamp,
                 total=self.gate_up.count,
             )
         )

@@ -245,7 +245,9 @@ class ExpertRecord:
         passes, self._evenness = self._evenness, []
         log.info(
             "expert balancedness=%.3f passes=%d lowest=%.3f",
-            *(float(np.mean(passes)), len(passes), min(passes)),
+            float(np.mean(passes)),
+            len(passes),
+            min(passes),
         )
 
 

@@ -97,7 +97,8 @@ def _check_the_fake(config: Config, facts: ExpertFacts) -> None:
     log.warning(
         "%s fake: tokens go through other experts of the %d than they chose, so that answers are "
         "not the model's",
-        *(_DISPATCH, facts.count),
+        _DISPATCH,
+        facts.count,
     )
 
 

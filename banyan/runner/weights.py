@@ -41,7 +41,7 @@ from banyan.models.weights.draft_models import (
     restrict_head,
 )
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
-from banyan.models.weights.reader import Transform, load_transforms, stamp_of
+from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
@@ -321,7 +321,7 @@ class LoadedWeights:
 
     @staticmethod
     def _file_states(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
-        return [] if config.load_format == "dummy" else stamp_of(model_config)
+        return [] if config.load_format == "dummy" else files_state_of(model_config)
 
     def _model_config_at(self, path: str) -> ModelConfig:
         """The model config of the checkpoint at `path`; ConfigError if it is another model."""

@@ -1,5 +1,5 @@
-"""What lies beside the weights of a quantised folder: the configuration that describes them, their
-index, and the source's other files."""
+"""Writes the other files of a quantised folder: quantization_config, the index, and copies of the
+source's files."""
 
 import json
 import shutil
@@ -15,8 +15,18 @@ from banyan.models.quantize.plan import QuantizePlan, targets
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _WEIGHTS = (
-    *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".part"),
-    *(".index.json", ".py"),
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".part",
+    ".index.json",
+    ".py",
 )
 """Endings of files that are not copied: weights, and code, which nobody here runs."""
 
@@ -50,11 +60,11 @@ def _linear(modules: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class OtherFiles:
-    """What lies beside the weights.
+    """The files of a folder besides its weights.
 
     Attributes:
-        files: name -> content, or the file that is copied.
-        config: without what says how weights are rounded.
+        files: name -> content, or the file to copy.
+        config: config.json without quantization_config.
     """
 
     files: Mapping[str, bytes | Path]
@@ -74,10 +84,10 @@ def other_files_of(source: Path) -> OtherFiles:
 
 
 def write_other_files(
-    plan: QuantizePlan, layout: TargetLayout, beside: OtherFiles, target: Path
+    plan: QuantizePlan, layout: TargetLayout, others: OtherFiles, target: Path
 ) -> None:
-    """The other files, the index, and config.json last: it makes the folder a model."""
-    for name, content in beside.files.items():
+    """Write the other files and the index, and config.json last: it makes the folder a model."""
+    for name, content in others.files.items():
         if isinstance(content, Path):
             shutil.copyfile(content, target / name)
         else:
@@ -93,7 +103,7 @@ def write_other_files(
         sizes = sum(p.end - p.start - len(p.head) for f in plan.files for p in f.pieces)
         index = {"metadata": {"total_size": sizes}, "weight_map": weights}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = dict(beside.config)
+    config = dict(others.config)
     if not isinstance(layout, Floats):
         config["quantization_config"] = quantization_config(plan, layout)
     (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,6 +1,5 @@
-"""What a quantised checkpoint will consist of, before a number is rounded: its files, and for every
-tensor of the source what becomes of it. The same source and wishes give the same plan.
-"""
+"""Plans a quantised checkpoint before any number is rounded: its files, and the result of every
+tensor of the source. The same source and settings give the same plan."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ _FILE_TYPES = {
     **{"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18},
 }
-"""Of general.file_type, which only tells people what a file mostly holds (gguf-py constants)."""
+"""Values of general.file_type: the most common type of the file (gguf-py constants)."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class QuantizePlan:
 
 @dataclass(frozen=True)
 class GGUFMetadata:
-    """What a GGUF file that is made from a folder says beside its tensors.
+    """Metadata of a GGUF file that is made from a folder.
 
     Attributes:
         keys: its metadata.
-        constants: tensors of numbers that the folder's configuration means, first in the file.
+        constants: tensors computed from the folder's configuration, first in the file.
     """
 
     keys: Mapping[str, object]
@@ -121,12 +120,12 @@ def make_plan(
     name: str,
     words: GGUFMetadata | None = None,
 ) -> QuantizePlan:
-    """
-    Args:
-        ignore: modules that stay as they are, beside those that always do.
-        most_bytes: of a file of a folder; of what is lost when a GGUF file is cut off.
-        name: of the GGUF file.
-        words: of a GGUF file from a folder; None = the source is of the layout's own form.
+    """Args:
+    ignore: modules that stay unquantised, in addition to the usual ones.
+    most_bytes: size limit of a file of a folder, or of a piece of a GGUF file that is written
+        again after an interruption.
+    name: of the GGUF file.
+    words: metadata of a GGUF file from a folder; None = source and result have the same format.
     """
     plan = QuantizePlan()
     left_out = Modules(ignore, "--ignore")
@@ -201,8 +200,8 @@ def _of_folder(
 
 
 def float_type(source: SourceCheckpoint, layout: TargetLayout) -> str:
-    """What a folder from a GGUF file keeps its floats in: the layout's, else that of most matrices
-    of the file; BF16 where these are in blocks."""
+    """Float type of a folder made from a GGUF file: the layout's, otherwise the type of most
+    matrices of the file; BF16 if these are in blocks."""
     if isinstance(layout, Floats):
         return layout.type
     kinds = Counter(tensor.type for tensor in source.tensors.values() if len(tensor.shape) > 1)
@@ -279,9 +278,9 @@ def _gguf_file(
 ) -> OutFile:
     kinds = Counter(e.type for e in _entries(units) if not STORAGE_TYPES[e.type].is_float)
     main = kinds.most_common(1)[0][0] if kinds else ""
-    told = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
-    told += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
-    header = gguf_header([*pairs, *told], _entries(units))
+    own = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
+    own += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
+    header = gguf_header([*pairs, *own], _entries(units))
     return OutFile(name, tuple(_pieces(header, units, most_bytes)))
 
 

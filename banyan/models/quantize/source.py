@@ -1,4 +1,5 @@
-"""The checkpoint that is quantised: its tensors by name, in the order of its files."""
+"""The checkpoint to quantise: its tensors by name, in file order, and slices of stacked experts (in
+a quantised folder each expert is a module of its own)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,8 +98,8 @@ class SourceCheckpoint:
         with GGUFFile.open(self.model_config.path) as file:
             return file.pairs()
 
-    def stamp(self) -> list[tuple[str, int, int]]:
-        """What tells whether the files are those of before: names, sizes and times."""
+    def files_state(self) -> list[tuple[str, int, int]]:
+        """Names, sizes and times of the files, to detect changes."""
         found = [(path, path.stat()) for path in dict.fromkeys(self._files.values())]
         return [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in found]
 
@@ -117,8 +118,8 @@ class SourceCheckpoint:
 
 
 def slices_of(name: str, shape: Sequence[int], names: NameMap) -> list[Slice]:
-    """The modules whose weights or biases a tensor holds one behind another; none when it is no
-    stack, or the family has no names for its experts."""
+    """The modules whose weights or biases a tensor stacks; none if it is no stack, or the family
+    has no names for single experts."""
     if len(shape) < 2:
         return []
     halves = halves_of(name, len(shape)) if names.has_gates_between else []

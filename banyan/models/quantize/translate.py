@@ -1,9 +1,8 @@
-"""The tensors of a checkpoint under the names of the other form: those of a folder as a GGUF file
-has them, and the other way round. What is one tensor there is put together, or taken apart, rows
-are brought into its order, and norms lose or gain what is added to them.
+"""Translates the tensors of a checkpoint between folder (safetensors) and GGUF: names, splitting
+and joining of tensors, row order, and offsets of norms.
 
-Both forms' names lead to places of one model (`NameMap`), so no family is named here, and no table
-is of one direction.
+Both formats' names map to places of one model (`NameMap`), so this works for every family and in
+both directions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from banyan.formats.headers import Entry
 from banyan.models.quantize.source import SourceCheckpoint
 from banyan.models.weights.checkpoint_layouts import (
     half_of_expansion,
-    joined_expansion,
+    join_expansion,
     stack_between,
 )
 from banyan.models.weights.names import is_ignored, is_projection, place_of, split_numbers
@@ -104,7 +103,7 @@ def translated(source: SourceCheckpoint, has_stacks: bool = True) -> list[Transl
     found: list[Translated] = []
     for slot, pieces in slots.items():
         for name, mine in _named(slot, pieces, source, has_stacks):
-            found.append(_joined(name, slot, mine, source))
+            found.append(_join(name, slot, mine, source))
     if source.is_gguf and has_stacks and source.other_names.has_gates_between:
         return list(_with_gates_between(found))
     return found
@@ -137,7 +136,7 @@ def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[Entry, Take]]
         if half == 2:
             first, rank = source.tensors[other].shape, tensor.shape[2]
             shape = (tensor.shape[0] * (tensor.shape[1] + first[2]), rank)
-            take = lambda: joined_expansion(name, source.weight(other), source.weight(name))  # noqa: E731
+            take = lambda: join_expansion(name, source.weight(other), source.weight(name))  # noqa: E731
             yield Entry(whole, "F32", shape), take
         return
     if not slices:
@@ -211,7 +210,7 @@ def _called(bare: str, slot: _Slot) -> list[str]:
 
 
 def _by_expert(pieces: Sequence[Sequence[_Piece]], each: int) -> Iterator[list[_Piece]]:
-    """All pieces for one tensor, or those of each expert for one of its own."""
+    """All pieces for one tensor, or the pieces of each expert for a tensor of its own."""
     together = [piece for mine in pieces for piece in mine]
     if not each:
         if together:
@@ -235,9 +234,7 @@ def _cover(
     return found
 
 
-def _joined(
-    name: str, slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint
-) -> Translated:
+def _join(name: str, slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint) -> Translated:
     """Experts lie one after another, and of each its parts over one another."""
     first = pieces[0].entry
     ordered = sorted(pieces, key=lambda piece: piece.expert)

@@ -1,8 +1,8 @@
-"""Writes the files of a plan, tensor after tensor, and keeps a record of what is whole, so that a
-run that was cut off goes on where it was.
+"""Writes the files of a plan, tensor by tensor, with a record of finished pieces so that an
+interrupted run can resume.
 
-A file grows as NAME.part. The record holds the hash of every piece that is written and synced; what
-it does not hold, or what has other bytes by now, is made again.
+A file grows as NAME.part. The record holds the hash of every piece that is written and synced.
+Pieces that are missing from it, or have other bytes by now, are written again.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from banyan.models.quantize.source import SourceCheckpoint
 log = logger(__name__)
 
 Show = Callable[[int, int], None]
-"""Told how many tensors are done, of how many."""
+"""Called with the number of finished tensors and the total."""
 _COPY_BYTES = 16 << 20
 
 
@@ -68,7 +68,7 @@ class Record:
             raise ConfigError(
                 f"{printable(str(self.path), 200)} is the record of a run that was cut off, of "
                 "another source or with other settings",
-                hint="delete what it has left behind, or name another place",
+                hint="delete its partial files, or name another target",
             )
         for line in lines[1:]:
             match line:
@@ -131,10 +131,12 @@ def write_files(
         for piece in missing[file.name]:
             before = done
 
-            def tell(count: int, before: int = before) -> None:
+            def report(count: int, before: int = before) -> None:
                 show(before + count, total)
 
-            record.add(file.name, piece, _write(folder / f"{file.name}.part", piece, source, tell))
+            record.add(
+                file.name, piece, _write(folder / f"{file.name}.part", piece, source, report)
+            )
             done += len(piece.units)
             written += piece.end - piece.start
         part = folder / f"{file.name}.part"
@@ -171,7 +173,7 @@ def _check_room(needed: int, folder: Path) -> None:
 
 
 def _write(
-    path: Path, piece: FilePiece, source: SourceCheckpoint, tell: Callable[[int], None]
+    path: Path, piece: FilePiece, source: SourceCheckpoint, report: Callable[[int], None]
 ) -> str:
     """Write one piece and bring it to the disk; returns its hash."""
     with path.open("r+b" if path.exists() else "w+b") as file:
@@ -180,7 +182,7 @@ def _write(
         offsets = iter(piece.offsets)
         for count, unit in enumerate(piece.units, 1):
             _write_unit(written, unit, offsets, source)
-            tell(count)
+            report(count)
         written.pad(piece.end)
         file.flush()
         os.fsync(file.fileno())

@@ -1,10 +1,18 @@
-"""Stacks of experts as gpt-oss keeps them: gate and up take turns along the outputs.
+"""Rewrites checkpoint layouts that differ from the model's layers, while tensors are read:
+
+gpt-oss's stacks of experts, whose gate and up outputs alternate:
 
     …experts.gate_up_proj [experts, dim, 2 · inner], …gate_up_proj_bias [experts, 2 · inner]
     …experts.down_proj [experts, inner, dim], …down_proj_bias [experts, dim]
 
-In a quantised form the weights come with their outputs first, as "….weight". What comes out are
-tensors of gate, up and down with outputs first, "….weight" and "….bias".
+(quantised weights have their outputs first, as "….weight"; the results are gate, up and down with
+outputs first, "….weight" and "….bias"); split latent expansions of newer GGUF files, with each
+head's keys transposed:
+
+    attn_k_b [heads, rank, plain_dim], attn_v_b [heads, value_dim, rank]
+    -> attn_kv_b [heads · (plain_dim + value_dim), rank]
+
+state layers of GGUF files; and the shared blocks of Zamba2.
 """
 
 import re
@@ -24,9 +32,8 @@ _GATE_AND_UP = ("gate_proj", "up_proj")
 
 
 def with_plain_experts(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-    """
-    Raises:
-        ModelError: a stack that has not the dimensions of one.
+    """Raises:
+    ModelError: a stack with wrong dimensions.
     """
     for name, tensor in tensors:
         block, stem, last = name.rpartition(_EXPERTS)
@@ -57,7 +64,7 @@ def _transposed(tensor: StoredWeight) -> StoredWeight:
 
 
 def _every_other(tensor: StoredWeight, first: int) -> StoredWeight:
-    """Half of the outputs, dimension 1; of blocks, a view of the same bytes."""
+    """Half of the outputs, dimension 1; for blocks, a view of the same bytes."""
     if len(tensor.shape) == 2:
         return StoredWeight.from_tensor(tensor.dense[:, first::2])
     shape = (tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2])
@@ -66,10 +73,10 @@ def _every_other(tensor: StoredWeight, first: int) -> StoredWeight:
 
 @dataclass(frozen=True)
 class Half:
-    """Of a stack: the gates, the ups, or the whole of one that does not take turns.
+    """The gates or the ups of a stack, or the whole of a stack that does not alternate.
 
     Attributes:
-        name: of the tensor with outputs first that `with_plain_experts` makes of it.
+        name: of the resulting tensor, outputs first, as in `with_plain_experts`.
         first, step: outputs that are taken.
         is_turned: outputs come last in the file.
     """
@@ -80,13 +87,13 @@ class Half:
     is_turned: bool
 
     def take(self, expert: StoredWeight) -> StoredWeight:
-        """What it is of one expert: [in, out] or [out] floats -> [out, in] or [out]."""
+        """The half of one expert: [in, out] or [out] floats -> [out, in] or [out]."""
         values = expert.dense[..., self.first :: self.step]
         return StoredWeight.from_tensor(values.T if self.is_turned else values)
 
 
 def halves_of(name: str, dims: int) -> list[Half]:
-    """Of a stack of floats in a checkpoint; none when the tensor is none."""
+    """Halves of a float stack in a checkpoint; none for other tensors."""
     block, stem, last = name.rpartition(_EXPERTS)
     kind = last.removesuffix("_bias")
     if not stem or kind not in (_PAIR, _DOWN) or dims != (2 if last != kind else 3):
@@ -101,10 +108,10 @@ def halves_of(name: str, dims: int) -> list[Half]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of such a checkpoint, and what it is made of.
+    """A tensor of such a checkpoint and the stacks that it consists of.
 
     Attributes:
-        parts: names of stacks with outputs first that take turns in it; or of the one that it is.
+        parts: names of the stacks, outputs first, that alternate in it; or of the only one.
         is_turned: outputs come last.
     """
 
@@ -113,7 +120,7 @@ class Stack:
     is_turned: bool
 
     def shape(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """From the shape of a part."""
+        """Shape of the whole from the shape of a part."""
         outputs = part[1] * len(self.parts)
         return (part[0], part[2], outputs) if self.is_turned else (part[0], outputs)
 
@@ -124,7 +131,7 @@ class Stack:
 
 
 def stack_between(name: str, dims: int) -> Stack | None:
-    """The tensor that a stack with outputs first is a part of; None for what is no such stack."""
+    """The tensor that a stack with outputs first belongs to; None for other tensors."""
     block, stem, last = name.rpartition(_EXPERTS)
     part, _, slot = last.rpartition(".")
     known = {_DOWN: (_DOWN, (_DOWN,)), **dict.fromkeys(_GATE_AND_UP, (_PAIR, _GATE_AND_UP))}
@@ -143,7 +150,7 @@ _KEY_HALF, _VALUE_HALF, _KEYS_AND_VALUES = (
 
 
 def with_whole_expansions(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-    """The tensors with each pair as one; ModelError when halves are missing or do not match."""
+    """Join each pair of halves; ModelError if halves are missing or do not match."""
     waiting: dict[str, dict[str, StoredWeight]] = {}
     for name, tensor in tensors:
         last = next((last for last in (_KEY_HALF, _VALUE_HALF) if name.endswith(last)), "")
@@ -157,7 +164,7 @@ def with_whole_expansions(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tup
             del waiting[block]
             yield (
                 block + _KEYS_AND_VALUES,
-                joined_expansion(block, halves[_KEY_HALF], halves[_VALUE_HALF]),
+                join_expansion(block, halves[_KEY_HALF], halves[_VALUE_HALF]),
             )
     if waiting:
         block, halves = next(iter(waiting.items()))
@@ -169,7 +176,7 @@ def with_whole_expansions(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tup
 
 
 def half_of_expansion(name: str) -> tuple[int, str, str]:
-    """Which half a tensor is (1, 2; 0 = none), and what the other one and the whole are called."""
+    """Which half a tensor is (1, 2; 0 = none), and the names of the other half and the whole."""
     for half, (last, other) in enumerate(((_KEY_HALF, _VALUE_HALF), (_VALUE_HALF, _KEY_HALF)), 1):
         if name.endswith(last):
             block = name.removesuffix(last)
@@ -177,7 +184,7 @@ def half_of_expansion(name: str) -> tuple[int, str, str]:
     return 0, "", ""
 
 
-def joined_expansion(block: str, keys: StoredWeight, values: StoredWeight) -> StoredWeight:
+def join_expansion(block: str, keys: StoredWeight, values: StoredWeight) -> StoredWeight:
     has_heads = len(keys.shape) == len(values.shape) == 3 and keys.shape[0] == values.shape[0]
     if not has_heads or keys.shape[1] != values.shape[2]:
         raise ModelError(
@@ -196,6 +203,8 @@ _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 def with_plain_states(
     tensors: Iterator[tuple[str, Stored]], facts: StateFacts
 ) -> Iterator[tuple[str, Stored]]:
+    """State tensors of GGUF files as in Hugging Face checkpoints: matrices of one column become
+    vectors, and negative decay rates become logarithms."""
     for name, tensor in tensors:
         if isinstance(tensor, RawTensor):
             yield name, tensor
@@ -221,9 +230,9 @@ _OF_HEADS = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
 def with_heads_of_keys(
     tensors: Iterator[tuple[str, Stored]], facts: StateFacts
 ) -> Iterator[tuple[str, Stored]]:
-    """Value heads that lie in turns, one of each key head after another, in the order of the key
-    heads. Only rows are sorted, which no block spans; the gate and what reads the heads stay as
-    they are (`StateFacts.is_tiled`)."""
+    """Sort interleaved value heads (one of each key head after another) by key head. Only rows are
+    sorted, which no block spans; the gate and the output projection stay as they are
+    (`StateFacts.is_tiled`)."""
     heads = torch.arange(facts.heads).view(-1, facts.key_heads).T.flatten()
     of_values = (heads[:, None] * facts.value_dim + torch.arange(facts.value_dim)).flatten()
     before = 2 * facts.key_heads * facts.key_dim
@@ -247,7 +256,9 @@ _ADAPTER_PARTS = ("into", "back")
 def with_numbered_blocks(
     tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
 ) -> Iterator[tuple[str, Stored]]:
-    """Blocks as model.shared.{block}, narrow projections as model.layers.{layer}.beside.{of}."""
+    """Rename Zamba2's shared blocks. Checkpoints keep a block under the first layer or under each
+    layer that uses it, with the layers' own adapters inside. The result has numbered blocks,
+    model.shared.{block}, and adapters under their layers, model.layers.{layer}.beside.{of}."""
     takers, seen = model_config.takers, set[str]()
     for name, tensor in tensors:
         found = _SHARED_BLOCK.fullmatch(name)
@@ -260,7 +271,7 @@ def with_numbered_blocks(
 
 
 def _numbered_block(layer: int, rest: str, model_config: ModelConfig) -> str:
-    """ "" of what belongs to a layer that there is not."""
+    """The new name; "" for an adapter of a layer that does not exist."""
     assert model_config.shared is not None
     takers = model_config.takers
     own = _ADAPTER.fullmatch(rest)

@@ -1,4 +1,4 @@
-"""Fills a model that was trained to draft for another one."""
+"""Loads draft models for a target model: EAGLE, EAGLE-3, DFlash, and a checkpoint's MTP layers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,16 +23,16 @@ from banyan.ops.stored import RawTensor, StoredWeight
 
 _EAGLE_PREFIX = "model."
 _EMBEDDING, _HEAD = "embed_tokens.", "lm_head."
-"""Of the other model; EAGLE-3 has a head of its own."""
+"""Copies of the target model's weights; EAGLE-3 has its own head."""
 _D2T, _T2D = "d2t", "t2d"
-"""EAGLE-3: what is added to each id of its own to have the other model's, and which ids of that
-these are."""
+"""EAGLE-3: offsets from draft token ids to the target's ids, and a mask of the target's ids that
+have one."""
 _EAGLE_MODULES = {name.removeprefix(_EAGLE_PREFIX): place for name, place in HUB_NAMES.items()} | {
     "fc": "join"
 }
 _EAGLE_NAMES = NameMap(_EAGLE_MODULES)
 _EAGLE_LAYER, _EAGLE3_LAYER = "layers.{}.", "midlayer."
-"""How EAGLE-3's authors call its block."""
+"""Name of EAGLE-3's block in published checkpoints."""
 _EAGLE3_NAMES = NameMap(
     _EAGLE_MODULES
     | {"layers.{}.hidden_norm": "layers.{}.state_norm"}
@@ -55,10 +55,10 @@ def load_eagle(
     served_length: int = 0,
     is_mapped: bool = True,
 ) -> EagleLM | Eagle3LM:
-    """The draft model at `model_config.path`, for `model`; arguments as `load_model`.
+    """The EAGLE or EAGLE-3 model at `model_config.path` for `model`; arguments as `load_model`.
 
     Raises:
-        ModelError: it lacks weights, or has others.
+        ModelError: weights are missing or unknown.
     """
     assert isinstance(model, DecoderLM)
     family = FAMILIES.load(model_config.architecture)
@@ -122,13 +122,13 @@ def restrict_head(
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
 ) -> None:
-    """Let it draft some tokens only, by their rows of the head of the model that it drafts for.
+    """Let an EAGLE model draft only some tokens, with their rows of the target model's head.
 
     Args:
-        served: card of that model; the rest as `load_model`, of that model.
+        served: config of the target model; other arguments as `load_model`, for the target model.
 
     Raises:
-        ModelError: its checkpoint lacks them.
+        ModelError: its checkpoint has no head.
     """
     ids = torch.tensor(tokens)
     if load_format == "dummy":
@@ -153,7 +153,7 @@ def _generator() -> torch.Generator:
 def _own_tensors(
     tensors: Iterator[tuple[str, Stored]], copies: tuple[str, ...], maps: dict[str, Stored]
 ) -> Iterator[tuple[str, Stored]]:
-    """Without copies of the other model's; maps between the vocabularies go to `maps`."""
+    """Tensors without copies of the target model's; vocabulary maps go to `maps`."""
     for name, tensor in tensors:
         name = name.removeprefix(_EAGLE_PREFIX)
         if name in (_D2T, _T2D):
@@ -163,7 +163,7 @@ def _own_tensors(
 
 
 def _token_ids(offsets: Stored, known: int, all_tokens: int) -> Tensor:
-    """[known] int64, ids in the other model's vocabulary, each once."""
+    """[known] int64, unique ids in the target model's vocabulary."""
     if not isinstance(offsets, RawTensor) or offsets.shape != (known,):
         raise ModelError(
             f"{_D2T} must hold {known:,} whole numbers (draft_vocab_size), it has shape "
@@ -183,7 +183,7 @@ _MTP_COPIES = (
     "nextn.embed_tokens.",
     "nextn.shared_head_head.",
 )
-"""Of the model's embedding and head, which some checkpoints hold once more."""
+"""Copies of the model's embedding and head in some checkpoints."""
 
 
 def load_mtp_layer(
@@ -196,7 +196,7 @@ def load_mtp_layer(
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
 ) -> MTPModel:
-    """The first layer of the checkpoint of `model` that is for drafting; arguments as `load_model`.
+    """The first MTP layer of the checkpoint of `model`; arguments as `load_model`.
 
     Raises:
         ModelError: the checkpoint has no such layer, or lacks some of its weights.
@@ -206,7 +206,7 @@ def load_mtp_layer(
     beginning, names = family.mtp.names[model_config.format]
     beginning = beginning.format(model_config.num_layers)
     name = beginning.rstrip(".").rpartition(".")[2]
-    name = name if name.isdecimal() else "0"  # they lie beside the model's
+    name = name if name.isdecimal() else "0"  # stored outside the model's layers
     mtp = MTPModel(model_config, family, name, build, page_size, served_length)
     if load_format == "dummy":
         fill_dummy(mtp, build, 1)
@@ -234,7 +234,7 @@ def _without_copies(
 
 _DFLASH_PREFIX = "model."
 _DFLASH_BORROWED = ("embed_tokens.", "lm_head.")
-"""Of the other model, which some checkpoints hold once more."""
+"""Copies of the target model's weights in some checkpoints."""
 
 
 def load_dflash(
@@ -245,10 +245,10 @@ def load_dflash(
     served_length: int = 0,
     is_mapped: bool = True,
 ) -> DFlashLM:
-    """The draft model at `model_config.path`, for `model`; arguments as `load_model`.
+    """The DFlash model at `model_config.path` for `model`; arguments as `load_model`.
 
     Raises:
-        ModelError: it lacks weights, or has others.
+        ModelError: weights are missing or unknown.
     """
     assert isinstance(model, DecoderLM)
     family = FAMILIES.load(model_config.architecture)

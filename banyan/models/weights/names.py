@@ -1,4 +1,4 @@
-"""From a checkpoint's tensor names to the slots of a model's layers."""
+"""Maps checkpoint tensor names to the slots of a model's layers."""
 
 import re
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ class WeightPlace:
     """Where a tensor goes.
 
     Attributes:
-        module: dotted name of the layer within the model.
+        module: dotted name of the layer in the model.
         slot: "weight" or "bias".
-        parts: which parts of the slot, over one another in the tensor; "" when it has one.
-        paired: those of the parts whose rows are in interleaved RoPE pairs.
+        parts: parts of the slot that are stacked in the tensor; "" if the slot has one part.
+        paired: parts whose rows are in interleaved RoPE pairs.
     """
 
     module: str
@@ -27,7 +27,7 @@ class WeightPlace:
 
 
 def place_of(name: str, names: NameMap) -> WeightPlace | None:
-    """The place of a checkpoint tensor, None when the family has none for it."""
+    """The place of a checkpoint tensor; None if the family has none for it."""
     template, numbers = split_numbers(name)
     stem, _, slot = template.rpartition(".")
     target = names.modules.get(template)
@@ -48,8 +48,8 @@ def place_of(name: str, names: NameMap) -> WeightPlace | None:
 def by_expert(
     place: WeightPlace | None, tensor: Stored
 ) -> Iterator[tuple[WeightPlace | None, Stored]]:
-    """The places of a tensor that holds one expert after another ("*" in a part), each with its
-    slice; any other tensor as it is."""
+    """The places of a tensor that stacks experts ("*" in a part), each with its slice; other
+    tensors are yielded unchanged."""
     is_stacked = place is not None and any("*" in part for part in place.parts)
     if place is None or not is_stacked or isinstance(tensor, RawTensor) or len(tensor.shape) < 2:
         yield place, tensor
@@ -69,7 +69,7 @@ def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
 
 
 def split_numbers(name: str) -> tuple[str, list[str]]:
-    """The name with {} for its numbers, and these: "blk.3.x" -> "blk.{}.x", ["3"]."""
+    """The name with {} for its numbers, and the numbers: "blk.3.x" -> "blk.{}.x", ["3"]."""
     parts = name.split(".")
     numbers = [part for part in parts if part.isdecimal()]
     return ".".join("{}" if part.isdecimal() else part for part in parts), numbers
@@ -82,9 +82,12 @@ _ROUNDED = re.compile(
 
 
 def is_projection(name: str, shape: tuple[int, ...], names: NameMap, num_layers: int) -> bool:
-    """
+    """Whether a tensor is the matrix of a projection. Only those are quantised, on disk or while
+    loading; embeddings, heads, norms, routers, convolutions, gates and the indexer of sparse
+    attention stay unquantised.
+
     Args:
-        num_layers: of the model that answers; layers behind them are for drafts, and stay too.
+        num_layers: of the model without MTP layers, which stay unquantised too.
     """
     if not name.endswith(".weight") or len(shape) < 2:
         return False
