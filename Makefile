@@ -140,7 +140,7 @@ bench: $(VENV)/.demo
 # What rounded activations change: scheme by scheme, then in the answers of the demo model; minutes on a quiet machine.
 bench-fidelity: $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.rounding $(ARGS)
-	@$(BIN)/python -m benchmarks.rounding_cost
+	@$(BIN)/python -m benchmarks.rounding --cost
 	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
 
 # Prefill and decode servers under a trace in Mooncake's form (make bench-pairs TRACE=FILE): tokens lost or

@@ -20,7 +20,7 @@ import uvloop
 from banyan.base.errors import BanyanError
 from banyan.bench.probe import Machine, probe
 from banyan.bench.serving import run_serving
-from benchmarks import fidelity, history, tables
+from benchmarks import fidelity, peer_report
 from benchmarks.machine import PeerError, ServerProcess, busy_core
 from benchmarks.peers import MODELS, PEERS, ROOT, Model, Place, peer_held_to
 from benchmarks.workloads import WORKLOADS, Workload, shortened
@@ -57,11 +57,11 @@ def main() -> int:
     for name in options.model:
         _say(f"model {name}")
         contests.append(_contest(name, MODELS[name], place, options))
-        report = tables.as_json(contests, options.rounds, options.share, options.cpu_isa)
+        report = peer_report.as_json(contests, options.rounds, options.share, options.cpu_isa)
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
-        text = tables.as_markdown(report)
+        text = peer_report.as_markdown(report)
         if options.docs:
-            tables.put_between_marks(Path(options.docs), text)
+            peer_report.put_between_marks(Path(options.docs), text)
     if options.history:
         remember(Path(options.history), report)
     print(text)
@@ -69,12 +69,12 @@ def main() -> int:
 
 
 def remember(path: Path, report: dict) -> None:
-    """Add a run to the history, and say what has changed since the last one like it."""
-    line = history.entry(report, history.commit_of(ROOT))
-    before = history.last_like(path, line)
-    for told in history.changes(before, line) if before else ():
-        _say(told)
-    history.keep(path, line)
+    """Add a run to the history, and print what has changed since the last one like it."""
+    line = peer_report.entry(report, peer_report.commit_of(ROOT))
+    before = peer_report.last_like(path, line)
+    for change in peer_report.changes(before, line) if before else ():
+        _say(change)
+    peer_report.keep(path, line)
 
 
 def _contest(name: str, model: Model, place: Place, options: argparse.Namespace) -> Contest:

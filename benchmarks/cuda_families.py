@@ -13,8 +13,7 @@ import tempfile
 import torch
 
 import banyan
-from benchmarks.cuda_check import random_engine, step_seconds
-from benchmarks.cuda_tokens import generate, greedy, prompts_of
+from benchmarks.cuda_check import generate, greedy, prompts_of, random_engine, step_seconds
 
 _BASE = {
     "vocab_size": 512,
@@ -89,10 +88,10 @@ def _same_tokens(name: str, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for way, flags in {"captured": {}, "eager": {"disable_cuda_graph": True}}.items():
-            got, told = generate(folder, prompts, 24, options.device, **flags)
+            got, summary = generate(folder, prompts, 24, options.device, **flags)
             same = sum(a == b for a, b in zip(got, wanted * 2, strict=True))
             failed += same < len(got)
-            print(f"{name}: {same}/{len(got)} as transformers, {way} ({told})")
+            print(f"{name}: {same}/{len(got)} as transformers, {way} ({summary})")
     return failed
 
 

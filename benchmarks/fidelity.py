@@ -85,7 +85,11 @@ def make_reference(place: Place, model: Model, name: str, steps: int) -> Referen
         asked = [tokenizer.encode(question) for question in QUESTIONS]
         prompts = stem.with_suffix(".json")
         prompts.write_text(json.dumps(asked))
-        words = [place.python("hf"), str(HERE / "reference.py"), str(place.file(model.hf))]
+        words = [
+            place.python("hf"),
+            str(HERE / "peer_env" / "reference.py"),
+            str(place.file(model.hf)),
+        ]
         run([*words, str(prompts), str(saved), str(steps)], place, "fidelity")
     with np.load(saved) as found:
         lengths, flat = found["lengths"], found["contexts"]

@@ -20,7 +20,7 @@ import orjson
 
 from banyan.bench.http import Reply, Server
 from banyan.bench.metrics import percentile
-from benchmarks.pair_site import VOCAB, alone, ask, load_average, pairs, write_model
+from benchmarks.pairs import VOCAB, alone, ask, load_average, pairs, write_model
 
 STREAMS = 4
 PROMPT = 8192

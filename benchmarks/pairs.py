@@ -9,14 +9,22 @@ and how far it is off is told.
 
 import argparse
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import httpx
 import orjson
 
 from banyan.bench.http import Server
@@ -33,14 +41,68 @@ from banyan.sim.hardware import Hardware
 from banyan.sim.layout import ParallelLayout
 from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import MOONCAKE_BLOCK, Arrival
-from benchmarks.pair_site import VOCAB, Told, alone, ask, flags_of, load_average, pairs, write_model
 
+VOCAB = 2048
+CONTEXT = 16384
+MODEL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+_START_S = 90.0
 PREFILL = DECODE = 2
 _AT_ONCE = 4
 """Requests to the server that checks answers."""
 _PROMPT, _OUTPUT = 2048, 200
 """Lengths by which the time of a step is measured."""
 _REPEATS = 5
+
+
+@dataclass
+class Process:
+    """One server and what it is started with."""
+
+    port: int
+    words: Sequence[str]
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass
+class TimedAnswer:
+    """One answer, token by token.
+
+    Attributes:
+        at_s: when each token came, perf_counter seconds.
+        lost: tokens that its counters tell of and that did not come.
+        twice: tokens that came beyond those.
+    """
+
+    asked_s: float
+    tokens: list[int] = field(default_factory=list[int])
+    at_s: list[float] = field(default_factory=list[float])
+    lost: int = 0
+    twice: int = 0
+    status: int = 200
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.at_s, self.at_s[1:], strict=False)]
 
 
 @dataclass(frozen=True)
@@ -76,11 +138,11 @@ def prompt_of(arrival: Arrival) -> list[int]:
     return array("i", arrival.prompt).tolist()
 
 
-async def play(url: str, arrivals: Sequence[Arrival]) -> tuple[list[Told], float]:
+async def play(url: str, arrivals: Sequence[Arrival]) -> tuple[list[TimedAnswer], float]:
     """Send each request at its time; the answers, and how late one was sent at most."""
     server = Server(url)
     began_s, late_s = time.perf_counter(), 0.0
-    tasks: list[asyncio.Task[Told]] = []
+    tasks: list[asyncio.Task[TimedAnswer]] = []
     for arrival in arrivals:
         wait_s = began_s + arrival.at_s - time.perf_counter()
         if wait_s > 0:
@@ -92,7 +154,9 @@ async def play(url: str, arrivals: Sequence[Arrival]) -> tuple[list[Told], float
     return told, late_s
 
 
-async def others(url: str, arrivals: Sequence[Arrival], told: Sequence[Told], most: int) -> int:
+async def others(
+    url: str, arrivals: Sequence[Arrival], told: Sequence[TimedAnswer], most: int
+) -> int:
     """Of up to `most` answers, those that are not what this server answers."""
     server, gate = Server(url), asyncio.Semaphore(_AT_ONCE)
     step = max(1, -(-len(arrivals) // most))
@@ -149,7 +213,7 @@ def hardware_of(
     )
 
 
-def tell(told: Sequence[Told], arrivals: Sequence[Arrival], began_s: float) -> Measured:
+def tell(told: Sequence[TimedAnswer], arrivals: Sequence[Arrival], began_s: float) -> Measured:
     failed = sum(one.status != 200 for one in told)
     lost, twice = sum(one.lost for one in told), sum(one.twice for one in told)
     tokens = sum(len(one.tokens) for one in told)
@@ -186,6 +250,123 @@ def compare(found: Measured, question: StudyQuestion) -> None:
     for name, here, there, unit in rows:
         error = (there - here) / here if here else 0.0
         print(f"{name:12}{here * unit:12.2f}{there * unit:12.2f}{error:9.0%}")
+
+
+def write_model(folder: Path) -> Path:
+    """A model folder without weights: they are drawn by lot, the same for everybody."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    return folder
+
+
+def flags_of(model: Path, *more: str) -> list[str]:
+    return [
+        *("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init"),
+        *("--max-total-tokens", "65536", "--random-seed", "1", "--log-level", "warning"),
+        *("--incremental-streaming-output", *more),
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def alone(model: Path, folder: Path, threads: int) -> Iterator[str]:
+    """One server that does both; its address."""
+    words = ["banyan.launch_server", *flags_of(model, "--threads", str(threads))]
+    with _running([Process(free_port(), words, folder / "alone.log")]) as (url,):
+        yield url
+
+
+@contextlib.contextmanager
+def pairs(model: Path, folder: Path, prefill: int, decode: int) -> Iterator[str]:
+    """Servers of one thread each workers a router, whose address it is."""
+    ports = [free_port() for _ in range(prefill)]
+    one = flags_of(model, "--threads", "1")
+    processes: list[Process] = []
+    workers: list[str] = []
+    for at in range(prefill + decode):
+        role = ["--disaggregation-mode", "prefill" if at < prefill else "decode"]
+        if at < prefill:
+            role += ["--disaggregation-bootstrap-port", str(ports[at])]
+        words = ["banyan.launch_server", *one, *role]
+        processes.append(Process(free_port(), words, folder / f"server{at}.log"))
+        url = processes[-1].url
+        workers += ["--prefill", url, str(ports[at])] if at < prefill else ["--decode", url]
+    words = ["banyan.launch_router", "--pd-disaggregation", "--policy", "round_robin", *workers]
+    words += ["--log-level", "warning", "--worker-startup-check-interval", "0.2"]
+    processes.append(Process(free_port(), words, folder / "router.log"))
+    with _running(processes) as urls:
+        yield urls[-1]
+
+
+@contextlib.contextmanager
+def _running(processes: Sequence[Process]) -> Iterator[list[str]]:
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for one in processes:
+            command = [sys.executable, "-m", *one.words, "--port", str(one.port)]
+            with one.log.open("wb") as out:
+                running.append(
+                    subprocess.Popen(
+                        command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
+        for one in processes:
+            _wait_for(one)
+        yield [one.url for one in processes]
+    finally:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_for(one: Process) -> None:
+    until = time.monotonic() + _START_S
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(one.url + "/readyz").status_code == 200:
+                return
+        if time.monotonic() > until:
+            tail = one.log.read_text(errors="replace")[-2000:]
+            raise SystemExit(f"{one.words[0]} was not ready within {_START_S:g} s\n{tail}")
+        time.sleep(0.1)
+
+
+async def ask(server: Server, prompt: Sequence[int], count: int) -> TimedAnswer:
+    """One greedy stream of so many tokens."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    reply = await server.request("POST", "/generate", orjson.dumps(body), timeout_s=300.0)
+    answer = TimedAnswer(reply.started, status=reply.status)
+    rest = b""
+    for at_s, piece in reply.pieces:
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                _add_event(answer, orjson.loads(event[6:]), at_s)
+    answer.lost += max(0, count - len(answer.tokens))
+    return answer
+
+
+def _add_event(answer: TimedAnswer, event: dict[str, object], at_s: float) -> None:
+    meta, tokens = event.get("meta_info"), event.get("output_ids")
+    if not isinstance(meta, dict) or not isinstance(tokens, list):
+        answer.status = 503
+        return
+    answer.tokens += tokens
+    answer.at_s += [at_s] * len(tokens)
+    counted = meta["completion_tokens"]
+    answer.lost = max(answer.lost, counted - len(answer.tokens))
+    answer.twice = max(answer.twice, len(answer.tokens) - counted)
+
+
+def load_average() -> str:
+    return " ".join(f"{value:.1f}" for value in os.getloadavg())
 
 
 def main() -> None:

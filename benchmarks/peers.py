@@ -175,7 +175,7 @@ def _setup_ik_llama(place: Place, isa: str = "") -> None:
 
 
 def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str], isa: str) -> None:
-    """Build the server and the bench of a source tree, for this CPU or for `isa` alone."""
+    """Build the server of a source tree, for this CPU or for `isa` alone."""
     pip(place, f"{peer}/venv", "ninja", "cmake")
     tools = Path(place.python(f"{peer}/venv")).parent
     build = _llama_build(place, peer, isa)
@@ -185,7 +185,7 @@ def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str], isa: s
     configure += [*llama_instructions(isa), *(f"-D{name}=OFF" for name in off)]
     run(configure, place, peer)
     words = [str(tools / "ninja"), "-C", str(build), "-j", str(len(os.sched_getaffinity(0)))]
-    run([*words, "llama-server", "llama-batched-bench"], place, peer)
+    run([*words, "llama-server"], place, peer)
 
 
 def llama_instructions(isa: str) -> list[str]:
@@ -267,7 +267,7 @@ def _setup_openvino(place: Place) -> None:
 
 
 def _openvino(place: Place, model: Model, port: int) -> Command:
-    front = str(HERE / "fronts" / "openvino_server.py")
+    front = str(HERE / "peer_env" / "openvino_server.py")
     folder = place.file(f"ov-{Path(model.gguf).stem}")
     if not model.gguf:
         raise PeerError("no model converted for it: it reads the GGUF file here")
@@ -293,7 +293,7 @@ def _setup_transformers(place: Place) -> None:
 
 
 def _transformers(place: Place, model: Model, port: int) -> Command:
-    front = str(HERE / "fronts" / "transformers_server.py")
+    front = str(HERE / "peer_env" / "transformers_server.py")
     words = [place.python("hf"), front, str(place.file(model.hf)), str(port)]
     return Command(words, port, {"HF_HUB_OFFLINE": "1"}, str(place.folder))
 
@@ -331,7 +331,7 @@ def peer_held_to(isa: str, name: str) -> Peer:
 
 def _convert(place: Place, *words: str) -> None:
     _setup_transformers(place)
-    run([place.python("hf"), str(HERE / "convert.py"), *words], place, "models")
+    run([place.python("hf"), str(HERE / "peer_env" / "convert.py"), *words], place, "models")
 
 
 def _folder_of(place: Place, gguf: str, hf: str) -> None:

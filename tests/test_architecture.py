@@ -49,7 +49,8 @@ ARROWS = {
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
-    "layers": "parallel ops base model_config.model_config lora.targets moe.expert_location"
+    "layers": "parallel ops platform.base base model_config.model_config"
+    " lora.targets moe.expert_location"
     " moe.expert_watch",
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
@@ -108,8 +109,8 @@ DOOR_IMPORTS = (
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (
-    *("cli", "llm.py", "config/prepare.py", "server/processes.py", "ascend/doctor.py"),
-    *("ascend/selfcheck.py", "engine/core_process.py", "engine/model_loader.py"),
+    *("cli", "llm.py", "config/prepare.py", "server/processes.py"),
+    *("engine/core_process.py", "engine/model_loader.py"),
     *("engine/kv_transfer_setup.py", "engine/grammar_setup.py"),
     *("__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),

@@ -1,7 +1,6 @@
-"""Collectives of Ascend NPUs: process groups of the backend that the device's driver has registered
-with torch.
+"""Collectives of Ascend NPUs: process groups of HCCL, which the driver registers with torch.
 
-Each group has buffers on each device: twice what HCCL_BUFFSIZE says.
+Each group has buffers of twice HCCL_BUFFSIZE on each device.
 """
 
 from typing import Any
@@ -15,14 +14,14 @@ from banyan.parallel.collectives import Meeting, Transport
 from banyan.parallel.process_group import Check, GroupCollectives, open_store
 
 _MOST, _LEAST, _OF_UNIT = 127, 1e-12, 4
-"""The largest number of 8 bits, the least that a unit is made of, and the bytes of one."""
+"""Largest int8 number, least row maximum, and bytes of a scale."""
 
 
 class HcclCollectives(GroupCollectives):
     """Implements `NamedCollectives`.
 
     Args:
-        is_rounded: rows travel to experts as int8, with a unit of each behind its numbers.
+        is_rounded: rows travel to experts as int8, each followed by its fp32 scale.
     """
 
     def __init__(self, group: Any, meeting: Meeting, check: Check | None, is_rounded: bool) -> None:
@@ -46,8 +45,14 @@ class HcclCollectives(GroupCollectives):
 
 def _open(meeting: Meeting) -> HcclCollectives:
     driver = open_driver()
-    met = (open_store(meeting), meeting.rank, meeting.size, meeting.timeout_s, meeting.name)
-    group = driver.group(*met, is_exchange=meeting.is_exchange)
+    group = driver.group(
+        store=open_store(meeting),
+        rank=meeting.rank,
+        size=meeting.size,
+        timeout_s=meeting.timeout_s,
+        name=meeting.name,
+        is_exchange=meeting.is_exchange,
+    )
     check = exchanged if driver.is_checked else None
     return HcclCollectives(group, meeting, check, driver.rounds_sent)
 

@@ -1,7 +1,4 @@
-"""Ascend NPUs through torch_npu.
-
-The driver may be the emulated one (docs/ascend.md).
-"""
+"""Ascend NPUs through torch_npu, or through an emulated driver (docs/ascend.md)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +12,7 @@ from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Interconnect, Traits
 
 _SMALL_GIB = 40
-"""Cards with less memory than this take the smaller of two values."""
+"""Cards with less memory take the first of the two values below."""
 _CHUNKS = (4096, 8192)
 _LARGEST_SHAPES = (16, 64)
 _SHAPES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
@@ -43,7 +40,7 @@ class NpuPlatform(Accelerator):
             lengths_on_host=True,
             shares_steps=True,
             latents=((512, 64),),
-            verified=16,  # latent attention takes no longer rows
+            verified=16,  # the longest row that latent attention takes
             moves_pages=True,
             has_own_forms=True,
             stacks_adapters=True,
@@ -71,16 +68,17 @@ class NpuPlatform(Accelerator):
 
 
 class _LengthGraph:
-    """A graph whose attention is told the lengths of its rows before each run."""
+    """A graph whose attention gets the lengths of its rows from the host before each run."""
 
     def __init__(self, graph: Any, work: Callable[[], None]) -> None:
         self._graph, self._work = graph, work
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
-        if not lengths:  # it finds them on the device
+        if not lengths:  # its attention reads them on the device
             self._graph.replay()
             return
-        # What both versions of attention call it; it changes only where it was given by keyword.
-        told = dict.fromkeys(("actual_seq_lengths_kv", "actual_seq_kvlen"), list(lengths))
-        self._graph.update(cpu_update_input=[told])
+        # Both names, since the two versions of attention differ. Only a keyword argument of the
+        # captured call can be updated.
+        updated = dict.fromkeys(("actual_seq_lengths_kv", "actual_seq_kvlen"), list(lengths))
+        self._graph.update(cpu_update_input=[updated])
         self._graph.replay()

@@ -90,20 +90,20 @@ VARIABLES = {
 
 
 def refusals_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
-    """What to tell about variables that ask for what this build has not; values are not shown."""
+    """Lines about variables that ask for an absent feature; values are not shown."""
     return tuple(
-        f"{name} is not available in this build on npu: {told.says} ({told.use})"
-        for name, told in VARIABLES.items()
-        if told.outcome == REFUSED and given.get(name, "").strip().lower() not in _OFF
+        f"{name} is not available in this build on npu: {variable.says} ({variable.use})"
+        for name, variable in VARIABLES.items()
+        if variable.outcome == REFUSED and given.get(name, "").strip().lower() not in _OFF
     )
 
 
 def notes_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
     """Of those that say what is so already."""
     return tuple(
-        f"{name} is set to the behaviour that applies anyway: {told.says}"
-        for name, told in VARIABLES.items()
-        if told.outcome == SO and given.get(name, "").strip().lower() not in _OFF
+        f"{name} is set to the behaviour that applies anyway: {variable.says}"
+        for name, variable in VARIABLES.items()
+        if variable.outcome == SO and given.get(name, "").strip().lower() not in _OFF
     )
 
 
@@ -111,5 +111,5 @@ def table() -> Iterator[str]:
     """Lines for docs/ascend.md."""
     yield "| variable | outcome on npu | |"
     yield "|---|---|---|"
-    for name, told in VARIABLES.items():
-        yield f"| `{name}` | {told.outcome} | {told.says} |"
+    for name, variable in VARIABLES.items():
+        yield f"| `{name}` | {variable.outcome} | {variable.says} |"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from banyan.ascend.launch.expert_rules import buffer_of
 from banyan.ascend.launch.facts import SOCS, Launch, Model, known_model, read_model
+from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.ascend.launch.page import rules_page
 from banyan.ascend.launch.reading import MODEL, arguments_of_words, read_variables
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.rules import left_out

@@ -95,7 +95,7 @@ def _names() -> str:
     from banyan.chat_template.named_templates import CHAT_TEMPLATES, FILL_IN_FORMS
     from banyan.parsers.reasoning import REASONING_PARSERS
     from banyan.parsers.tool_calls import TOOL_PARSERS
-    from banyan.server.lifecycle.warmup import WARMUPS
+    from banyan.server.lifecycle import WARMUPS
 
     tables: dict[str, Iterable[str]] = {
         "tool-call-parser": TOOL_PARSERS,

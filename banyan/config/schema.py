@@ -379,7 +379,7 @@ class ExpertsConfig:
     """Of one rank, that travel at once; 0 = as many as there are, piece by piece."""
     fuse_mode: int = 1
     """Which operator "ascend_fuseep" is."""
-    has_lane: bool = False
+    has_side_stream: bool = False
     """What every token goes through runs on a stream beside that of its experts."""
     dispatch: str = ""
     """Which copy of an expert a token goes to; "" = "static"."""

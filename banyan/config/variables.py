@@ -263,11 +263,11 @@ SETTINGS = {
         ),
         Flag(
             "SGLANG_NPU_USE_MULTI_STREAM",
-            "experts.has_lane",
+            "experts.has_side_stream",
             "run shared experts on a second stream, in parallel with the routed experts (CUDA, "
             "NPU)",
             kind=SWITCH,
-            proof="tests/ascend/emulation/test_lanes.py::test_a_variable_gives_shared_experts_a_stream",
+            proof="tests/ascend/emulation/test_side_streams.py::test_a_variable_gives_shared_experts_a_stream",
         ),
         Flag(
             "SGLANG_NPU_FUSED_MOE_MODE",

@@ -14,6 +14,7 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
@@ -117,6 +118,8 @@ def open_model(
     place_rank(config.device, parallel, place)
     platform = open_platform(config.device.name)
     traits = platform.traits
+    if not traits.is_host:
+        complete_torch()
     _check_the_device(config, model_config, traits)
     config, origins = settle(config, platform.defaults(model_config))
     sharers = 1 if is_placed(config.device) else here * parallel.local_replicas
@@ -209,13 +212,13 @@ def _open_side_stream(
     config: Config, model_config: ModelConfig, platform: Platform
 ) -> SideStream | None:
     """Open the stream for shared experts; None if they run before the routed ones."""
-    if not config.experts.has_lane:
+    if not config.experts.has_side_stream:
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no shared experts"
     if not why:
-        return platform.lane()
+        return platform.side_stream()
     log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
     return None
 

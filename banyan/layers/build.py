@@ -1,8 +1,6 @@
 """Build: kernels, process groups and features from which every layer of one rank is made."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -11,16 +9,7 @@ from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
-
-
-class SideStream(Protocol):
-    """A second stream of the device; `platform.base` implements it."""
-
-    def mark(self) -> object: ...
-
-    def run(self, work: Callable[[], object], after: object) -> object: ...
-
-    def wait(self, mark: object) -> None: ...
+from banyan.platform.base import SideStream
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import InputEmbeddings
 from banyan.layers.weight_slot import Layer, WeightSlot, single
-from banyan.ops.packed import PackedEmbedding, PackedLinear
+from banyan.ops.api import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 

@@ -15,7 +15,7 @@ from banyan.layers.rotary import Angles
 from banyan.layers.step_inputs import IndexerOutput
 from banyan.layers.weight_slot import RotaryRows, ShardRule
 from banyan.model_config.model_config import LatentFacts
-from banyan.ops.index_api import IndexShape
+from banyan.ops.api import IndexShape
 from banyan.ops.pages import stored_width
 from banyan.parallel.groups import Group
 

@@ -19,9 +19,8 @@ from banyan.layers.rotary import Angles
 from banyan.layers.step_inputs import LatentSpec, StepInputs
 from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot
 from banyan.model_config.model_config import LatentFacts
-from banyan.ops.packed import PackedHeadLinear
+from banyan.ops.api import KEYS, LATENT, QUERY, SQUEEZE, PackedHeadLinear, PrologueShape
 from banyan.ops.pages import stored_width
-from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.groups import Group
 

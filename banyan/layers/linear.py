@@ -8,8 +8,7 @@ from torch import Tensor
 
 from banyan.layers.build import Build
 from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot, single
-from banyan.ops.api import Ops
-from banyan.ops.packed import PackedLinear
+from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 from banyan.parallel.groups import Group
 

@@ -13,12 +13,9 @@ from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.lora.adapter_config import EXPANSION, EXPERTS, ROUTER
 from banyan.lora.targets import EMBEDDING, GAINS, HEAD, AdaptedRouter, LoRATargets
 from banyan.moe.layer import ExpertBlock, Experts, ExpertWeights
-from banyan.ops.api import Ops
+from banyan.ops.api import Ops, PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.experts_api import PackedExperts
-from banyan.ops.lora import AdapterTable
-from banyan.ops.lora_experts import ExpertSides, ExpertTable
-from banyan.ops.lora_rows import RowTable
-from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
+from banyan.ops.lora import AdapterTable, ExpertSides, ExpertTable, RowTable
 
 Projection = ColumnLinear | RowLinear
 EXPANSION_SUFFIX = ".attention.expansion"

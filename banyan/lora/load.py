@@ -62,8 +62,7 @@ from banyan.models.decoder import DecoderLM
 from banyan.models.weights.names import WeightPlace
 from banyan.models.weights.reader import as_tensor
 from banyan.ops.api import Ops
-from banyan.ops.lora import MAX_PARTS, Part
-from banyan.ops.lora_rows import RowPart
+from banyan.ops.lora import MAX_PARTS, AdapterPart, RowPart
 from banyan.ops.stored import StoredWeight
 
 _DIGEST_BYTES = 16
@@ -83,7 +82,7 @@ class LoadedAdapter:
     digest: hash of the files; the same on every rank.
     """
 
-    parts: Mapping[str, list[Part]]
+    parts: Mapping[str, list[AdapterPart]]
     experts: Found
     rows: Mapping[str, RowPart]
     digest: str
@@ -148,7 +147,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     """
     adapter_config = with_full_names(read_adapter(path, base.lora_targets.max_rank), base)
     fit = FitCheck(base, adapter_config)
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[AdapterPart]] = {}
     rows: dict[str, RowPart] = {}
     scaled: dict[str, tuple[WeightPlace, Tensor, Tensor]] = {}
     experts: Found = {}
@@ -291,13 +290,13 @@ def _template(module: str) -> str:
 
 def _parts(
     slot: WeightSlot, place: WeightPlace, down: StoredWeight, up: StoredWeight, scale: float
-) -> list[Part]:
+) -> list[AdapterPart]:
     """This rank's part of a projection's matrices, by part of the projection."""
-    found: list[Part] = []
+    found: list[AdapterPart] = []
     for part, first, rows in own_rows(slot, place, up):
         rule = slot.rules[part]
         matrix = rule.cut(down, slot.group) if rule.dim == 1 else down
-        found.append(Part(first, matrix.dense.contiguous(), rows.dense.contiguous(), scale))
+        found.append(AdapterPart(first, matrix.dense.contiguous(), rows.dense.contiguous(), scale))
     assert len(found) <= MAX_PARTS
     return found
 
@@ -319,7 +318,7 @@ def head_parts(
     down: StoredWeight,
     up: StoredWeight,
     scale: float,
-) -> Iterator[tuple[str, list[Part]]]:
+) -> Iterator[tuple[str, list[AdapterPart]]]:
     """Matrices for this rank's heads of `kv_b_proj`, by table.
 
     Latent attention (MLA) absorbs the keys' matrix into the queries and the values' matrix into the
@@ -334,5 +333,5 @@ def head_parts(
     turned = shared.t().contiguous()
     for head, both in enumerate(heads):
         keys, values = both.split([facts.plain_dim, facts.value_dim])
-        yield f"{module}.into.{head}", [Part(0, keys.t().contiguous(), turned, scale)]
-        yield f"{module}.back.{head}", [Part(0, shared, values.contiguous(), scale)]
+        yield f"{module}.into.{head}", [AdapterPart(0, keys.t().contiguous(), turned, scale)]
+        yield f"{module}.back.{head}", [AdapterPart(0, shared, values.contiguous(), scale)]

@@ -20,7 +20,7 @@ from banyan.lora.layers import (
 )
 from banyan.models.weights.names import WeightPlace, place_of
 from banyan.moe.layer import ExpertWeights
-from banyan.ops.lora_experts import ExpertPart
+from banyan.ops.lora import ExpertPart
 from banyan.parallel.groups import Group
 
 _STACK = re.compile(

@@ -17,14 +17,7 @@ from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.names import WeightPlace
-from banyan.ops.lora_rows import (
-    GAIN,
-    LOOKED_UP,
-    PRODUCT,
-    SOME_LOOKED_UP,
-    SOME_OUTPUTS,
-    RowPart,
-)
+from banyan.ops.lora import GAIN, LOOKED_UP, PRODUCT, SOME_LOOKED_UP, SOME_OUTPUTS, RowPart
 from banyan.ops.stored import RawTensor, StoredWeight
 
 _, DENSE, OUT = HEADS

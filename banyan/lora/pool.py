@@ -20,10 +20,8 @@ from banyan.lora.load import Base, LoadedAdapter, base_of, load_adapter
 from banyan.lora.targets import GAINS, LoRATargets, StackLayout
 from banyan.messages.control_ops import ControlOp, DropAdapter, TakeAdapter
 from banyan.models.base import Model
-from banyan.ops.arena import HUGE_PAGE, Arena
-from banyan.ops.lora import PlacedParts
-from banyan.ops.lora_experts import PlacedExperts
-from banyan.ops.lora_rows import RowPart
+from banyan.ops.host_memory import HUGE_PAGE, Arena
+from banyan.ops.lora import PlacedExperts, PlacedParts, RowPart
 from banyan.parallel.groups import Group
 from banyan.platform.base import Traits
 from banyan.runner.control_ops import Alike, Finish, NoRoom, PrepareOp, RankReply

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.weight_slot import WeightSlot
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertTable
-from banyan.ops.lora_rows import RowTable
-from banyan.ops.lora_stack import AdapterStack
+from banyan.ops.lora import AdapterStack, AdapterTable, AdapterTokens, ExpertTable, RowTable
 
 EMBEDDING, HEAD, GAINS = "embed_tokens", "lm_head", "DoRA"
 """Kinds of changes besides plain projections, as named in lora/adapter_config.py."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
+from banyan.base.torch_parts import complete_torch
 from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
 from banyan.model_config.model_config import WINDOW, ModelConfig
-from banyan.ops.api import Ops
-from banyan.ops.packed import PackedLinear
+from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import StoredWeight
 
 _INTERFACE = "banyan"
@@ -222,6 +222,7 @@ def load_transformers_model(
         raise ConfigError("--model-impl transformers cannot share a model", hint="use --tp 1")
     if load_format not in ("auto", "safetensors"):
         raise ConfigError(f"--model-impl transformers cannot load the format {load_format}")
+    complete_torch()
     try:
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     except ImportError:

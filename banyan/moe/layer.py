@@ -321,7 +321,7 @@ class ExpertBlock(nn.Module):
         if stream is None:
             return self._of_experts(x, rows), shared.of_gathered(rows)
         parts = list[Tensor]()
-        done = stream.run(lambda: parts.append(shared.partial(rows)), stream.mark())
+        done = stream.run(lambda: parts.append(shared.partial(rows)), stream.record_event())
         routed = self._of_experts(x, rows)
         stream.wait(done)
         return routed, self.group.reduce_rows(parts[0])

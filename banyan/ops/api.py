@@ -1,8 +1,9 @@
 """The operations that layers and the runner call: signatures, shapes and dtypes, nothing else.
 
-`ops/reference.py` defines what is correct; `ops/bind.py` chooses what runs and hands out one bound
-`Ops` object. Letters: tokens, rows, heads, kv_heads, head_dim, pages; T is the activation dtype.
-Every result of a token depends on its own sequence only, whatever else is in the batch.
+`ops/reference.py` defines the correct results; `ops/bind.py` chooses the kernels and returns one
+bound `Ops` object. `experts_api.py`, `state_api.py` and `lora.py` have the operations of their
+subjects. Letters: tokens, rows, heads, kv_heads, head_dim, pages; T is the activation dtype. Every
+result of a token depends on its own sequence only, whatever else is in the batch.
 """
 
 import math
@@ -15,27 +16,170 @@ import torch
 from torch import Tensor
 
 from banyan.ops.experts_api import ExpertOps
-from banyan.ops.index_api import IndexOps
-from banyan.ops.logits_api import LogitOps
-from banyan.ops.lora import AdapterOps
-from banyan.ops.lora_rows import AdapterRowOps
-from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
-from banyan.ops.prologue_api import PrologueOps
+from banyan.ops.lora import AdapterOps, AdapterRowOps
 from banyan.ops.sampling import SampleRows
 from banyan.ops.state_api import StateOps
 from banyan.ops.stored import StoredWeight
 
 
+class PackedLinear(Protocol):
+    """A linear layer in the form of its kernel, chosen once at load."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + bias.
+
+        x: [tokens, in] T; bias: [out] T or None.
+        returns: [tokens, out] T, accumulated in fp32 or better.
+        """
+        ...
+
+
+class PackedEmbedding(Protocol):
+    """This rank's rows of an embedding, in the form of its kernel."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The row of each token; ids of other ranks give zeros.
+
+        tokens: [tokens] int64.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+
+class PackedHeadLinear(Protocol):
+    """A matrix per head, in the form of their kernel."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x[t, h] · weight[h]ᵀ for each head.
+
+        x: [tokens, heads, in] T, tokens and heads may lie apart.
+        returns: [tokens, heads, out] T, summed in fp32 or better.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """
+    Attributes:
+        heads, dim: of the indexer.
+        top: positions that it chooses.
+        rank, rope_dim: of the latent attention that reads them.
+    """
+
+    heads: int
+    dim: int
+    top: int
+    rank: int
+    rope_dim: int
+
+
+class IndexOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def joins_index(self, shape: IndexShape) -> bool:
+        """Whether pages keep both parts of this indexer's keys side by side; `write_latent` and
+        `choose_positions` then get the same pages for both."""
+        ...
+
+
+class LogitOps(Protocol):
+    """Ops on logits before sampling."""
+
+    def scale_logits(self, logits: Tensor, scale: float, soft_cap: float) -> Tensor:
+        """logits · scale, then cap·tanh(logits/cap) unless the cap is 0, in fp32.
+
+        logits: [n, ids] T.
+        returns: [n, ids] fp32.
+        """
+        ...
+
+    def spread_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
+        """Logits of some ids as logits of all ids; the others can never be drawn.
+
+        x: [n, ids] fp32; columns: [ids] int64, where each goes, below `width`.
+        returns: [n, width] fp32, −∞ elsewhere.
+        """
+        ...
+
+
+SQUEEZE, QUERY, LATENT, KEYS = PARTS = ("squeeze", "query", "latent", "keys")
+"""Its weights: x to squeezed queries, squeezed queries to heads, x to latent and key, heads'
+keys."""
+
+
+@dataclass(frozen=True)
+class PrologueShape:
+    """
+    Attributes:
+        dim: of the residual stream.
+        query_rank: width that queries are squeezed through, 0 = none.
+        heads: of this rank.
+        rank, plain_dim, rope_dim: as of `config.model_config.LatentFacts`.
+        query_eps, latent_eps: of the norms of squeezed queries and of latents.
+        reads_squeezed: another op reads the squeezed queries too.
+        obstacle: a feature of this layer that no fused operator has; "" = none.
+    """
+
+    dim: int
+    query_rank: int
+    heads: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    query_eps: float
+    latent_eps: float
+    reads_squeezed: bool = False
+    obstacle: str = ""
+
+
+class LatentPrologue(Protocol):
+    """One layer's projections, norms and rotation, and the writing of its pages."""
+
+    def take(self, part: str, weight: StoredWeight) -> None:
+        """Called at load, once per part, and again when weights are replaced.
+
+        weight: of SQUEEZE [query_rank, dim]; of QUERY [heads · (plain_dim + rope_dim), query_rank]
+        and of LATENT [rank + rope_dim, dim], whose rows that rotate lie as halves; of KEYS [heads,
+        plain_dim, rank].
+        """
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether it has all parts and can compute with them; the log says why not."""
+        ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        gammas: tuple[Tensor, Tensor],
+        angles: tuple[Tensor, Tensor] | None,
+        pages: tuple[Tensor, Tensor],
+        flat_locations: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write latents and turned keys of the step into `pages`, and return its queries.
+
+        x: [tokens, dim]; gammas: [query_rank], [rank]; angles: [tokens, rope_dim / 2] fp32 each;
+        pages: as for `write_latent`; flat_locations: as for write_kv.
+        returns: [tokens, heads, rank], [tokens, heads, rope_dim], and what was squeezed and normed,
+        [tokens, query_rank], or anything where nobody reads it.
+        """
+        ...
+
+
+class PrologueOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def open_prologue(self, shape: PrologueShape) -> LatentPrologue | None:
+        """A fused operator for all ops before latent attention; None = there is none, and the log
+        says why if the user asked for it."""
+        ...
+
+
 @dataclass(frozen=True)
 class OpTime:
-    """One stage of a recorded run.
-
-    Attributes:
-        name: the ops in it.
-        seconds: wall time.
-        bytes: memory that it must read and write.
-        operations: multiplications and additions.
-    """
+    """One stage of a recorded run: wall time, bytes it must read and write, and operations
+    (multiplications and additions)."""
 
     name: str
     seconds: float
@@ -45,13 +189,13 @@ class OpTime:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a device can do at most.
+    """Measured limits of a device.
 
     Attributes:
         read_bytes_s: memory read per second, by all cores.
-        fp32_ops_s, int8_ops_s, bf16_ops_s: operations per second; 0 where it has none.
-        passing_s: what one core wrote is there for the next one after so long; 0 with one core, and
-            where others were too busy to tell.
+        fp32_ops_s, int8_ops_s, bf16_ops_s: operations per second; 0 = not supported.
+        passing_s: delay until a core sees what another one wrote; 0 with one core, or if other
+            programs disturbed the measurement.
     """
 
     read_bytes_s: float
@@ -63,19 +207,19 @@ class Peaks:
 
 @dataclass(frozen=True)
 class MultiStepInputs:
-    """What changes from step to step of a burst, and when it ends. All on the host.
+    """Inputs of a multi-step run that change from step to step, and its end. All on the host.
 
     Attributes:
-        sampled, best: [outputs] int64, fp32; what the recorded work leaves.
+        sampled, best: [outputs] int64, fp32; outputs of the recorded work.
         tokens, positions, to_positions, lengths: [outputs] int64, int64, int64, int32; its inputs.
-        places: for each cache group [tokens] int64, where each token lies.
-        at: [groups, steps, rows] int64, what `places` become.
-        first_stop: [rows + 1] int32, where the ids that end each row begin in `stops`.
+        places: for each cache group [tokens] int64, the location of each token.
+        at: [groups, steps, rows] int64, the next values of `places`.
+        first_stop: [rows + 1] int32, where the stop ids of each row begin in `stops`.
         stops: int32.
-        hurry: [1] int64; the burst ends after the step that sees `number` or more there.
-        told: [1] int32, set to how many steps have run when another one follows.
-        tell, bell: after each so many of these the eventfd `bell` is rung; 0 = never.
-        pace_ns: it is not rung sooner than so long after the last time, or the beginning.
+        interrupt: [1] int64; the run ends after the step that reads `number` or more there.
+        steps_done: [1] int32, the steps that have run, set whenever another step follows.
+        report_every: write to the eventfd `wake_fd` after so many steps; 0 = never.
+        pace_ns: least time between two such writes, and before the first one.
     """
 
     sampled: np.ndarray
@@ -90,77 +234,77 @@ class MultiStepInputs:
     stops: np.ndarray
     interrupt: np.ndarray
     number: int
-    told: np.ndarray
-    tell: int
-    bell: int
+    steps_done: np.ndarray
+    report_every: int
+    wake_fd: int
     pace_ns: int
 
 
 class Recording(Protocol):
-    """Work that runs again without Python, for any sizes up to the recorded ones."""
+    """A recorded program: it runs without Python, for any sizes up to the recorded ones."""
 
     @property
     def result(self) -> Tensor:
-        """What the recorded work returned; a run fills its first rows."""
+        """The result of the recorded work; a run fills its first rows."""
         ...
 
     def run(
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
     ) -> None:
-        """all_…: of every replica, where several work on one batch."""
+        """Run once. all_…: sizes of all replicas together (DP attention)."""
         ...
 
     def multi_step(self, rows: int, inputs: MultiStepInputs) -> int:
-        """Run for one token of each of `rows` requests, again and again, each time with what was
-        sampled before; returns how often."""
+        """Decode one token of each of `rows` requests per step, each step from the tokens that the
+        last one sampled; returns the number of steps."""
         ...
 
     def times(
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
     ) -> list[OpTime]:
-        """Run once and say what each stage took."""
+        """Run once and measure each stage."""
         ...
 
 
 class NotRecordable(Exception):
-    """The work does something that is not one of the recorder's ops."""
+    """The work does something else than the recorder's ops."""
 
 
 class Recorder(Protocol):
-    """What a toolkit offers whose ops can be recorded."""
+    """Records ops as programs; some toolkits have one."""
 
     @property
     def is_recording(self) -> bool:
-        """Whether what is called is recorded and does not run."""
+        """Whether calls are being recorded instead of run."""
         ...
 
     def record(
         self, work: Callable[[], Tensor], tokens: int, outputs: int, replicas: int = 1
     ) -> Recording:
-        """Record the ops and views that `work` consists of.
+        """Record the ops and views of `work`.
 
-        Its inputs are tensors that stay where they are; their leading dimension is `tokens` or
-        `outputs`, which must differ, or `replicas` times as many, where several replicas work on
-        one batch.
+        Its inputs are tensors at fixed addresses. Their leading dimension is `tokens` or `outputs`,
+        which must differ, or `replicas` times that if several replicas share a batch.
 
         Raises:
             NotRecordable: it does something else.
         """
         ...
 
-    def ring_next(self, bell: int) -> None:
-        """Write to this eventfd once, when the next ops run. For the thread that runs them."""
+    def wake_next(self, wake_fd: int) -> None:
+        """Write to this eventfd once, when the next ops run. Call it on the thread that runs
+        them."""
         ...
 
 
 class Ops(
     ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, PrologueOps, Protocol
 ):
-    """One bound implementation per op. Never dispatches per call."""
+    """One bound kernel per op, chosen at start; calls do not dispatch."""
 
     @property
     def recorder(self) -> Recorder | None:
-        """Records work of these ops; None where they only run at once."""
+        """Records these ops; None = they can only run at once."""
         ...
 
     @property
@@ -180,7 +324,7 @@ class Ops(
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream moves on and is normalised: rms_norm(x + residual) and x + residual.
+        """Add to the residual stream and normalise it: rms_norm(x + residual), x + residual.
 
         x, residual: [tokens, dim] T; weight: [dim] T. Neither input is changed.
         returns: normed [tokens, dim] T, sum [tokens, dim] T.
@@ -262,31 +406,31 @@ class Ops(
     def pack_embedding(
         self, weight: StoredWeight, first: int, last: int, scale: float = 1.0
     ) -> PackedEmbedding:
-        """Make the rows first … last − 1 of a weight [ids, dim] ready to be looked up by id.
+        """Prepare the rows first … last − 1 of a weight [ids, dim] for look-up by id.
 
         Called at load, once. A kernel may keep the blocks of the mapped file and unpack only the
-        rows that are asked for.
+        rows it looks up.
 
         scale: factor on every row.
         """
         ...
 
     def pack_linear(self, weight: StoredWeight, is_head: bool = False) -> PackedLinear:
-        """Bring a weight [out, in] into the form of the kernel chosen for its storage type.
+        """Convert a weight [out, in] to the form of the kernel chosen for its storage type.
 
-        Called at load, once per weight. A kernel may round float weights when that was asked for.
+        Called at load, once per weight. A kernel may round float weights if the user allowed it.
 
-        is_head: its outputs are logits, which bear less rounding than what lies before them.
+        is_head: its outputs are logits, which tolerate less rounding than other activations.
         """
         ...
 
     def pack_head_linear(self, weight: StoredWeight, may_round: bool) -> PackedHeadLinear:
-        """Make a matrix for each head, [heads, out, in] of floats, ready to be multiplied with.
+        """Prepare a float matrix per head, [heads, out, in].
 
         Called at load, once per weight.
 
-        may_round: the checkpoint holds it in blocks, so half precision loses nothing that counts;
-            a kernel that rounds activations may take that.
+        may_round: the checkpoint stores it in quantised blocks, so half precision is accurate
+            enough; a kernel that rounds activations may use it.
         """
         ...
 

@@ -15,10 +15,18 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
-from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Peaks, Recorder
-from banyan.ops.index_api import IndexShape
-from banyan.ops.prologue_api import LatentPrologue, PrologueShape
-from banyan.ops.rounded_inputs import STATIC
+from banyan.ops.activation_quant import STATIC
+from banyan.ops.api import (
+    OP_NAMES,
+    PACKED_OPS,
+    TYPED_OPS,
+    IndexShape,
+    LatentPrologue,
+    Ops,
+    Peaks,
+    PrologueShape,
+    Recorder,
+)
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)

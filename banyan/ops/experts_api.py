@@ -5,13 +5,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertSides
+from banyan.ops.lora import AdapterTable, AdapterTokens, ExpertSides
 from banyan.ops.stored import StoredWeight
 
 
 class PackedExperts(Protocol):
-    """The feed-forward blocks of this rank's experts, in the form of the kernel that runs them."""
+    """The feed-forward blocks of this rank's experts, in the form of their kernel."""
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
@@ -19,40 +18,40 @@ class PackedExperts(Protocol):
         """The sum over a token's experts of weight · down(act(gate(x)) · up(x)), or without gates
         of weight · down(act(up(x))).
 
-        Experts add up in the order of their numbers; those that are elsewhere add nothing.
+        Experts add up in the order of their numbers; experts of other ranks add nothing.
 
         x: [tokens, dim] T; ids: [tokens, per_token] int64, different ones for a token;
-        weights: [tokens, per_token] fp32; sides: what adapters of the tokens add to the outputs
-        of each projection, before the activation and before the weights.
+        weights: [tokens, per_token] fp32; sides: LoRA adapters; they add to the outputs of each
+        projection, before the activation and before the weights.
         returns: [tokens, dim] T.
         """
         ...
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
-        """down(act(gate(x)) · up(x)) of each pair of a token and an expert, zeros where that is
-        elsewhere.
+        """down(act(gate(x)) · up(x)) of each pair of a token and an expert; zeros for experts of
+        other ranks.
 
-        x, ids: as above, but the same number may stand for a token twice.
+        x, ids: as above, but a token may have the same number twice.
         returns: [tokens, per_token · dim] T.
         """
         ...
 
     def parts(self, at: int) -> list[Tensor]:
-        """What the expert at a place (counted from the first one here) consists of, as contiguous
-        tensors; alike in number, types and shapes for all of them."""
+        """The contiguous tensors of the expert at a place, counted from the first one here. All
+        experts have the same number of tensors, types and shapes."""
         ...
 
     def put(self, at: int, parts: list[Tensor]) -> None:
-        """Let another expert, of such parts, be at a place; steps run it from now on."""
+        """Replace the expert at a place by one of such parts; later steps run it."""
         ...
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that exchange rows by an operator of their device.
+    """The ranks that exchange rows by an operator of their device.
 
     Attributes:
-        name: of their group, as its library calls it.
+        name: the library's name of their group.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Ranks:
 
 
 class ExchangingExperts(PackedExperts, Protocol):
-    """Those of devices with exchanges of a fixed size (`platform.base.Dispatch`)."""
+    """Experts of devices with exchanges of a fixed size (`platform.base.Dispatch`)."""
 
     def exchanged(
         self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
@@ -69,15 +68,15 @@ class ExchangingExperts(PackedExperts, Protocol):
         """As a call, of this rank's rows, over the experts of all ranks.
 
         All ranks call it with as many `tokens`; x, ids, weights: as there, of `tokens` or less.
-        returns: [tokens, dim] T; what lies behind the rows of x means nothing.
+        returns: [tokens, dim] T; rows after those of x have no meaning.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Where the experts of a layer lie, in memory that stays where it is; places are numbered
-    through all ranks.
+    """The places of a layer's experts, in memory of a fixed address. Places are numbered through
+    all ranks.
 
     Attributes:
         slots: [experts, room] int32, the places of each, `copies` of them.
@@ -125,7 +124,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose among experts; the words are those of `config.model_config.ExpertFacts`."""
+    """How tokens choose experts; fields are named as in `model_config.facts.ExpertFacts`."""
 
     per_token: int
     scoring: str = "softmax"
@@ -147,9 +146,9 @@ class ExpertOps(Protocol):
         correction: Tensor | None,
         rule: Routing,
         bias: Tensor | None = None,
-        beside: tuple[AdapterTable, AdapterTokens] | None = None,
+        adapters: tuple[AdapterTable, AdapterTokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Which experts each token goes through, and with what weight.
+        """The experts of each token, and their weights.
 
         Scores are softmax or sigmoid of x · weightᵀ + bias in fp32. The choice is by score +
         correction, among the best groups; the lower id wins a tie. The weights are the scores of
@@ -159,13 +158,13 @@ class ExpertOps(Protocol):
         magnitude; then there are no groups, correction and scale.
 
         x: [tokens, dim] T; weight: [experts, dim] fp32; correction, bias: [experts] fp32 or None;
-        beside: what adapters of the tokens add to x · weightᵀ, as `adapt` does.
+        adapters: LoRA adapters of the router; they add to x · weightᵀ, as `adapt` does.
         returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.
         """
         ...
 
     def pack_experts(self, experts: StoredExperts) -> PackedExperts:
-        """Make the feed-forward blocks of a layer's experts ready to run.
+        """Prepare the feed-forward blocks of a layer's experts.
 
         Called at load, once per layer. Quantised weights may keep their bits.
         """

@@ -1,10 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) as ops see them: the matrices of a projection by the
-adapter's number, and which tokens of a step have which adapter.
+"""LoRA adapters (arXiv 2106.09685) as ops read them: the matrices of a projection by the adapter's
+number, the tokens of a step that use each adapter, and what adapters do to whole rows and experts.
 
-Both lie in memory that stays where it is, so that recorded work finds other adapters there later.
+All of it lies in memory whose address stays the same, so that a recorded program or a graph finds
+other adapters there later.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,16 +14,114 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.arena import HUGE_PAGE, Arena
-from banyan.ops.lora_stack import AdapterStack, Matrices
+from banyan.base.errors import ConfigError
+from banyan.ops.host_memory import HUGE_PAGE, Arena, copy_to
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What an adapter adds to one part of a projection: up · (down · x).
+
+    Attributes:
+        first: the first of the part's outputs.
+        down: [rank, in]; up: [outputs, rank]; fp32, the scale is in `up`.
+    """
+
+    first: int
+    down: Tensor
+    up: Tensor
+
+
+class AdapterStack:
+    """
+    Args:
+        inputs: of the projection on this rank.
+        outputs: of each part of it.
+        rank: highest one of an adapter.
+        capacity: how many adapters there are at most.
+        dtype: of all numbers.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        rank: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.outputs = tuple(outputs)
+        self.shape = len(outputs), capacity, rank
+        self.down = zeros(*self.shape, inputs)
+        """[parts, capacity, rank, in]."""
+        self.up = zeros(capacity * rank * sum(outputs))
+        """Of all parts, one after another: [capacity, rank, outputs] of each."""
+        self._firsts = [sum(outputs[:at]) for at in range(len(outputs))]
+        ups = self.up.split([capacity * rank * size for size in outputs])
+        self._ups = [up.view(capacity, rank, -1) for up in ups]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+    def place(self, parts: Sequence[Matrices]) -> list[Tensor]:
+        """The tensors of one adapter, on the host: [parts, rank, in], and of each part
+        [rank, outputs].
+
+        Raises:
+            ConfigError: a number is too large for the type.
+        """
+        dtype = self.down.dtype
+        assert len({part.first for part in parts}) == len(parts)
+        down = torch.zeros(self.down[:, 0].shape, dtype=dtype)
+        ups = [torch.zeros(up[0].shape, dtype=dtype) for up in self._ups]
+        for part in parts:
+            at, rank = self._firsts.index(part.first), len(part.down)
+            down[at, :rank] = part.down
+            ups[at][:rank] = part.up.t()
+        for made in (down, *ups):
+            if not made.isfinite().all():  # times nothing it would be no number, for all tokens
+                raise ConfigError(
+                    f"an adapter has numbers that are too large for {str(dtype)[6:]}",
+                    hint="give --dtype bfloat16, or merge it into the weights",
+                )
+        return [down, *ups]
+
+    def enter(self, number: int, placed: Sequence[Tensor]) -> None:
+        """Take what `place` has made in the place of what had the number, from 1 on; () lets go of
+        it. In the order of the stream at hand."""
+        mine = [self.down[:, number - 1], *(up[number - 1] for up in self._ups)]
+        if not placed:
+            for tensor in mine:
+                tensor.zero_()
+        for tensor, values in zip(mine, placed, strict=bool(placed)):
+            tensor.copy_(copy_to(values, tensor.device))
+
+    def add(self, out: Tensor, x: Tensor, others: Tensor) -> None:
+        """As `adapt` of ops/lora.py.
+
+        out: [tokens, out]; x: [tokens, in]; others: [any, capacity] bool, of the step's tokens the
+            adapters that are not theirs.
+        """
+        tokens, parts, ranks = len(x), self.shape[0], self.shape[1] * self.shape[2]
+        made = x.to(self.down.dtype) @ self.down.flatten(0, 2).t()
+        made = made.view(tokens, *self.shape)
+        made = made.masked_fill(others[:tokens, None, :, None], 0).view(tokens, parts, ranks)
+        for at, (first, up) in enumerate(zip(self._firsts, self._ups, strict=True)):
+            out[:, first : first + up.shape[2]].addmm_(made[:, at], up.view(ranks, -1))
+
 
 MAX_PARTS = 4
-"""Parts of one projection; csrc/adapters.h has the same number."""
+"""Parts of one projection; csrc/lora.h has the same number."""
 _WORDS = 5 + 4 * MAX_PARTS
 _PIECE = 32
 """Most tokens that share one reading of an adapter's matrices."""
 _TILE, _RANKS = 16, 8
-"""How matrices lie in memory: as csrc/adapters.h says."""
+"""How matrices lie in memory: as csrc/lora.h says."""
 _PROGRESS = 16
 _MOST_TWOS = 60
 """Powers that float32 holds, two of them together too."""
@@ -34,11 +133,11 @@ _LANES, _BLOCK, _MOST_PADDING = 16, 32, 1.34
 """Ranks and inputs of a tile of csrc/linear.h, and how much of it may be for nothing."""
 _TILED = 4
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Numbers of csrc/adapters.h."""
+"""Numbers of csrc/lora.h."""
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """What an adapter adds to some neighbouring outputs: scale · up · (down · x).
 
     Attributes:
@@ -78,14 +177,14 @@ class AdapterTable:
         self.stack = stack
         self.inputs = inputs
         self.width = width
-        self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
+        self.parts: list[tuple[AdapterPart, ...]] = [()] * (capacity + 1)
         self.entries = torch.zeros((capacity + 1, _WORDS), dtype=torch.int64)
-        """AdapterPair of csrc/adapters.h."""
+        """AdapterPair of csrc/lora.h."""
         self.progress = torch.zeros(_PROGRESS, dtype=torch.int64)
         """AdapterState: how far the threads of a run are."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def place(self, parts: Sequence[Part], arena: Arena) -> "PlacedParts":
+    def place(self, parts: Sequence[AdapterPart], arena: Arena) -> "PlacedParts":
         """An adapter's parts as they are entered.
 
         arena: where its matrices lie; one for all that an adapter has keeps them together.
@@ -99,7 +198,7 @@ class AdapterTable:
         assert placed.rank <= self.width
         return replace(placed, parts=tuple(parts) if self.keeps_parts else ())
 
-    def enter(self, number: int, parts: "Sequence[Part] | PlacedParts") -> None:
+    def enter(self, number: int, parts: "Sequence[AdapterPart] | PlacedParts") -> None:
         """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
         may run meanwhile."""
         self._kept.pop(number, None)
@@ -124,7 +223,7 @@ class PlacedParts:
 
     Attributes:
         tensors: what must stay where it is, or is to go to a stack.
-        head: the first words of AdapterPair (csrc/adapters.h); [] for a stack.
+        head: the first words of AdapterPair (csrc/lora.h); [] for a stack.
         ranges: of each part, its words there.
         rank: of all parts together.
         parts: as they were given, where they are kept.
@@ -134,7 +233,7 @@ class PlacedParts:
     head: list[int]
     ranges: list[tuple[int, int, int, int]]
     rank: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[AdapterPart, ...] = ()
 
     @property
     def loose_bytes(self) -> int:
@@ -148,7 +247,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> PlacedParts:
+def placed_parts(parts: Sequence[AdapterPart], arena: Arena, is_rounded: bool) -> PlacedParts:
     """The parts of one projection as kernels read them.
 
     is_rounded: as for AdapterTable.
@@ -168,7 +267,7 @@ def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> Place
     return PlacedParts([down, up, scales], head, _ranges(parts), len(whole))
 
 
-def _ranges(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+def _ranges(parts: Sequence[AdapterPart]) -> list[tuple[int, int, int, int]]:
     ranges, at = list[tuple[int, int, int, int]](), 0
     for part in parts:
         first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
@@ -177,7 +276,7 @@ def _ranges(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
     return ranges
 
 
-def tiled_parts(parts: Sequence[Part], arena: Arena) -> PlacedParts | None:
+def tiled_parts(parts: Sequence[AdapterPart], arena: Arena) -> PlacedParts | None:
     """The same in 8 bits with `down` in tiles of weights (W8 of csrc/linear.h), multiplied
     as the base is; None where that would change a matrix too much, or there are few ranks."""
     rank = sum(len(part.down) for part in parts)
@@ -216,7 +315,7 @@ def _weight_tiles(down: Tensor) -> Tensor | None:
 
 
 def part_words(head: Sequence[int], ranges: Sequence[tuple[int, int, int, int]] = ()) -> list[int]:
-    """An AdapterPair of csrc/adapters.h."""
+    """An AdapterPair of csrc/lora.h."""
     words = [*head, *(word for range_ in ranges for word in range_)]
     return words + [0] * (_WORDS - len(words))
 
@@ -230,7 +329,7 @@ def _exponents(x: Tensor) -> Tensor:
     return torch.frexp(x).exponent.clamp(-_MOST_TWOS, _MOST_TWOS)
 
 
-def _evened(parts: Sequence[Part]) -> tuple[list[Part], Tensor]:
+def _evened(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor]:
     """The same in float32 with the largest number of each rank between 1/2 and 1, and the scale of
     each: powers of two go there from the matrices, so that half precision loses digits only."""
     evened, scales = [], []
@@ -240,11 +339,11 @@ def _evened(parts: Sequence[Part]) -> tuple[list[Part], Tensor]:
         by_up = _exponents(up.abs().amax(0))
         down, up = torch.ldexp(down, -by_down[:, None]), torch.ldexp(up, -by_up)
         scales.append(torch.ldexp(torch.full((len(down),), part.scale), by_down + by_up))
-        evened.append(Part(part.first, down, up, part.scale))
+        evened.append(AdapterPart(part.first, down, up, part.scale))
     return evened, torch.cat(scales)
 
 
-def _levels(parts: Sequence[Part]) -> tuple[list[Part], Tensor] | None:
+def _levels(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor] | None:
     """The same in 8 bits, the largest number of each rank in either matrix being 127, and the scale
     of each; None where that would change a matrix too much."""
     levels, scales = [], []
@@ -252,7 +351,7 @@ def _levels(parts: Sequence[Part]) -> tuple[list[Part], Tensor] | None:
         down, up = _levels_of(part.down, 1), _levels_of(part.up, 0)
         if down is None or up is None:
             return None
-        levels.append(Part(part.first, down[0], up[0], part.scale))
+        levels.append(AdapterPart(part.first, down[0], up[0], part.scale))
         scales.append((part.scale * down[1] * up[1]).float())
     return levels, torch.cat(scales)
 
@@ -351,3 +450,183 @@ class AdapterOps(Protocol):
         out: [tokens, out] T; x: [tokens, in] T.
         """
         ...
+
+
+LOOKED_UP, PRODUCT, GAIN, SOME_LOOKED_UP, SOME_OUTPUTS = 1, 2, 3, 4, 5
+"""Kinds of parts; csrc/lora_rows.cpp has the same numbers."""
+_ROW_WORDS = 8
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """What one adapter does to a row. All fp32 and contiguous.
+
+    LOOKED_UP: rows[token − first] is taken, and nothing happens to tokens that have none.
+    PRODUCT: rows · x is taken. Of either, times `up` where there is one, is added to the row, or
+    replaces it. GAIN: the row becomes rows · row + shifts. SOME_LOOKED_UP: rows[i] replaces the row
+    of a token that is ids[i]. SOME_OUTPUTS: rows[i] · x replaces the row's number ids[i].
+
+    Attributes:
+        rows: [ids, any], [any, inputs], or [outputs].
+        up: [any, outputs].
+        shifts: [outputs].
+        ids: int64, in growing order.
+    """
+
+    kind: int
+    rows: Tensor
+    up: Tensor | None = None
+    shifts: Tensor | None = None
+    first: int = 0
+    replaces: bool = False
+    ids: Tensor | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return bytes_of(t for t in (self.rows, self.up, self.shifts, self.ids) if t is not None)
+
+
+class RowTable:
+    """The parts of adapters for one kind of row, by their number; 0 is none.
+
+    Args:
+        capacity: the highest number.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.parts: list[RowPart | None] = [None] * (capacity + 1)
+        self.entries = torch.zeros((capacity + 1, _ROW_WORDS), dtype=torch.int64)
+        """RowEntry of csrc/lora_rows.cpp."""
+
+    def enter(self, number: int, part: RowPart | None) -> None:
+        """Take an adapter's part in the place of what had the number; None lets go of it. Nothing
+        may run meanwhile."""
+        self.parts[number] = part
+        self.entries[number] = 0
+        if part is None:
+            return
+        given = [tensor for tensor in (part.rows, part.up, part.shifts) if tensor is not None]
+        assert all(t.dtype == torch.float32 and t.is_contiguous() for t in given)
+        last = part.shifts if part.ids is None else part.ids
+        pointers = [0 if t is None else t.data_ptr() for t in (part.rows, part.up, last)]
+        rank = 0 if part.up is None else len(part.up)
+        words = [*pointers, rank, part.first, len(part.rows), part.kind, int(part.replaces)]
+        self.entries[number] = torch.tensor(words)
+
+
+class AdapterRowOps(Protocol):
+    """See `ops.api.Ops`."""
+
+    def adapt_rows(self, out: Tensor, x: Tensor, table: RowTable, tokens: AdapterTokens) -> None:
+        """Do to each row what its adapter's part says, summed in fp32; `out` changes in place.
+
+        out: [tokens, outputs] T; x: [tokens] int64 for parts that are looked up, else
+        [tokens, inputs] T, which parts of gains do not read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """What an adapter adds to one part of an expert's projection: scale · up · (down · x).
+
+    Attributes:
+        part: which one of "gate_up": 0 the gate, 1 the up; 0 of "down".
+        down: [rank, in]; up: [outputs, rank]; both of one float type.
+    """
+
+    part: int
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+class ExpertTable:
+    """What adapters add to one projection of experts, by their number; 0 is none.
+
+    Args:
+        inputs: of the projection on this rank.
+        experts: how many this rank has.
+        width: most ranks that the parts of one expert have together.
+        capacity: the highest number.
+        is_rounded: as for `AdapterTable`.
+    """
+
+    def __init__(
+        self, inputs: int, experts: int, width: int, capacity: int, is_rounded: bool = False
+    ) -> None:
+        self.inputs, self.experts, self.width = inputs, experts, width
+        self.is_rounded = is_rounded
+        self.parts: list[Mapping[int, Sequence[ExpertPart]]] = [{}] * (capacity + 1)
+        """By adapter: expert, counted from the first one here -> its parts."""
+        self.entries = torch.zeros(capacity + 1, dtype=torch.int64)
+        """By adapter: the address of AdapterPair [experts] of csrc/lora.h, or 0."""
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def place(self, parts: Mapping[int, Sequence[ExpertPart]], arena: Arena) -> "PlacedExperts":
+        """An adapter's parts as they are entered.
+
+        arena: where its matrices lie.
+        """
+        kept: list[Tensor] = []
+        rows = torch.zeros((self.experts, len(part_words([]))), dtype=torch.int64)
+        for expert, its in parts.items():
+            rows[expert] = torch.tensor(self._words(its, arena, kept))
+        return PlacedExperts(dict(parts), rows, kept)
+
+    def enter(
+        self, number: int, parts: "Mapping[int, Sequence[ExpertPart]] | PlacedExperts"
+    ) -> None:
+        """Take an adapter's parts in the place of what had the number; {} lets go of it. Nothing
+        may run meanwhile."""
+        self.entries[number] = 0
+        self.parts[number] = {}
+        self._kept.pop(number, None)
+        if not parts:
+            return
+        placed = parts if isinstance(parts, PlacedExperts) else self.place(parts, Arena(HUGE_PAGE))
+        self.parts[number] = placed.parts
+        self._kept[number] = [*placed.tensors, placed.rows]
+        self.entries[number] = placed.rows.data_ptr()
+
+    def _words(self, parts: Sequence[ExpertPart], arena: Arena, kept: list[Tensor]) -> list[int]:
+        by_part = {part.part: AdapterPart(0, part.down, part.up, part.scale) for part in parts}
+        given = [by_part[at] for at in sorted(by_part)]
+        assert all(part.down.shape[1] == self.inputs for part in given)
+        placed = placed_parts(given, arena, self.is_rounded)
+        assert placed.rank <= self.width, f"{placed.rank} ranks, room for {self.width}"
+        kept += placed.tensors
+        ranges = dict(zip(sorted(by_part), placed.ranges, strict=True))
+        absent = (0, 0, 0, 0)
+        return part_words(placed.head, [ranges.get(at, absent) for at in range(max(by_part) + 1)])
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """An adapter's parts as kernels read them.
+
+    Attributes:
+        parts: as they were given.
+        rows: AdapterPair of each expert.
+        tensors: what must stay where it is.
+    """
+
+    parts: Mapping[int, Sequence[ExpertPart]]
+    rows: Tensor
+    tensors: list[Tensor]
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of what lies in no arena."""
+        given = [part for its in self.parts.values() for part in its]
+        return self.rows.nbytes + bytes_of(m for part in given for m in (part.down, part.up))
+
+
+@dataclass(frozen=True)
+class ExpertSides:
+    """What lies beside the experts of a layer: tables of what goes in and of what comes out, and
+    which tokens have which adapter."""
+
+    gate_up: ExpertTable
+    down: ExpertTable
+    tokens: AdapterTokens

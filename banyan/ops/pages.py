@@ -1,11 +1,12 @@
-"""What a page keeps of K and V: numbers of the cache dtype, and beside bytes their scales.
+"""How pages keep K and V: numbers of the cache dtype, their scales, and paths of draft trees.
 
-Floats of 8 bits are kept in units of a factor that is the layer's, 1 where nobody gives another.
-What is finite and too large for them becomes their largest number.
-
-int8 has a width of its own: a head of D numbers takes D bytes and the 4 of its fp32 scale, so that
-a page stays one block of memory. A number is scale · byte, the largest of a head being 127 or −127.
+Floats of 8 bits are multiples of a factor of the layer, 1 by default; a finite number that is too
+large becomes the largest one. int8 has a width of its own: a head of D numbers takes D bytes and
+the 4 bytes of its fp32 scale, so that a page stays one block of memory. A number is scale · byte;
+the largest one of a head is 127 or −127.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -56,3 +57,37 @@ def to_numbers(stored: Tensor) -> Tensor:
     numbers, scale = stored[..., :-_SCALE_BYTES], stored[..., -_SCALE_BYTES:]
     whole = scale.clone(memory_format=torch.contiguous_format)  # aligned, be it one
     return numbers.float() * whole.view(torch.float32)
+
+
+def walk_rows(
+    row_starts: Tensor, context_lengths: Tensor, paths: Tensor | None
+) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
+    """Row, tokens, their positions, and the path; a token that has one comes by itself."""
+    starts = row_starts.tolist()  # sync: the reference walks the rows one by one
+    contexts = context_lengths.tolist()  # sync: as above
+    device = context_lengths.device
+    for row, context in enumerate(contexts):
+        tokens = slice(starts[row], starts[row + 1])
+        if paths is None or tokens.start == tokens.stop or not paths[tokens.start, 1]:
+            positions = torch.arange(context, context + tokens.stop - tokens.start, device=device)
+            yield row, tokens, positions, None
+            continue
+        for token in range(tokens.start, tokens.stop):
+            base, length = paths[token, :2].tolist()  # sync: as above
+            last = torch.full((1,), base + length - 1, device=device)
+            yield row, slice(token, token + 1), last, paths[token, : 2 + length]
+
+
+def places_on(path: Tensor, first: int, last: int) -> Tensor:
+    """Where the positions first … last lie; [last - first + 1] int64."""
+    places = torch.arange(first, last + 1, device=path.device)
+    after = places >= path[0]
+    places[after] = path[2:].long()[places[after] - path[0]]
+    return places
+
+
+def move_tokens(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """What lies token by token to other places, all at once; pages: [num_pages, page_size, …]."""
+    flat = pages.flatten(0, 1)
+    flat = flat.view(torch.uint8) if flat.dtype in FLOAT8 else flat
+    flat[targets] = flat[sources]

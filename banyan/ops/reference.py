@@ -1,4 +1,7 @@
-"""Every op in plain torch: the definition of correct. Simple and in fp32, not quick."""
+"""Every op in plain torch: the definition of correct results, and the fallback of every device.
+
+Written to be read, not to be fast: attention walks the rows one by one, experts one after another.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,28 +11,327 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.attention_reference import choose_positions as choose_positions
-from banyan.ops.attention_reference import dense_attention as dense_attention
-from banyan.ops.attention_reference import gather_row as gather_row
-from banyan.ops.attention_reference import latent_attention as latent_attention
-from banyan.ops.attention_reference import move_kv as move_kv
-from banyan.ops.attention_reference import paged_attention as paged_attention
-from banyan.ops.attention_reference import unpack_bits as unpack_bits
-from banyan.ops.attention_reference import visible as visible
-from banyan.ops.attention_reference import write_kv as write_kv
-from banyan.ops.attention_reference import write_latent as write_latent
+from banyan.ops.api import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertSides, ExpertTable
-from banyan.ops.lora_rows import GAIN, LOOKED_UP, SOME_LOOKED_UP, SOME_OUTPUTS, RowTable
-from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
+from banyan.ops.lora import (
+    GAIN,
+    LOOKED_UP,
+    SOME_LOOKED_UP,
+    SOME_OUTPUTS,
+    AdapterTable,
+    AdapterTokens,
+    ExpertSides,
+    ExpertTable,
+    RowTable,
+)
+from banyan.ops.pages import FLOAT8, move_tokens, places_on, to_numbers, to_stored, walk_rows
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
-from banyan.ops.state_reference import apply_gate as apply_gate
-from banyan.ops.state_reference import decay_gates as decay_gates
-from banyan.ops.state_reference import scan as scan
-from banyan.ops.state_reference import selective_scan as selective_scan
-from banyan.ops.state_reference import short_conv as short_conv
+from banyan.ops.state_api import StateRows
 from banyan.ops.stored import StoredWeight, stack
+
+
+def write_latent(
+    latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
+) -> None:
+    _put(latent_pages, flat_locations, to_stored(latent, latent_pages.dtype))
+    _put(key_pages, flat_locations, to_stored(key, key_pages.dtype))
+
+
+def latent_attention(
+    q: Tensor,
+    q_turned: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    chosen: Tensor | None = None,
+    first: int = 0,
+    paths: Tensor | None = None,
+) -> Tensor:
+    out = torch.empty_like(q)
+    whole = torch.cat([q, q_turned], dim=-1)
+    latents, keys = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        v, k, lowest = gather_row(latents, keys, page_tables[row], positions, -first, path)
+        seen = visible(positions, lowest, k.shape[0], 0)
+        if chosen is not None:
+            seen &= unpack_bits(chosen[tokens])[:, lowest : lowest + k.shape[0]]
+        out[tokens] = dense_attention(whole[tokens], torch.cat([v, k], -1), v, seen, scale, 0.0)
+    return out
+
+
+def choose_positions(
+    q: Tensor,
+    q_turned: Tensor,
+    weights: Tensor,
+    key_pages: Tensor,
+    turned_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    top: int,
+    first: int = 0,
+    paths: Tensor | None = None,
+) -> Tensor:
+    words = -(-page_tables.shape[1] * key_pages.shape[1] // 32)
+    chosen = torch.zeros(len(q), words * 32, dtype=torch.bool, device=q.device)
+    whole = torch.cat([q, q_turned], dim=-1).float()
+    keys, turned = key_pages.unsqueeze(2), turned_pages.unsqueeze(2)  # one head
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        parts = gather_row(keys, turned, page_tables[row], positions, 0, path)[:2]
+        k = torch.cat(parts, dim=-1).squeeze(1).float()  # [length, width of a head]
+        each = torch.einsum("thd,ld->thl", whole[tokens], k).relu()
+        scores = torch.einsum("thl,th->tl", each, weights[tokens].float())
+        seen = visible(positions, 0, len(k), 0)
+        seen[:, :first] = False
+        scores = scores.masked_fill(~seen, float("-inf"))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+        chosen[tokens, : len(k)] = mine & (scores > float("-inf"))
+    worth = 1 << torch.arange(32, device=q.device)
+    packed = (chosen.view(len(q), words, 32) * worth).sum(-1)
+    return packed.to(torch.int32)
+
+
+def unpack_bits(words: Tensor) -> Tensor:
+    """[n, words] int32 -> [n, 32 · words] bool"""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & 1).bool().flatten(1)
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    flat_locations: Tensor,
+    unit: float = 1.0,
+) -> None:
+    _put(k_pages, flat_locations, to_stored(k, k_pages.dtype, unit))
+    _put(v_pages, flat_locations, to_stored(v, v_pages.dtype, unit))
+
+
+def move_kv(k_pages: Tensor, v_pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    for pages in (k_pages, v_pages):
+        move_tokens(pages, sources, targets)
+
+
+def _put(pages: Tensor, flat_locations: Tensor, stored: Tensor) -> None:
+    """torch moves no floats of 8 bits, but their bytes."""
+    flat = pages.flatten(0, 1)
+    if stored.dtype in FLOAT8:
+        flat, stored = flat.view(torch.uint8), stored.view(torch.uint8)
+    flat[flat_locations] = stored
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None = None,
+    unit: float = 1.0,
+    paths: Tensor | None = None,
+) -> Tensor:
+    out = torch.empty_like(q)
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window, path)
+        seen = visible(positions, first, k.shape[0], window)
+        of_row = dense_attention(q[tokens], k, v, seen, scale * unit, soft_cap, sinks)
+        out[tokens] = of_row if unit == 1.0 else of_row * unit
+    return out
+
+
+def gather_row(
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    window: int,
+    path: Tensor | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """K and V that a row's positions may see, and the position of the first one.
+
+    page_table: [max_pages] int32; positions: [count], consecutive; path: of the only position.
+    returns: k, v [length, kv_heads, head_dim], first.
+    """
+    page_size = k_pages.shape[1]
+    if path is not None:
+        last = int(positions[0])  # sync: lengths of host-side slices
+        first = max(0, last - window + 1) if window > 0 else -window
+        places = places_on(path, first, last)
+        where = page_table[places // page_size].long() * page_size + places % page_size
+        k, v = (_taken(of.flatten(0, 1), where) for of in (k_pages, v_pages))
+        return to_numbers(k), to_numbers(v), first
+    start, stop = int(positions[0]), int(positions[-1]) + 1  # sync: lengths of host-side slices
+    first = max(0, start - window + 1) if window > 0 else -window
+    first_page = first // page_size
+    pages = page_table[first_page : -(-stop // page_size)].long()
+    inside = slice(first - first_page * page_size, stop - first_page * page_size)
+    k, v = (_taken(of, pages).flatten(0, 1)[inside] for of in (k_pages, v_pages))
+    return to_numbers(k), to_numbers(v), first
+
+
+def _taken(pages: Tensor, chosen: Tensor) -> Tensor:
+    if pages.dtype in FLOAT8:
+        return pages.view(torch.uint8)[chosen].view(pages.dtype)
+    return pages[chosen]
+
+
+def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:
+    """Which of the keys at first … first + length − 1 each position sees. [count, length] bool"""
+    keys = torch.arange(first, first + length, device=positions.device)
+    seen = keys <= positions.unsqueeze(1)
+    return seen & (keys > positions.unsqueeze(1) - window) if window > 0 else seen
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one row over gathered keys, in fp32.
+
+    q: [count, heads, head_dim]; k: [length, kv_heads, head_dim];
+    v: [length, kv_heads, value_dim]; seen: [count, length] bool; sinks: [heads] fp32.
+    returns: [count, heads, value_dim], dtype of q.
+    """
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.float().view(count, kv_heads, heads // kv_heads, head_dim)
+    logits = torch.einsum("ckgd,lkd->ckgl", grouped, k.float()) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~seen[:, None, None, :], float("-inf"))
+    if sinks is None:
+        weights = logits.softmax(-1)
+    else:
+        sink = sinks.to(logits).view(1, kv_heads, -1, 1).expand(count, -1, -1, 1)
+        weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+    out = torch.einsum("ckgl,lkd->ckgd", weights, v.float())
+    return out.reshape(count, heads, v.shape[-1]).to(q.dtype)
+
+
+def apply_gate(x: Tensor, gate: Tensor, curve: str) -> Tensor:
+    curves = {"silu": functional.silu, "sigmoid": torch.sigmoid, "relu": torch.relu}
+    return x * (curves[curve](gate) if curve else gate)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    has_silu: bool,
+    last_inputs: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    taps = weight.shape[0]
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
+        before = torch.zeros_like(last_inputs[page]) if is_fresh else last_inputs[page]
+        seen = torch.cat([before, x[tokens].float()])  # [taps − 1 + count, channels]
+        count = tokens.stop - tokens.start
+        total = torch.zeros(count, x.shape[1], device=x.device)
+        if bias is not None:
+            total = total + bias
+        for i in range(taps):
+            total = total + weight[i] * seen[i : i + count]
+        out[tokens] = (functional.silu(total) if has_silu else total).to(x.dtype)
+        last_inputs[page] = seen[count:]
+        for t, kept in rollback_checkpoint.items():
+            last_inputs[kept] = seen[t + 1 - tokens.start :][: taps - 1]
+    return out
+
+
+def decay_gates(
+    x: Tensor, bias: Tensor, rate: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    step = functional.softplus(x.float() + bias).clamp(low, high)
+    return step, torch.exp(-rate * step)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    strength: Tensor,
+    skip: Tensor | None,
+    has_delta: bool,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    shared = v.shape[1] // q.shape[1]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    wide_q, wide_k = (part.float().repeat_interleave(shared, 1).unsqueeze(-1) for part in (q, k))
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
+        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        for t in range(tokens.start, tokens.stop):
+            value, force = v[t].float(), strength[t].unsqueeze(-1)
+            state = kept[t].view(len(value), -1, 1) * state
+            if has_delta:
+                added = force.sigmoid() * (value - (wide_k[t] * state).sum(1))
+            else:
+                added = force * value
+            state = state + wide_k[t] * added.unsqueeze(1)
+            read = (wide_q[t] * state).sum(1)
+            out[t] = (read if skip is None else read + skip.unsqueeze(-1) * value).to(v.dtype)
+            if t in rollback_checkpoint:
+                states[rollback_checkpoint[t]] = state
+        states[page] = state
+    return out
+
+
+def selective_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
+        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        for t in range(tokens.start, tokens.stop):
+            value = v[t].float()
+            moved = k[t].float().unsqueeze(1) * (step[t] * value)
+            state = torch.exp(-rate * step[t]) * state + moved
+            out[t] = ((q[t].float().unsqueeze(1) * state).sum(0) + skip * value).to(v.dtype)
+            if t in rollback_checkpoint:
+                states[rollback_checkpoint[t]] = state
+        states[page] = state
+    return out
+
+
+def _walk(rows: StateRows) -> Iterator[tuple[int, slice, bool, dict[int, int]]]:
+    """Page, tokens, whether it begins at position 0, and tokens -> further pages that have the
+    state after them, of each row that has tokens."""
+    pages = rows.pages.tolist()  # sync: the reference walks the rows one by one
+    starts = rows.row_starts.tolist()  # sync: as above
+    contexts = rows.context_lengths.tolist()  # sync: as above
+    rollback_checkpoints = (
+        [] if rows.rollback_checkpoints is None else rows.rollback_checkpoints.tolist()
+    )  # sync: as above
+    for row, context in enumerate(contexts):
+        first, end = starts[row : row + 2]
+        if end > first:
+            page, count = rollback_checkpoints[row] if rollback_checkpoints else (0, 0)
+            rollback_checkpoint = {end - 1 - count + at: page + at for at in range(count)}
+            yield pages[row], slice(first, end), context == 0, rollback_checkpoint
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -229,11 +531,11 @@ def route(
     correction: Tensor | None,
     rule: Routing,
     bias: Tensor | None = None,
-    beside: tuple[AdapterTable, AdapterTokens] | None = None,
+    adapters: tuple[AdapterTable, AdapterTokens] | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = functional.linear(x.float(), weight, bias)
-    if beside is not None:
-        adapt(logits, x, *beside)
+    if adapters is not None:
+        adapt(logits, x, *adapters)
     if rule.scoring == "sparsemixer":
         return _sparsemixer(logits, rule)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
@@ -322,7 +624,7 @@ class DenseExperts:
     def _outputs(
         self, x: Tensor, ids: Tensor, sides: ExpertSides | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """By expert: its tokens, which of their choices it is, and what it makes of them."""
+        """By expert: its tokens, which of their choices it is, and its results."""
         for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             in_bias, out_bias = self.biases[at]
             tokens, places = torch.where(ids == self.first + at)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 
 PARAMS = np.dtype(
     [
@@ -77,7 +77,7 @@ class Addends:
         return cls(*map(torch.from_numpy, (offsets, ids, values)))
 
     def to(self, device: torch.device) -> "Addends":
-        return Addends(*(sent(x, device) for x in (self.offsets, self.ids, self.values)))
+        return Addends(*(copy_to(x, device) for x in (self.offsets, self.ids, self.values)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Masks:
         return cls(torch.from_numpy(of_row), torch.from_numpy(bits))
 
     def to(self, device: torch.device) -> "Masks":
-        return Masks(sent(self.of_row, device), sent(self.bits, device))
+        return Masks(copy_to(self.of_row, device), copy_to(self.bits, device))
 
 
 def params_tensor(params: np.ndarray) -> Tensor:

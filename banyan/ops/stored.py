@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.ops import blocks, four_bits, grids, rounded_inputs
+from banyan.ops import activation_quant, blocks, grids
 from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 
@@ -71,10 +71,12 @@ STORAGE_TYPES = {
     "TQ2_0": StorageType(SUPER_BLOCK, 66, grids.tq2_0),
     E4M3: StorageType(BLOCK, BLOCK + 4, blocks.e4m3),
     **{
-        name: StorageType(BLOCK, size, rounded_inputs.unpack)
-        for name, size in rounded_inputs.SIZES.items()
+        name: StorageType(BLOCK, size, activation_quant.unpack)
+        for name, size in activation_quant.SIZES.items()
     },
-    four_bits.FOUR_BITS: StorageType(BLOCK, four_bits.SIZE, four_bits.unpack),
+    activation_quant.FOUR_BITS: StorageType(
+        BLOCK, activation_quant.FOUR_BIT_SIZE, activation_quant.unpack_four_bits
+    ),
 }
 
 

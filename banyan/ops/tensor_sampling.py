@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import (
     GOLDEN,
     MIX,
@@ -65,7 +65,7 @@ def _edited(logits: Tensor, rows: SampleRows) -> Tensor:
         return logits
     edited = logits.clone()
     if len(penalised):
-        where = sent(penalised, logits.device)
+        where = copy_to(penalised, logits.device)
         edited[where] = _penalised(edited[where], rows, where)
     if rows.masks is not None:
         edited.masked_fill_(_banned(rows.masks, logits.shape[1]), -math.inf)
@@ -112,7 +112,7 @@ def _add(logits: Tensor, addends: Addends) -> None:
 
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, rows: SampleRows) -> None:
     drawn = np.flatnonzero(~rows.asked("greedy"))
-    where = sent(drawn, logits.device)
+    where = copy_to(drawn, logits.device)
     is_filtered = bool(((rows.asked("top_k") > 0) | (rows.asked("top_p") < 1.0))[drawn].any())
     part = logits[where] if len(drawn) < len(logits) else logits
     tokens[where] = _drawn(part, rows, where, is_filtered)

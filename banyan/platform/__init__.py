@@ -1,4 +1,4 @@
-"""Devices by name."""
+"""Platforms by device name."""
 
 import torch
 
@@ -18,10 +18,10 @@ PLATFORMS: Table[type[Platform]] = Table(
 
 
 def open_platform(name: str) -> Platform:
-    """The platform of that name; "auto" is an accelerator where torch finds one, else the CPU.
+    """The platform `name`; "auto" = CUDA if torch finds a device, else the CPU.
 
     Raises:
-        ConfigError: there is no such platform, or no such device.
+        ConfigError: no platform has that name, or no device of that kind is here.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

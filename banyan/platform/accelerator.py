@@ -1,5 +1,5 @@
-"""What every device that runs on while the host goes on has in common: one stream for the steps,
-graphs by shape, results through pinned memory of the host."""
+"""Base of devices that run asynchronously: one stream for the steps, graphs by shape, results
+through pinned host memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.platform.base import Graph, Interconnect, Lane, Memory, Traits
+from banyan.platform.base import Graph, Interconnect, Memory, SideStream, Traits
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """How a device's graphs are made.
+    """How a device makes graphs.
 
     Attributes:
         empty: the library's class of graphs.
-        captured: makes of a captured one, and of the work in it, what can be replayed; a graph
-            reads the tensors that its work holds, so it keeps that.
-        options: of the library's `graph`, beside pool and stream.
+        captured: wraps a captured graph and its work. It keeps the work alive, because the graph
+            reads the tensors that the work holds.
+        options: further arguments of the library's `graph`.
     """
 
     empty: Callable[[], Any]
@@ -29,8 +29,8 @@ class Graphs:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-class StreamLane:
-    """A stream of the device that the thread has set.
+class DeviceSideStream:
+    """Implements `SideStream`, on the current device of the thread.
 
     Args:
         library: as for Accelerator.
@@ -40,7 +40,7 @@ class StreamLane:
         self._library = library
         self._stream = library.Stream()
 
-    def mark(self) -> object:
+    def record_event(self) -> object:
         event = self._library.Event()
         event.record()
         return event
@@ -49,16 +49,16 @@ class StreamLane:
         with self._library.stream(self._stream):
             self.wait(after)
             work()
-            return self.mark()
+            return self.record_event()
 
-    def wait(self, mark: object) -> None:
-        self._library.current_stream().wait_event(mark)
+    def wait(self, event: object) -> None:
+        self._library.current_stream().wait_event(event)
 
 
 class Accelerator:
     """
     Args:
-        library: torch's module of the device; all of them have the names that CUDA's has.
+        library: torch's module of the device, with the names of torch.cuda.
     """
 
     def __init__(self, library: Any, traits: Traits, graphs: Graphs) -> None:
@@ -67,7 +67,7 @@ class Accelerator:
         self._graphs = graphs
         self._stream: Any = None
         self._pool: Any = None
-        """The memory that graphs share: only one of them runs at a time."""
+        """Memory that all graphs share, since only one runs at a time."""
 
     def open(self, local_rank: int, threads: int) -> torch.device:
         torch.set_num_threads(threads or self.traits.cores)
@@ -94,8 +94,8 @@ class Accelerator:
     def stream(self) -> AbstractContextManager[object]:
         return self._library.stream(self._stream)
 
-    def lane(self) -> Lane:
-        return StreamLane(self._library)
+    def side_stream(self) -> SideStream:
+        return DeviceSideStream(self._library)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -120,7 +120,7 @@ class Accelerator:
         return wait
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        work()  # what is compiled, chosen or made on first use is so outside of the graph
+        work()  # so that what is compiled or allocated on first use is not in the graph
         self.synchronize()
         graph = self._graphs.empty()
         with self._library.graph(

@@ -1,8 +1,7 @@
-"""What the engine asks of a device: facts, memory, how to open it, and how work is ordered on it.
-Nothing about models."""
+"""The interface of a device: facts, memory, opening it, streams, graphs and copies to the host."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -15,8 +14,8 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.platform.expert_exchange import Dispatch, FusedDispatch
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
-"""How work of a device can be done again without Python: a program for steps of any size, which its
-kernels' toolkit records, or a graph of one shape, which `Platform.capture` makes."""
+"""How a device repeats work without Python: a program for steps of any size, recorded by the
+toolkit of its kernels, or a graph of one shape, made by `Platform.capture`."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +23,26 @@ class Traits:
     """Facts of a device, read once, safe to print and to put in a journal.
 
     Attributes:
-        name: also names the kernel table ("cpu", "null").
-        collectives: libraries by which ranks talk, best first ("shared", "gloo").
+        name: also the name of its kernel table ("cpu", "null").
+        collectives: libraries for communication between ranks, best first ("shared", "gloo").
         dtypes: activation dtypes, preferred first.
         page_sizes: tokens per KV page, preferred first.
         async_launch: a launched step runs on while the host goes on.
-        features: what kernels may ask for ("avx2", "avx512_vnni").
-        cores: cores this process may use, 0 when the notion does not apply.
-        is_host: its memory is the host's: all ranks share it, and numpy sees its tensors.
-        programs: ANY_SIZE, BY_SHAPE, or "" where every step is launched anew.
+        features: instruction sets and chips that kernels require ("avx2", "avx512_vnni").
+        cores: cores this process may use; 0 = not applicable.
+        is_host: its memory is the host's: all ranks share it, and numpy can read its tensors.
+        programs: ANY_SIZE, BY_SHAPE, or "" = every step is launched op by op.
         lengths_on_host: its kernels take the lengths of a step's rows from memory of the host.
         latents: (rank, rope_dim) of the latent attention that its kernels compute without waiting.
-        shares_steps: its ranks may work on the tokens of several replicas together, or divide those
-            of a step.
-        verified: most tokens of a row that verifies drafts, where the device is not the host; 0 =
-            drafts are not served there.
-        moves_pages: pages may be taken from it and put there, for another server; so they may where
-            its memory is the host's.
-        dispatch: exchanges of a fixed size to the ranks of experts; None = it has none.
-        fusing: the operators that do this and what experts compute in one, by mode from 1 on.
-        stacks_adapters: where its memory is not the host's: it computes low-rank adapters.
-        has_own_forms: its kernels may lay weights out in ways that copies of bytes do not keep.
+        shares_steps: its ranks may compute the tokens of several replicas together (DP attention),
+            or divide the tokens of a step (context parallel).
+        verified: most tokens of a row that verifies drafts, on devices other than the host; 0 = no
+            speculative decoding.
+        moves_pages: KV transfer may read and write its pages; always so if `is_host`.
+        dispatch: expert exchanges of a fixed size; None = it has none.
+        fused_dispatch: operators that exchange rows and run the experts, by mode from 1 on.
+        stacks_adapters: it computes LoRA adapters, on devices other than the host.
+        has_own_forms: its kernels may store weights in forms that copies of bytes do not keep.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory: all this process may ever use, what is free now, what it holds."""
+    """Device memory: bytes this process may use at most, bytes free now, bytes it holds."""
 
     total_bytes: int
     free_bytes: int
@@ -79,11 +77,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A library that copies from one such device to another, of other processes too.
+    """A library that copies between devices of this kind, also those of other processes.
 
     Attributes:
-        protocol: how it does that on this chip, as the library calls it.
-        store: URL at which its engines meet; "" = none is named.
+        protocol: the library's name of the way it copies on this chip.
+        store: URL of the store at which its engines meet; "" = none given.
     """
 
     library: ModuleType
@@ -92,34 +90,34 @@ class Interconnect:
 
 
 class Graph(Protocol):
-    """Work that was captured once; it reads and writes the memory that it had then."""
+    """Captured work. A replay reads and writes the memory of the capture."""
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
         """Launch it again.
 
-        lengths: positions of each row, its new one included, for devices with `lengths_on_host`.
+        Args:
+            lengths: keys of each row, the new token included; only for `lengths_on_host`.
         """
         ...
 
 
-class Lane(Protocol):
-    """A stream beside that of the steps, whose work is in order by marks alone. What is launched on
-    it while a graph is captured is a part of that graph."""
+class SideStream(Protocol):
+    """A second stream next to the one of the steps; events alone order their work. Work that is
+    launched on it during the capture of a graph is a part of that graph."""
 
-    def mark(self) -> object:
-        """Behind what was launched so far on the stream at hand."""
+    def record_event(self) -> object:
+        """An event after everything launched so far on the current stream."""
         ...
 
     def run(self, work: Callable[[], object], after: object) -> object:
-        """Launch work here behind a mark, and behind all that was launched here.
+        """Launch work on this stream, after an event and after its earlier work.
 
-        returns: the mark behind it.
+        returns: the event after it.
         """
         ...
 
-    def wait(self, mark: object) -> None:
-        """What is launched on the stream at hand from here on waits for a mark; the host does
-        not."""
+    def wait(self, event: object) -> None:
+        """Later work on the current stream waits for the event; the host does not."""
         ...
 
 
@@ -127,54 +125,84 @@ class Platform(Protocol):
     traits: Traits
 
     def open(self, local_rank: int, threads: int) -> torch.device:
-        """Make the device ready for one rank of this machine.
+        """Open the device for one rank of this machine.
 
         Args:
-            local_rank: number of its device, where devices have numbers.
+            local_rank: number of the device, if devices are numbered.
             threads: CPU threads of the rank; 0 = every core it may use.
 
         Raises:
-            ConfigError: there is no device of that number.
+            ConfigError: no device has that number.
         """
         ...
 
     def memory(self) -> Memory: ...
 
     def defaults(self, model_config: ModelConfig) -> Defaults:
-        """What suits this device where nobody says otherwise."""
+        """Values for flags that the user did not set."""
         ...
 
     def stream(self) -> AbstractContextManager[object]:
-        """Work inside it is done in order on the stream that steps run on."""
+        """Work inside the context runs in order on the stream of the steps."""
         ...
 
-    def lane(self) -> Lane:
-        """Another stream; only where the device launches asynchronously."""
+    def side_stream(self) -> SideStream:
+        """Another stream; only for devices with `async_launch`."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that copies to and from the device need not wait for."""
+        """Host memory that copies to and from the device do not wait for."""
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to bring tensors to the host, as they are after the work launched so far.
+        """Start copying tensors to the host, after the work launched so far.
 
-        returns: what waits for that and gives them; callable from any thread, once.
+        returns: a function that waits for the copies and returns them; for any thread, once.
         """
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Do `work` and keep it as a graph; only where `traits.programs` is BY_SHAPE."""
+        """Run `work` and capture it as a graph; only if `traits.programs` is BY_SHAPE."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched work."""
         ...
 
     def interconnect(self) -> Interconnect | None:
-        """What copies from this device to others, made ready; None where nothing does.
+        """The library that copies between devices, ready for use; None = there is none.
 
         Raises:
-            ConfigError: it is not installed, or is told to copy as it cannot.
+            ConfigError: it is not installed, or its protocol is unknown.
         """
         ...
+
+
+_NO_STREAM: AbstractContextManager[object] = nullcontext()
+
+
+class Host:
+    """Base of devices whose work is done when a call returns, so nothing waits and nothing is
+    copied."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        return _NO_STREAM
+
+    def side_stream(self) -> SideStream:
+        raise NotImplementedError("the host has one stream")
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        here = list(tensors)
+        return lambda: here
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        raise NotImplementedError("the toolkit of the host's kernels records its programs")
+
+    def synchronize(self) -> None:
+        return None
+
+    def interconnect(self) -> Interconnect | None:
+        return None

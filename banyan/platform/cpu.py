@@ -1,6 +1,6 @@
-"""The CPU: cores and memory as the container grants them, features as the processor reports them.
+"""The CPU: cores and memory within the container's limits, features from /proc/cpuinfo.
 
-Limits of control groups are honoured in both versions; a limit may stand on any level above us.
+Limits of control groups v1 and v2 count, on every level above this process.
 """
 
 import math
@@ -13,8 +13,7 @@ import torch
 from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
-from banyan.platform.base import ANY_SIZE, Memory, Traits
-from banyan.platform.host import Host
+from banyan.platform.base import ANY_SIZE, Host, Memory, Traits
 
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _MORE_FEATURES = ("avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
@@ -23,7 +22,7 @@ _MORE_FEATURES = ("avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asim
 class CpuPlatform(Host):
     """
     Args:
-        root: where /proc and /sys are found; a test gives its own.
+        root: folder that holds /proc and /sys.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -66,8 +65,8 @@ class CpuPlatform(Host):
             dtypes=self.traits.dtypes,
             page_size=self.traits.page_sizes[0],
             chunk_tokens=512,
-            running_cap=128,  # more only lengthens everybody's step
-            free_share=0.25,  # the machine is rarely ours alone
+            running_cap=128,  # more would only make every step longer
+            free_share=0.25,  # other programs run on the machine
             multi_step=8,
         )
 
@@ -93,7 +92,7 @@ def _features(root: Path) -> frozenset[str]:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders with limits that hold for this process, our own group first, then those above."""
+    """Folders of the control groups of this process, its own first, then the groups above."""
     base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -104,7 +103,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _cpu_quota(group: Path) -> tuple[int, int]:
-    """Microseconds of processor time per period, (0, 0) without a limit."""
+    """Microseconds of CPU time per period; (0, 0) = no limit."""
     words = _text(group / "cpu.max").split()
     if len(words) == 2 and words[0].isdecimal():
         return int(words[0]), int(words[1])
@@ -123,7 +122,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _number(*paths: Path) -> int | None:
-    """The number in the first of the files that holds one; "max" is none."""
+    """The number in the first file that has one; "max" is no number."""
     for path in paths:
         text = _text(path).strip()
         if text.removeprefix("-").isdecimal():
@@ -132,7 +131,7 @@ def _number(*paths: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """A small system file, "" where the kernel does not offer it."""
+    """Text of a small system file; "" = the kernel has no such file."""
     try:
         return path.read_text()
     except OSError:

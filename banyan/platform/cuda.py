@@ -13,10 +13,10 @@ from banyan.platform.accelerator import Accelerator, Graphs
 from banyan.platform.base import BY_SHAPE, Traits
 
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
-"""Prompt tokens per step for devices with less than so many GiB."""
+"""(GiB, prompt tokens per step): the first row with more memory than the device counts."""
 _LARGEST_CHUNK = 16384
 _SHAPES = ((20, 8), (35, 24), (60, 32), (160, 256))
-"""Rows of the largest captured step, in the same way."""
+"""(GiB, rows of the largest captured step), as _CHUNKS."""
 _LARGEST_SHAPE = 512
 
 
@@ -68,7 +68,7 @@ class CudaPlatform(Accelerator):
 
 
 class _Captured:
-    """A graph whose kernels read all lengths on the device."""
+    """A graph whose kernels read the lengths on the device."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
         self._graph, self._work = graph, work

@@ -1,11 +1,10 @@
-"""A device without memory: meta tensors, so that shapes and control flow run without weights."""
+"""A device of meta tensors: shapes and control flow without memory or weights."""
 
 import torch
 
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
-from banyan.platform.base import Memory, Traits
-from banyan.platform.host import Host
+from banyan.platform.base import Host, Memory, Traits
 
 _ENDLESS_BYTES = 1 << 40
 

@@ -25,7 +25,7 @@ from banyan.base.log import logger
 from banyan.layers.step_inputs import StepInputs
 from banyan.messages.plan import SCORE
 from banyan.ops.api import OpTime
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Graph
 from banyan.runner.attention.base import GroupView, StepGeometry
 from banyan.runner.batch import Batch
@@ -258,7 +258,7 @@ class CapturedForward:
             self._slots[:size], self._row_spans[:, :size] = there[0], there[1:]
         else:
             if moves:
-                moved = sent(np.array(moves, np.int64), self._slots.device)
+                moved = copy_to(np.array(moves, np.int64), self._slots.device)
                 self._table.lengths[moved[:, 0]] = moved[:, 1]
             packed = self._platform.pinned((shape,), torch.int64)
             packed[:rows], packed[rows:] = torch.from_numpy(batch.slots), 0
@@ -344,7 +344,7 @@ class CapturedForward:
         """The rows of the step's outputs; found: one row for each output of the graph."""
         if self._outputs is None:
             return found[: self._size]
-        return found[sent(self._outputs, found.device)]
+        return found[copy_to(self._outputs, found.device)]
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         if not self._is_replayed:
@@ -356,7 +356,7 @@ class CapturedForward:
             return self._eager.hidden(tokens)
         if self._places is not None:
             tokens = self._places[tokens]
-        found = self._hidden[sent(tokens, self._hidden.device)]
+        found = self._hidden[copy_to(tokens, self._hidden.device)]
         return self._stages.broadcast(found, self._stages.size - 1)  # only the last stage is right
 
     def aux_hidden(self, tokens: np.ndarray) -> Tensor:

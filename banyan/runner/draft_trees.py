@@ -15,7 +15,7 @@ from banyan.base.draft_tree import is_chain, paths_of
 from banyan.messages.plan import Row
 from banyan.model_config.model_config import STATE
 from banyan.ops.api import Ops
-from banyan.ops.draft_paths import move_tokens
+from banyan.ops.pages import move_tokens
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 

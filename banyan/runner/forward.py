@@ -21,7 +21,7 @@ from banyan.layers.step_inputs import AuxHiddenStates
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import OpTime
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.parallel.groups import Group
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend
@@ -63,7 +63,7 @@ class Forward(Protocol):
 
         Args:
             step_id: of the plan.
-            report_every, wake_fd: as `tell` and `bell` of MultiStepInputs.
+            report_every, wake_fd: as in MultiStepInputs.
 
         Returns:
             None, with nothing done, if this batch cannot run several steps.
@@ -211,13 +211,13 @@ class EagerForward:
             found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
         else:
             found = self._hidden[
-                sent(places_among(tokens, self._kept), self._device)
+                copy_to(places_among(tokens, self._kept), self._device)
             ]  # [n, hidden]
         return stages.broadcast(found, stages.size - 1)
 
     def aux_hidden(self, tokens: np.ndarray) -> Tensor:
         assert self._aux_hidden is not None, "no layer has auxiliary hidden states"
-        return self._aux_hidden.of(sent(tokens, self._device))
+        return self._aux_hidden.of(copy_to(tokens, self._device))
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._step.targets(len(batch.last))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.layers.step_inputs import AuxHiddenStates, InputEmbeddings, OutputTokens, StepInputs
 from banyan.messages.plan import SAMPLE
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.ops.lora import AdapterTokens
 from banyan.ops.state_api import StateRows
 from banyan.platform.base import Platform
@@ -234,9 +234,9 @@ class StepTensors:
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.select_step(np.repeat(batch.slots, batch.counts))
         self.choose(batch.last)
-        self.chosen[:count] = sent(batch.last, self._device)
-        self.to_slots[:count] = sent(batch.to_slots, self._device)
-        self.to_positions[:count] = sent(batch.to_positions, self._device)
+        self.chosen[:count] = copy_to(batch.last, self._device)
+        self.to_slots[:count] = copy_to(batch.to_slots, self._device)
+        self.to_positions[:count] = copy_to(batch.to_positions, self._device)
 
     def targets(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots and positions that the first `count` sampled tokens are written to."""

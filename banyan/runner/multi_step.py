@@ -88,7 +88,7 @@ class MultiStepRunner:
 
         Args:
             step_id: of the plan.
-            report_every, wake_fd: as `tell` and `bell` of MultiStepInputs.
+            report_every, wake_fd: as in MultiStepInputs.
 
         Returns:
             How many steps have run.
@@ -110,12 +110,12 @@ class MultiStepRunner:
             stops=np.array([id for ids in stops for id in ids], np.int32),
             interrupt=self._interrupt,
             number=step_id,
-            told=np.zeros(1, np.int32),
-            tell=report_every,
-            bell=wake_fd,
+            steps_done=np.zeros(1, np.int32),
+            report_every=report_every,
+            wake_fd=wake_fd,
             pace_ns=_PACE_NS,
         )
-        self._running = _Running(step_id, batch, inputs.told)
+        self._running = _Running(step_id, batch, inputs.steps_done)
         try:
             return self._recording.multi_step(len(batch.rows), inputs)
         finally:

@@ -24,7 +24,7 @@ from banyan.layers.build import Build
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
-from banyan.platform.base import Lane, Platform
+from banyan.platform.base import Platform, SideStream
 
 log = logger(__name__)
 
@@ -166,7 +166,7 @@ class OffloadedBlocks:
         away = [self._away[layer] for layer in layers]
         for at, one in enumerate(away):
             one.use(slots[at % buffers])
-        _Prefetcher(away, slots, self._platform.lane()).hang(
+        _Prefetcher(away, slots, self._platform.side_stream()).hang(
             model.layers[model.stage[0]], [model.layers[layer] for layer in layers]
         )
         log.info(
@@ -268,10 +268,12 @@ class _Prefetcher:
     that buffer starts on a side stream.
     """
 
-    def __init__(self, blocks: Sequence[_HostBlock], slots: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(
+        self, blocks: Sequence[_HostBlock], slots: Sequence[Tensor], stream: SideStream
+    ) -> None:
         self._blocks = blocks
         self._slots = slots
-        self._lane = lane
+        self._stream = stream
         self._there: list[object] = [None] * len(blocks)
         """Stream events after the copies of this pass."""
 
@@ -283,21 +285,21 @@ class _Prefetcher:
             block.register_forward_hook(partial(self._leave, number))
 
     def _begin(self, *_: object) -> None:
-        mark = self._lane.mark()  # the last pass must have read the buffers
+        event = self._stream.record_event()  # the last pass must have read the buffers
         for number in range(len(self._slots)):
-            self._send(number, mark)
+            self._send(number, event)
 
     def _enter(self, number: int, *_: object) -> None:
-        self._lane.wait(self._there[number])
+        self._stream.wait(self._there[number])
 
     def _leave(self, number: int, *_: object) -> None:
         if number + len(self._slots) < len(self._blocks):
-            self._send(number + len(self._slots), self._lane.mark())
+            self._send(number + len(self._slots), self._stream.record_event())
 
     def _send(self, number: int, after: object) -> None:
         host, slot = self._blocks[number].host, self._slots[number % len(self._slots)]
         work = partial(slot[: len(host)].copy_, host, non_blocking=True)
-        self._there[number] = self._lane.run(work, after)
+        self._there[number] = self._stream.run(work, after)
 
 
 def _tensors_of(modules: Iterable[nn.Module], build: Build) -> Iterator[Tensor]:

@@ -46,7 +46,7 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
 from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.attention import BACKENDS
@@ -351,7 +351,7 @@ class ModelRunner:
         recorder = self._build.ops.recorder
         if recorder is None or self.wake_fd is None:
             return False
-        recorder.ring_next(self.wake_fd)
+        recorder.wake_next(self.wake_fd)
         return True
 
     # -- parts of `begin` ---------------------------------------------------------------------
@@ -457,7 +457,7 @@ class ModelRunner:
             rows = batch.outputs_at(scored.row[entries], scored.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
-            chosen = sent(rows, self._device)
+            chosen = copy_to(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
@@ -484,7 +484,7 @@ class ModelRunner:
             row, position = scored.row[entries], scored.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
-            slots, positions = sent(np.stack([batch.slots[row], position]), self._device)
+            slots, positions = copy_to(np.stack([batch.slots[row], position]), self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
 

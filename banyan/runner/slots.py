@@ -15,7 +15,7 @@ from torch import Tensor
 from banyan.base.ids import SlotId
 from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import Join, PageGrant, Row
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import PARAMS, params_tensor
 from banyan.runner.kvstore import GroupLayout, zeros
 
@@ -113,7 +113,7 @@ class SlotTable:
             self.known[slot] = self._brought[slot] = 0
             for granted in self._granted:
                 granted[slot] = 0
-        gone = sent(torch.tensor(leaves), self._device)
+        gone = copy_to(torch.tensor(leaves), self._device)
         for table in self.pages:
             table.index_fill_(0, gone, 0)
 
@@ -168,7 +168,7 @@ class SlotTable:
         )
         self._reached[join.slot] = _UNKNOWN
         if self.device_params is not self._params:
-            self.device_params[join.slot] = sent(self._params[join.slot], self._device)
+            self.device_params[join.slot] = copy_to(self._params[join.slot], self._device)
 
     def _rows_of(self, join: Join) -> Tensor:
         values = torch.frombuffer(bytearray(join.embeds), dtype=torch.float32)
@@ -176,7 +176,7 @@ class SlotTable:
             raise RowError(
                 f"{len(values)} values are not the embeddings of {join.prompt_len} tokens"
             )
-        return sent(values.view(join.prompt_len, -1), self._device)
+        return copy_to(values.view(join.prompt_len, -1), self._device)
 
     def grant(self, grants: list[PageGrant]) -> None:
         """Enter pages into the tables, one write per group."""
@@ -188,7 +188,7 @@ class SlotTable:
             slots = np.repeat([g.slot for g in mine], counts)
             columns = np.concatenate([np.arange(g.first, g.first + len(g.pages)) for g in mine])
             pages = np.concatenate([np.asarray(g.pages, np.int64) for g in mine])
-            entries = sent(np.stack([slots, columns, pages]), self._device)
+            entries = copy_to(np.stack([slots, columns, pages]), self._device)
             table.index_put_((entries[0], entries[1]), entries[2].to(torch.int32))
             for grant in mine:
                 granted = self._granted[index]
@@ -261,7 +261,7 @@ class SlotTable:
                 "prompt and output together"
             )
         self._check_ids((int(tokens.min()), int(tokens.max())))
-        self.tokens[slot, first : first + len(tokens)] = sent(tokens.copy(), self._device)
+        self.tokens[slot, first : first + len(tokens)] = copy_to(tokens.copy(), self._device)
 
     def _check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:

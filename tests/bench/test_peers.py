@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import batched, tables
-from benchmarks.compare_peers import Contest
+from benchmarks import peer_report
+from benchmarks.compare_peers import Contest, remember
 from benchmarks.fidelity import divergence, read_scores
 from benchmarks.machine import PeerError
 from benchmarks.peers import (
@@ -53,7 +53,7 @@ def line(report: dict, workload: str, figure: str) -> dict:
 
 
 def test_ratios_are_taken_round_by_round_against_the_best_peer() -> None:
-    found = line(tables.as_json([contest()], 3, 1.0), "c8", "output")
+    found = line(peer_report.as_json([contest()], 3, 1.0), "c8", "output")
     assert found["best_peer"] == "llamacpp"
     assert found["engines"]["banyan"] == {"median": 400.0, "least": 300.0, "most": 500.0}
     assert found["ratio"] == {"median": 4.0, "least": 3.0, "most": 4.0}
@@ -61,15 +61,17 @@ def test_ratios_are_taken_round_by_round_against_the_best_peer() -> None:
 
 
 def test_where_less_is_better_a_ratio_above_one_is_still_ours() -> None:
-    found = line(tables.as_json([contest()], 3, 1.0), "c8", "TTFT p50")
+    found = line(peer_report.as_json([contest()], 3, 1.0), "c8", "TTFT p50")
     assert found["best_peer"] == "openvino"
     assert found["ratio"]["median"] == 2.0
 
 
 def test_the_page_shows_figures_skipped_peers_and_what_a_busy_core_costs(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    tables.put_between_marks(page, tables.as_markdown(tables.as_json([contest()], 3, 1.0)))
+    page.write_text(f"before\n{peer_report.BEGIN}\nold\n{peer_report.END}\nafter\n")
+    peer_report.put_between_marks(
+        page, peer_report.as_markdown(peer_report.as_json([contest()], 3, 1.0))
+    )
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 400 [300–500] | 100 [100–125] | 50.0 [50.0–62.5] |" in text
@@ -83,7 +85,7 @@ def test_a_page_without_the_marks_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text("nothing here")
     with pytest.raises(SystemExit, match="has no lines"):
-        tables.put_between_marks(page, "x")
+        peer_report.put_between_marks(page, "x")
     assert page.read_text() == "nothing here"
 
 
@@ -115,7 +117,9 @@ def test_a_shortened_workload_keeps_its_shape() -> None:
 
 
 def test_a_shortened_run_names_the_answers_that_it_asked_for() -> None:
-    small, whole = (tables.as_markdown(tables.as_json([contest()], 3, n)) for n in (0.25, 1.0))
+    small, whole = (
+        peer_report.as_markdown(peer_report.as_json([contest()], 3, n)) for n in (0.25, 1.0)
+    )
     assert "8 at once, 128 in, 32 out" in small and "128 out" not in small
     assert "8 at once, 128 in, 128 out" in whole
     assert shortened(WORKLOADS["prefix"], 0.25).shown.endswith("own), 8 out")
@@ -172,40 +176,71 @@ def test_engines_held_to_avx2_are_other_programs_and_who_cannot_be_held_is_told(
         peer_held_to("avx2", "openvino")
 
 
-BENCH = """
-main: n_kv_max = 192, n_batch = 2048, n_threads = 2
-
-|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
-|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
-|   128 |     64 |    8 |   1536 |    2.000 |   512.00 |    4.000 |   128.00 |    6.000 |   256.00 |
-
-llama_print_timings: total time = 6.1 ms
-"""
-
-
-def test_the_rates_of_another_bench_are_read_off_its_table() -> None:
-    assert batched.read_table(BENCH) == (512.0, 128.0)
-    with pytest.raises(PeerError, match="no line of 10 figures in: error: no such model"):
-        batched.read_table("error: no such model")
-
-
-def test_ratios_of_batches_are_taken_round_by_round_against_the_best_of_each_line() -> None:
-    found = {
-        "Banyan": {1: [(900.0, 200.0), (1000.0, 220.0)]},
-        "a": {1: [(300.0, 100.0), (250.0, 110.0)]},
-        "b": {1: [(500.0, 50.0), (450.0, 40.0)]},
-    }
-    text = batched.table(found, [1])
-    assert "| 950 [900–1,000] | 275 [250–300] | 475 [450–500] | 2.01 [1.80–2.22] (b) |" in text
-    assert "| 210 [200–220] | 105 [100–110] | 45 [40–50] | 2.00 [2.00–2.00] (a) |" in text
-
-
 def test_a_run_of_engines_that_are_held_says_so() -> None:
-    held = tables.as_markdown(tables.as_json([contest()], 3, 1.0, "avx2"))
+    held = peer_report.as_markdown(peer_report.as_json([contest()], 3, 1.0, "avx2"))
     assert "All engines held to avx2." in held
-    assert "held" not in tables.as_markdown(tables.as_json([contest()], 3, 1.0))
+    assert "held" not in peer_report.as_markdown(peer_report.as_json([contest()], 3, 1.0))
 
 
 def test_a_shortened_run_says_that_it_is_no_result() -> None:
-    assert "not a result" in tables.as_markdown(tables.as_json([contest()], 3, 0.1))
-    assert "not a result" not in tables.as_markdown(tables.as_json([contest()], 3, 1.0))
+    assert "not a result" in peer_report.as_markdown(peer_report.as_json([contest()], 3, 0.1))
+    assert "not a result" not in peer_report.as_markdown(peer_report.as_json([contest()], 3, 1.0))
+
+
+def report(faster: float = 1.0) -> dict:
+    found = contest()
+    for run in found.runs:
+        run["figures"]["output"] *= faster
+    return peer_report.as_json([found], 3, 1.0)
+
+
+def test_a_run_is_one_line_with_commit_machine_probes_and_figures(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "history.jsonl"
+    peer_report.keep(path, peer_report.entry(report(), "abc123+"))
+    peer_report.keep(path, peer_report.entry(report(), "def456"))
+    first, second = path.read_text().splitlines()
+    found = peer_report.last_like(path, peer_report.entry(report(), "now"))
+    assert found["commit"] == "def456" and "abc123+" in first and "def456" in second
+    (output,) = [
+        each for each in found["figures"] if (each["workload"], each["figure"]) == ("c8", "output")
+    ]
+    assert output["engines"] == {"banyan": 400.0, "llamacpp": 100.0, "openvino": 50.0}
+    assert (output["read_gb_s"], output["fp32_gflop_s"]) == (11.0, 50.0)
+    assert found["machine"]["cores"] > 0
+
+
+def test_a_slower_run_says_so_with_the_machine_of_both() -> None:
+    before, now = peer_report.entry(report(), "abc123"), peer_report.entry(report(0.8), "def456")
+    (change,) = [each for each in peer_report.changes(before, now) if "c8 output" in each]
+    assert change.startswith("SLOWER: smollm2 c8 output 320.0 tokens/s, 400.0 at abc123; ")
+    assert change.endswith("read 11.0 GB/s, 11.0 then, fp32 50 GFLOP/s, 50 then")
+
+
+def test_noise_is_no_news_and_more_is_faster() -> None:
+    before = peer_report.entry(report(), "abc123")
+    assert list(peer_report.changes(before, peer_report.entry(report(1.02), "def456"))) == []
+    (change,) = [
+        e for e in peer_report.changes(before, peer_report.entry(report(1.5), "d")) if "c8 o" in e
+    ]
+    assert change.startswith("faster: ")
+
+
+def test_runs_of_other_machines_or_shares_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    path, now = tmp_path / "history.jsonl", peer_report.entry(report(), "now")
+    assert peer_report.last_like(path, now) == {}
+    peer_report.keep(path, peer_report.entry(report(), "mine"))
+    peer_report.keep(path, peer_report.entry(report(), "other") | {"machine": {"cpu": "other"}})
+    peer_report.keep(path, peer_report.entry(report(), "short") | {"share": 0.25})
+    peer_report.keep(path, peer_report.entry(report(), "held") | {"cpu_isa": "avx2"})
+    with path.open("a") as file:
+        file.write('{"commit": "torn\n')
+    assert peer_report.last_like(path, now)["commit"] == "mine"
+
+
+def test_a_comparison_adds_its_line_and_tells_what_has_changed(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "history.jsonl"
+    remember(path, report())
+    assert "SLOWER" not in capsys.readouterr().err
+    remember(path, report(0.5))
+    assert "SLOWER: smollm2 c8 output" in capsys.readouterr().err
+    assert len(path.read_text().splitlines()) == 2

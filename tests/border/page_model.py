@@ -16,8 +16,7 @@ from banyan.layers.cache_spec import CacheTensor, LayerCache
 from banyan.layers.step_inputs import AttentionSpec, OutputTokens, StepInputs
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 from banyan.models.decoder import stage_of
-from banyan.ops.api import Ops
-from banyan.ops.packed import PackedEmbedding, PackedLinear
+from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import ALONE, Group, Groups
 from tests.border.page_numbers import (

@@ -9,7 +9,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from banyan.ops.cpu.build import ISAS, OPTIONS, OPTIONS_BY_ISA, SOURCES, machine_isa
+from banyan.ops.cpu.build import (
+    ISAS,
+    OPTIONS,
+    OPTIONS_BY_ISA,
+    SOURCES,
+    Source,
+    all_sources,
+    machine_isa,
+)
 
 HERE = Path(__file__).parent / "csrc"
 _WIDE = ("avx512", "vnni", "amx")
@@ -22,9 +30,9 @@ _LEFT_OUT = ("probe", "attention_pairs")
 _EVERYTHING = (
     f"-DBN_BUILT_FOR={len(ISAS) - 1}",
     *(
-        f"-DBN_{s.stem.upper()}"
-        for s in SOURCES.glob("*_*.cpp")
-        if not s.stem.startswith(_LEFT_OUT)
+        f"-DBN_{source.name.upper()}"
+        for source in all_sources()
+        if source.isa and not source.name.startswith(_LEFT_OUT)
     ),
 )
 
@@ -45,7 +53,7 @@ def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
 
 
 def _build(compiler: tuple[str, ...], folder: Path) -> Path:
-    jobs = [_job(compiler, source, folder) for source in sorted(SOURCES.glob("*.cpp"))]
+    jobs = [_job(compiler, source, folder) for source in all_sources()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         list(threads.map(_run, [job for job in jobs if job]))
     objects = [str(path) for path in folder.glob("*.o")]
@@ -54,10 +62,9 @@ def _build(compiler: tuple[str, ...], folder: Path) -> Path:
     return library
 
 
-def _job(compiler: tuple[str, ...], source: Path, folder: Path) -> tuple[str, ...]:
+def _job(compiler: tuple[str, ...], source: Source, folder: Path) -> tuple[str, ...]:
     """The command that compiles a source, () where there is nothing to compile."""
-    name = source.stem
-    isa = name.rpartition("_")[2]
+    name, isa = source.name, source.isa
     if name.startswith(_LEFT_OUT) and isa in _WIDE:
         return ()
     options = ("-O0" if name in _QUICK_TO_COMPILE else "-O1", *_EVERYTHING)
@@ -71,10 +78,10 @@ def _job(compiler: tuple[str, ...], source: Path, folder: Path) -> tuple[str, ..
         )
     else:
         options += OPTIONS_BY_ISA.get(isa, ())
-    path = HERE / "isa_emulated.cpp" if name == "isa" else source
+    words = (str(HERE / "isa_emulated.cpp"),) if name == "isa" else source.words
     return (
         *(*compiler, *OPTIONS, *options, f"-I{SOURCES}"),
-        *("-c", str(path), "-o", str(folder / f"{name}.o")),
+        *("-c", *words, "-o", str(folder / f"{name}.o")),
     )
 
 

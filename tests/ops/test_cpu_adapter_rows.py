@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.cpu.lora_rows import adapt_rows as kernel
-from banyan.ops.lora import AdapterTokens
-from banyan.ops.lora_rows import (
+from banyan.ops.cpu.lora import adapt_rows as kernel
+from banyan.ops.lora import (
     GAIN,
     LOOKED_UP,
     PRODUCT,
     SOME_LOOKED_UP,
     SOME_OUTPUTS,
+    AdapterTokens,
     RowPart,
     RowTable,
 )

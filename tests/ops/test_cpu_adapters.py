@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.bind import OpSpec
 from banyan.ops.cpu.linear import RoundedLinear, pack_linear
 from banyan.ops.cpu.lora import adapt as kernel
-from banyan.ops.lora import AdapterTable, AdapterTokens, Part
+from banyan.ops.host_memory import HUGE_PAGE, Arena
+from banyan.ops.lora import AdapterPart, AdapterTable, AdapterTokens
 from banyan.ops.stored import StoredWeight
 
 INPUTS, OUTPUTS = 77, 300
@@ -21,7 +21,7 @@ def random(*shape, seed=0):
 
 def part(first, outputs, rank, seed, dtype=torch.float32, scale=0.5):
     down = random(rank, INPUTS, seed=seed).to(dtype)
-    return Part(first, down, random(outputs, rank, seed=seed + 1).to(dtype), scale)
+    return AdapterPart(first, down, random(outputs, rank, seed=seed + 1).to(dtype), scale)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_adapters_join_the_product_that_was_recorded_before_them(library, dtype,
     for number in range(1, 10):
         down, up = random(4 * number, 64, seed=number), random(300 - 7 * number, 4 * number)
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-        table.enter(number, [Part(7 * number, down.to(dtype), up.to(dtype), 0.3)])
+        table.enter(number, [AdapterPart(7 * number, down.to(dtype), up.to(dtype), 0.3)])
     x = random(200, 64, seed=9)
 
     def work():
@@ -156,7 +156,7 @@ def test_matrices_beside_rounded_weights_are_kept_in_as_few_bits_as_change_them_
         up[17] *= 300
     made = [AdapterTable(INPUTS, 6, 1, is_rounded=is_rounded) for is_rounded in (False, True)]
     for each in made:
-        each.enter(1, [Part(0, down, up, 1e16)])
+        each.enter(1, [AdapterPart(0, down, up, 1e16)])
     x = random(3, INPUTS)
     exact, rounded = (run(adapt, x, [1, 1, 0], each) for each in made)
     assert not torch.equal(exact, rounded)
@@ -229,7 +229,7 @@ def test_products_that_follow_each_other_are_the_same_bits_as_each_alone(library
     for seed, table in enumerate(tables):
         for number in (1, 2):
             down, up = random(15 + number, 77, seed=seed), random(77, 15 + number, seed=number)
-            table.enter(number, [Part(0, down, up, 0.1)])
+            table.enter(number, [AdapterPart(0, down, up, 0.1)])
     x, tokens, adapt = random(rows, 77, seed=9), AdapterTokens(rows), kernel.make(library)
     tokens.fill(np.array([0, 1, 2, *[1] * (rows - 3)]))
 

@@ -8,8 +8,14 @@ from banyan.ops import reference
 from banyan.ops.cpu.experts import Experts, make_route
 from banyan.ops.cpu.weights import Arena
 from banyan.ops.experts_api import Routing
-from banyan.ops.lora import AdapterTable, AdapterTokens, Part
-from banyan.ops.lora_experts import ExpertPart, ExpertSides, ExpertTable
+from banyan.ops.lora import (
+    AdapterPart,
+    AdapterTable,
+    AdapterTokens,
+    ExpertPart,
+    ExpertSides,
+    ExpertTable,
+)
 from tests.ops.test_cpu_experts import experts_of, library, routed
 from tests.ops.test_cpu_linear import random
 
@@ -107,7 +113,7 @@ def test_recorded_experts_take_other_adapters_and_tokens_later(library):
 def test_an_adapter_of_a_router_changes_what_its_tokens_choose(library):
     x, weight, rule = random(30, DIM, seed=6), random(11, DIM, seed=7) * DIM**-0.5, Routing(3)
     table, tokens = AdapterTable(DIM, 8, 3), AdapterTokens(30)
-    table.enter(2, [Part(0, random(4, DIM, seed=8), random(11, 4, seed=9), 0.1)])
+    table.enter(2, [AdapterPart(0, random(4, DIM, seed=8), random(11, 4, seed=9), 0.1)])
     adapters = np.array([2 if at % 3 else 0 for at in range(30)])
     tokens.fill(adapters)
     route = make_route(library)

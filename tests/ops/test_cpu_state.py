@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from banyan.ops import state_reference as reference
+from banyan.ops import reference as reference
 from banyan.ops.cpu.state import States
 from banyan.ops.state_api import StateRows
 

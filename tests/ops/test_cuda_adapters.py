@@ -6,8 +6,7 @@ import torch
 
 from banyan.ops import reference
 from banyan.ops.cuda import triton_lora as triton_adapters
-from banyan.ops.lora import AdapterTable, AdapterTokens, Part
-from banyan.ops.lora_stack import AdapterStack
+from banyan.ops.lora import AdapterPart, AdapterStack, AdapterTable, AdapterTokens
 from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, random
 
 if ABSENCE:
@@ -22,7 +21,7 @@ def table_of(inputs, outputs, rank, dtype, capacity=CAPACITY) -> AdapterTable:
     return AdapterTable(inputs, rank * len(outputs), capacity, stack=stack)
 
 
-def parts_of(inputs, outputs, rank, number) -> list[Part]:
+def parts_of(inputs, outputs, rank, number) -> list[AdapterPart]:
     """Of an adapter that leaves out one part, and has a rank of its own."""
     own, found = max(1, rank - number), []
     for at, size in enumerate(outputs):
@@ -30,11 +29,11 @@ def parts_of(inputs, outputs, rank, number) -> list[Part]:
             continue
         down = random(own, inputs, seed=10 * number + at).cpu() * inputs**-0.5
         up = random(size, own, seed=500 + 10 * number + at).cpu() * own**-0.5
-        found.append(Part(sum(outputs[:at]), down, up, 0.25 * number))
+        found.append(AdapterPart(sum(outputs[:at]), down, up, 0.25 * number))
     return found
 
 
-def filled(table: AdapterTable, inputs, outputs, rank) -> dict[int, list[Part]]:
+def filled(table: AdapterTable, inputs, outputs, rank) -> dict[int, list[AdapterPart]]:
     found = {n: parts_of(inputs, outputs, rank, n) for n in range(1, CAPACITY)}  # one place is free
     for number, parts in found.items():
         table.enter(number, parts)

@@ -6,8 +6,7 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
-from banyan.ops.lora import AdapterTable, AdapterTokens, Part
-from banyan.ops.lora_stack import AdapterStack
+from banyan.ops.lora import AdapterPart, AdapterStack, AdapterTable, AdapterTokens
 
 INPUTS, OUTPUTS, RANK, CAPACITY = 24, (16, 8, 8), 5, 3
 CPU = torch.device("cpu")
@@ -20,10 +19,10 @@ def tables(dtype: torch.dtype = torch.float32) -> list[AdapterTable]:
     return [AdapterTable(INPUTS, width, CAPACITY, stack=given) for given in (stack, None)]
 
 
-def part(first: int, outputs: int, rank: int, scale: float) -> Part:
+def part(first: int, outputs: int, rank: int, scale: float) -> AdapterPart:
     draw = torch.Generator().manual_seed(first + rank)
     down = torch.randn(rank, INPUTS, generator=draw)
-    return Part(first, down, torch.randn(outputs, rank, generator=draw), scale)
+    return AdapterPart(first, down, torch.randn(outputs, rank, generator=draw), scale)
 
 
 PARTS = {
@@ -67,7 +66,7 @@ def test_each_token_gets_what_its_own_adapter_adds() -> None:
 def test_what_overflows_with_one_adapter_is_no_number_for_its_own_tokens_alone() -> None:
     stacked, _ = tables(torch.float16)
     stacked.enter(1, PARTS[1])
-    stacked.enter(2, [Part(0, torch.full((1, INPUTS), 6e4), torch.ones(16, 1), 1.0)])
+    stacked.enter(2, [AdapterPart(0, torch.full((1, INPUTS), 6e4), torch.ones(16, 1), 1.0)])
     x, out = torch.full((3, INPUTS), 4.0).half(), torch.zeros(3, 32).half()
     tokens = AdapterTokens(3, torch.ones(3, CAPACITY, dtype=torch.bool))
     tokens.mark(torch.tensor([2, 1, 0]))

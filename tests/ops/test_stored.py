@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.ops.four_bits import FOUR_BITS, FourBits
-from banyan.ops.rounded_inputs import SIZES, Rounding
+from banyan.ops.activation_quant import FOUR_BITS, SIZES, FourBits, Rounding
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight, stack
 
 OF_OTHERS = (*SIZES, E4M3, FOUR_BITS)

@@ -70,7 +70,7 @@ def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, be
         ran = run(rows, inputs)
         seen.append(
             (
-                int(inputs.told[0]),
+                int(inputs.steps_done[0]),
                 runner.tokens_so_far(plan.step),
                 runner.tokens_so_far(plan.step + 1),
             )

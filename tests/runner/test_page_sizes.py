@@ -12,7 +12,7 @@ import torch
 from banyan.disaggregation.page_cutting import Block, PageForm
 from banyan.layers.cache_spec import CacheTensor, LayerCache, ShardedAxis
 from banyan.model_config.model_config import STATE
-from banyan.ops import attention_reference
+from banyan.ops import reference
 from banyan.ops.bind import open_toolkit
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.paged_attention import PagedAttention, parts_of_head
@@ -26,7 +26,7 @@ Write = Callable[..., None]
 
 
 def writers() -> list[tuple[str, Write, PartsOfHead | None]]:
-    found = [("plain", attention_reference.write_kv, None)]
+    found = [("plain", reference.write_kv, None)]
     toolkit = open_toolkit("cpu", 1, {})
     if isinstance(toolkit, Library) and not toolkit.absence:
         found.append(("by head", PagedAttention(toolkit).write_kv, parts_of_head))
@@ -50,7 +50,7 @@ def filled(size: int, dtype: torch.dtype, write: Write) -> KVStore:
     for layer in (0, 1):
         k, v = torch.randn(2, TOKENS, HEADS, DIM, generator=draw)
         pages = store.tensors(layer)
-        if write is attention_reference.write_kv:
+        if write is reference.write_kv:
             write(k.to(dtype), v.to(dtype), pages["k"], pages["v"], where)
         else:
             write(k, v, pages["k"], pages["v"], where)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from banyan.base.json_types import is_object
 
 DESCRIPTION = "quant_model_description.json"
-"""The file that ModelSlim puts beside the weights it has made."""
+"""The file that ModelSlim writes next to its weights."""
 _MOST_BYTES = 1 << 20
 
 

@@ -1,8 +1,10 @@
-"""Findings, and the one table of their sentences: severity, what is wrong with the numbers, what to
-do, and where the rule is from (`rules.tsv`)."""
+"""Findings, and the table of their sentences (`rules.tsv`): severity, the problem with its
+numbers, the remedy, and the source of the rule. `rules_page` prints the table as
+docs/ascend_rules.md.
+"""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,7 +77,7 @@ def sentences() -> Mapping[str, Sentence]:
     )
 
 
-def told(found: Breach, *, is_mild: bool = False) -> Finding:
+def finding_of(found: Breach, *, is_mild: bool = False) -> Finding:
     """The finding of a breach; a mild one is a warning, whatever the table says."""
     sentence = sentences()[found.rule]
     numbers = {name: printable(str(value), _LONGEST) for name, value in found.numbers.items()}
@@ -86,3 +88,30 @@ def told(found: Breach, *, is_mild: bool = False) -> Finding:
         use=sentence.use.format(**numbers),
         source=sentence.source,
     )
+
+
+_HEAD = """# Rules of a launch on Ascend NPUs
+
+Printed by `banyan check --rules`; a test keeps this file equal to it.
+
+Each start with `--device npu` is held against these rules: errors end it, warnings are logged.
+`banyan check` does the same for any command line, also for machines that are not this one, and
+`banyan doctor --device npu` for the machine itself (23). Words in braces are the numbers of the
+case. `flag` rules come from the documents' table of flags for A2 and A3, which
+`banyan config --device npu` prints.
+
+*Source*: the documents' feature table, parameter guide and install page; the operators' published
+contracts; torch_npu (what its parsers take); SGLang (what its launcher refuses).
+
+"""
+
+
+def rules_page() -> str:
+    return _HEAD + "".join(_table_lines())
+
+
+def _table_lines() -> Iterator[str]:
+    yield "| rule | | says | what to do | source |\n|---|---|---|---|---|\n"
+    for each in sentences().values():
+        says, use = (text.replace("|", "\\|") for text in (each.says, each.use))
+        yield f"| {each.rule} | {each.severity} | {says} | {use} | {each.source} |\n"

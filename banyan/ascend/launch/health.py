@@ -1,4 +1,4 @@
-"""Rule 23: whether a machine with Ascend NPUs is set up as the documents have it."""
+"""`banyan doctor --device npu`: checks of a machine with Ascend NPUs, and their table."""
 
 import csv
 import re
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from banyan.ascend.launch.box import DRIVER, FIRMWARE, Box
-from banyan.ascend.launch.containers import MANAGEMENT, SHARED_MEMORY_GB
-from banyan.ascend.launch.facts import Soc
-from banyan.ascend.launch.findings import Breach, Finding, breach, told
+from banyan.ascend.launch.facts import SOCS, Soc
+from banyan.ascend.launch.files import MANAGEMENT, SHARED_MEMORY_GB
+from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
+from banyan.ascend.launch.machine import DRIVER, FIRMWARE, Box, find_soc, this_box
+from banyan.base.errors import ConfigError
+from banyan.config.env import read_environment
 
 _GOVERNOR = "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 _MIGRATION = "50000"
@@ -76,7 +78,7 @@ def _or(text: str) -> str:
 
 
 def _check(name: str, value: str, wanted: str, is_kept: bool, wrong: Breach) -> Check:
-    return Check(name, value, wanted, None if is_kept else told(wrong))
+    return Check(name, value, wanted, None if is_kept else finding_of(wrong))
 
 
 def _system(box: Box, soc: Soc) -> Iterator[Check]:
@@ -125,7 +127,7 @@ def _cann(cann: str, package: str, pair: Pair | None) -> Check:
     if pair is None:
         known = ", ".join(f"{p.package} with {p.cann}" for p in pairs()[:3])
         return Check(
-            "CANN", cann, "", told(breach("23o", package=package, value=cann, wanted=known))
+            "CANN", cann, "", finding_of(breach("23o", package=package, value=cann, wanted=known))
         )
     is_kept = _numbers(cann)[:2] == _numbers(pair.cann)
     wrong = breach("23n", package=package, wanted=pair.cann, value=cann)
@@ -177,3 +179,21 @@ def _release(version: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def npu_doctor(soc: str, box: Box | None = None) -> bool:
+    """Print the table of a machine, this one by default; returns whether anything is an error."""
+    name = soc or find_soc(box.root if box else "/")
+    if name not in SOCS and name:
+        raise ConfigError(f"no chip is called {name}", hint=f"give --soc {' or '.join(SOCS)}")
+    box = box or this_box(read_environment().launch)
+    chip = SOCS[name or "A3"]
+    print(f"\n{'Ascend NPU':<24} {name or 'none is seen; taken for an A3'}")
+    checks = examine(box, chip)
+    for check in checks:
+        wanted = f" (wanted: {check.wanted})" if check.wanted else ""
+        print(f"{check.name:<24} {check.value}{wanted}")
+        if check.finding is not None:
+            print(f"{'':<24} {check.finding.severity}: {check.finding.use}")
+    print(f"{'verdict':<24} {verdict(checks, box)}")
+    return any(check.finding is not None and check.finding.is_error for check in checks)

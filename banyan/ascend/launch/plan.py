@@ -1,4 +1,4 @@
-"""From a recipe and the nodes of each role to variables and a command line per node."""
+"""A launch plan: from a recipe and the nodes of each role to variables and a command per node."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from banyan.ascend.launch.facts import Launch, Model, Soc
 from banyan.ascend.launch.findings import Finding
-from banyan.ascend.launch.network_rules import INTERFACES, STORE
 from banyan.ascend.launch.reading import arguments_of_words
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE, Recipe, recipe_of
-from banyan.ascend.launch.rules import check
+from banyan.ascend.launch.rules import INTERFACES, STORE, check
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.env import read_environment

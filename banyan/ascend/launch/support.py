@@ -1,7 +1,7 @@
-"""What each documented flag comes to on an Ascend device: works, not applicable, or refused.
+"""The outcome of each documented flag on an Ascend NPU: works, not applicable, or refused.
 
-`support.tsv` has the documents' columns for A2 and A3, and where this build differs, why (`here`).
-What a build has not, it has not on a device either: its own outcome counts beside the column.
+`support.tsv` has the documents' columns for A2 and A3, and the reason if this build differs
+(`here`). A flag that this build lacks on every device is also lacking here.
 """
 
 import csv
@@ -17,7 +17,7 @@ from banyan.config.flags.table import Known, find
 
 WORKS, NOT_APPLICABLE, REFUSED = "works", "not applicable", "refused"
 _TAKEN = ("yes", "experimental", "")
-"""What the documents say of a flag that their build takes; some say nothing of a chip."""
+"""Columns of flags that the documents' build accepts; some have no entry for a chip."""
 _OTHERS = "gpu-only"
 _OWN_REASONS = MappingProxyType(
     {
@@ -66,7 +66,7 @@ def _outcome(known: Known, column: str, here: str) -> DeviceOutcome:
 
 
 def _own(known: Known) -> str:
-    """What this build makes of a flag on any device."""
+    """The outcome of a flag in this build, on any device."""
     if isinstance(known, Flag):
         return WORKS
     if isinstance(known, Absent):

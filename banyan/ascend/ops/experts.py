@@ -13,15 +13,15 @@ from banyan.ascend.ops.products import product_of
 from banyan.ascend.ops.toolkit import NpuToolkit, declines
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
+from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import Kernel
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight, stack
 from banyan.platform.expert_exchange import Dispatch
 
 
 def _padded(x: Tensor, ids: Tensor, weights: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Up to `tokens`; what is filled up goes through the first experts, with no weight."""
+    """Pad a step to `tokens`; padding goes to the first experts with weight 0."""
     room, per_token = tokens - len(x), ids.shape[1]
     if not room:
         return x, ids, weights
@@ -76,8 +76,10 @@ class FusedExperts:
 
 
 def interleaved(numbers: Tensor, tile: int) -> Tensor:
-    """Rows of gate and up, which lie behind each other, in pieces of `tile` in turns. numbers:
-    [experts, gate and up, …]"""
+    """Interleave the rows of gate and of up, `tile` rows at a time.
+
+    numbers: [experts, gate rows then up rows, …].
+    """
     count, both, *rest = numbers.shape
     pieces = numbers.view(count, 2, both // (2 * tile), tile, *rest)
     return pieces.transpose(1, 2).reshape(numbers.shape)
@@ -142,7 +144,8 @@ class GroupedExperts:
             outer = outer + outer_bias
         weights = weights.to(x.dtype)
         if last - first < total:
-            # Behind the rows of the experts here lies anything: not even its zeroth part is added.
+            # After the rows of this rank's experts anything may follow, NaN too: a weight of 0
+            # is not enough.
             at = torch.arange(len(outer), device=outer.device)
             outer = torch.where((at < counts.sum()).unsqueeze(1), outer, 0)
             places = places.clamp(min=0)
@@ -171,7 +174,8 @@ class GroupedExperts:
         return operators.combine(outer, sent, chosen, weights, ranks, total, limits)
 
     def _rows_of(self, chosen: Tensor) -> Tensor:
-        """Of each row: its expert among those here; those of others come last."""
+        """The expert of each row, counted from the first one here; rows of other ranks come
+        last."""
         first, last, _ = self._range
         mine = chosen.flatten() - first
         mine = torch.where((mine >= 0) & (mine < last - first), mine, last - first)

@@ -213,8 +213,8 @@ write_latent = Kernel(supports=_declines, make=_write_latent)
 latent_attention = Kernel(supports=_declines, make=_latent_attention)
 write_fractal = Kernel(supports=_declines_fractal, make=_write_fractal)
 attend_fractal = Kernel(supports=_declines_fractal, make=_attend_fractal)
-"""Where SGLANG_USE_FIA_NZ asks for it: kernels by names of their own, so that nobody takes pages of
-the one form for those of the other."""
+"""With SGLANG_USE_FIA_NZ. These kernels have names of their own, because servers and stores compare
+names of kernels: pages of one form must not be read as the other form."""
 
 
 def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:

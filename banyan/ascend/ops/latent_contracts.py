@@ -193,7 +193,7 @@ def _prolog_scale(name: str, given: Tensor | None, wanted: tuple[int, int] | Non
 INDEX_DIM, MOST_INDEX_HEADS = 128, 64
 """Width of a head of the indexer, and how many there may be."""
 MOST_CHOSEN = 2048
-"""Positions that a token reads, beside 3072, 4096 … 8192."""
+"""Most positions that a token reads, apart from 3072, 4096 … 8192."""
 _STEP, _MOST_STEPS = 1024, 8
 _MOST_HEADS = 128
 

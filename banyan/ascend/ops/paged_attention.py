@@ -78,7 +78,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             return torch.empty_like(q)
         starts = row_starts.tolist()
         lengths = lengths_of(starts, context_lengths.tolist())
-        if soft_cap or window < 0:  # the operators have no such things
+        if soft_cap or window < 0:  # not supported by the operators
             how = (scale, window, soft_cap, sinks)
             return attend_plainly(q, (k_pages,), v_pages, page_tables, starts, lengths, *how)
         rows = _Rows(
@@ -102,7 +102,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
 
 
 def lengths_of(starts: list[int], contexts: list[int]) -> list[int]:
-    """Keys of each row, this step's included."""
+    """Keys of each row, with those of this step."""
     return [
         context + end - start
         for context, start, end in zip(contexts, starts, starts[1:], strict=False)
@@ -111,7 +111,7 @@ def lengths_of(starts: list[int], contexts: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """How the rows of a step attend: what the calls of the operator have in common."""
+    """The arguments that all calls of the operator in a step share."""
 
     operators: Operators
     pages: tuple[Tensor, Tensor]
@@ -126,7 +126,7 @@ class _Rows:
         given = (tables, lengths, self.kv_heads, self.scale)
         if not self.window:
             return self.operators.attend_single(each, *self.pages, *given, self.sinks).squeeze(1)
-        # Windows hold for several tokens only, so each comes twice.
+        # The operator applies windows only to rows of several tokens, so each token comes twice.
         pairs = torch.cat([each, each], dim=1)
         found = self.operators.attend_rows(pairs, *self.pages, *given, self.window, self.sinks)
         return found[:, 1]
@@ -145,7 +145,7 @@ class _Rows:
     def one_by_one(
         self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
     ) -> Tensor:
-        """Head sizes that the operator takes from one row at a time only."""
+        """For head sizes that the operator supports in one row at a time only."""
         found = []
         for row, length in enumerate(lengths):
             mine, where = query[starts[row] : starts[row + 1]], tables[row : row + 1]

@@ -21,10 +21,17 @@ from banyan.ascend.ops.product_contracts import (
     MOST_FOUR_BIT_INPUTS,
 )
 from banyan.ascend.ops.toolkit import NpuToolkit, declines
+from banyan.ops.activation_quant import (
+    BLOCK,
+    DYNAMIC,
+    FOUR_BITS,
+    SIZES,
+    FourBits,
+    Rounding,
+    pack_four_bits,
+)
+from banyan.ops.api import PackedLinear
 from banyan.ops.bind import Kernel, OpSpec
-from banyan.ops.four_bits import BLOCK, FOUR_BITS, FourBits, pack
-from banyan.ops.packed import PackedLinear
-from banyan.ops.rounded_inputs import DYNAMIC, SIZES, Rounding
 from banyan.ops.stored import StoredWeight
 
 
@@ -99,7 +106,7 @@ class PackedFourBits:
         """On the host; `four_bit_obstacle` has nothing against the weight."""
         found = FourBits.of(weight.raw)
         scale = found.scale[:, :: FOUR_BIT_GROUP // BLOCK]  # [out, in / 256]
-        columns = pack(found.numbers.t().contiguous()).view(torch.int32)
+        columns = pack_four_bits(found.numbers.t().contiguous()).view(torch.int32)
         sums = found.numbers.unflatten(1, (-1, FOUR_BIT_GROUP)).sum(-1, dtype=torch.int32)
         lift = FOUR_BIT_OFFSET * (sums.double() * scale.double()).sum(1)
         bits = scale.t().contiguous().view(torch.int32).long() & 0xFFFFFFFF

@@ -26,8 +26,8 @@ from banyan.ascend.ops.latent_contracts import (
     PrologWeights,
 )
 from banyan.ascend.ops.operators import Operators
-from banyan.ops.prologue_api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, PrologueShape
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
+from banyan.ops.activation_quant import DYNAMIC, Rounding
+from banyan.ops.api import KEYS, LATENT, PARTS, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 _MODES = {
@@ -44,7 +44,7 @@ class Prologue:
     """Of one layer.
 
     Args:
-        say: tells the log why there is none.
+        say: logs why there is none.
         is_fractal: pages of as many tokens as that form takes have it.
     """
 
@@ -137,8 +137,8 @@ class Prologue:
     def _obstacle(self) -> str:
         if set(self._parts) == set(PARTS) and self._rounded in _MODES:
             return ""
-        told = ", ".join(f"{part} {self._types[part]}" for part in (SQUEEZE, QUERY, LATENT))
-        return f"its weights are {told}, not all floats, all {DYNAMIC} or {QUERY} alone {DYNAMIC}"
+        types = ", ".join(f"{part} {self._types[part]}" for part in (SQUEEZE, QUERY, LATENT))
+        return f"its weights are {types}, not all floats, all {DYNAMIC} or {QUERY} alone {DYNAMIC}"
 
     def _order(self, part: str, rows: int) -> Tensor:
         """Of which row the operator's rows are: those that rotate are pairs there."""

@@ -1,4 +1,4 @@
-"""What the NPU's kernels share, and the reasons for which they decline a configuration."""
+"""The toolkit of the NPU's kernels, and the reasons for which they decline a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,8 @@ from banyan.ascend.ops.latent_contracts import INDEX_DIM, MOST_INDEX_HEADS, coun
 from banyan.ascend.ops.operators import Fuser, Operators
 from banyan.ascend.ops.prologue import open_prologue
 from banyan.base.errors import ConfigError
-from banyan.ops.api import Recorder
+from banyan.ops.api import IndexShape, LatentPrologue, PrologueShape, Recorder
 from banyan.ops.bind import OpSpec, Toolkit
-from banyan.ops.index_api import IndexShape
-from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 from banyan.platform.expert_exchange import Dispatch
 
 
@@ -23,15 +21,15 @@ from banyan.platform.expert_exchange import Dispatch
 class NpuToolkit:
     operators: Operators
     limits: Dispatch = A3
-    """Of the exchanges of rows."""
+    """Limits of expert exchanges."""
     absence: str = ""
     recorder: Recorder | None = None
     fuses_latents: bool = False
-    """What comes before latent attention is to be one operator."""
+    """Use the fused prologue of latent attention."""
     fractal_pages: bool = False
-    """Pages of latents are to have the fractal form (NZ)."""
+    """Latent pages have the fractal form (NZ)."""
     fuser: Fuser | None = None
-    """What sends rows to experts and runs these in one; None = several operators do."""
+    """The fused operator for dispatch and experts; None = several operators."""
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
@@ -39,7 +37,7 @@ class NpuToolkit:
     def joins_index(self, shape: IndexShape) -> bool:
         widths = (shape.rank, shape.rope_dim, shape.dim)
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM, INDEX_DIM)
-        # A layer that drafts asks for one position more, see `sparse.py`.
+        # A draft layer needs one position more, see `latent_attention.py`.
         are_counts = is_count(shape.top) and is_count(count_from(shape.top + 1))
         return is_served and shape.heads <= MOST_INDEX_HEADS and are_counts
 
@@ -48,22 +46,24 @@ class NpuToolkit:
     ) -> LatentPrologue | None:
         if not self.fuses_latents:
             return None
-        return open_prologue(self.operators, shape, dtype, device, self._tell, self.fractal_pages)
+        return open_prologue(
+            self.operators, shape, dtype, device, self._warn_unfused, self.fractal_pages
+        )
 
-    def _tell(self, why: str) -> None:
-        told = "SGLANG_NPU_USE_MLAPO: several operators come before latent attention"
-        self.operators.warn(f"{told}: {why}")
+    def _warn_unfused(self, why: str) -> None:
+        line = "SGLANG_NPU_USE_MLAPO: several operators come before latent attention"
+        self.operators.warn(f"{line}: {why}")
 
 
 def declines(spec: OpSpec) -> str | None:
-    """Why no kernel can serve; None when one can."""
+    """Why no kernel supports this; None = one does."""
     if not isinstance(spec.toolkit, NpuToolkit):
         return "no driver of the NPU is open"
     return None if spec.dtype in HALVES else f"activations are {spec.dtype}"
 
 
 def declines_pages(spec: OpSpec) -> str | None:
-    """The same for kernels that read or write pages."""
+    """As `declines`, for kernels that read or write pages."""
     reason = declines(spec)
     if reason is not None:
         return reason
@@ -79,11 +79,11 @@ def declines_pages(spec: OpSpec) -> str | None:
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
     Args:
-        wishes: "offload", that weights lie so that copies of their bytes are weights too;
-            "fuseep-mode", the operator that sends rows to experts and runs these (1 or 2).
+        wishes: "offload" = weights keep a form that copies of bytes preserve; "fuseep-mode" = the
+            fused operator for dispatch and experts (1 or 2).
 
     Raises:
-        ConfigError: another wish, of which none exists here.
+        ConfigError: an unknown wish.
     """
     wishes = dict(wishes)
     keeps_plain = bool(wishes.pop("offload", ""))
@@ -96,5 +96,10 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     fuser = None
     if mode:
         fuser = Fuser(open_deep_ep(), mode, fused_dispatch_of(chip)[mode - 1], driver.is_checked)
-    forms = (driver.fuses_latents, driver.fractal_pages)
-    return NpuToolkit(operators, dispatch_of(chip), "", None, *forms, fuser)
+    return NpuToolkit(
+        operators=operators,
+        limits=dispatch_of(chip),
+        fuses_latents=driver.fuses_latents,
+        fractal_pages=driver.fractal_pages,
+        fuser=fuser,
+    )

@@ -9,7 +9,7 @@ from banyan.ascend.ops.operators import Operators
 from banyan.ascend.ops.product_contracts import FOUR_BIT_GROUP
 from banyan.ascend.ops.products import PackedFourBits
 from banyan.ascend.selfcheck.case import SLACK, Case, Place, random_tensor
-from banyan.ops.four_bits import BLOCK, FOUR_BITS, FourBits
+from banyan.ops.activation_quant import BLOCK, FOUR_BITS, FourBits
 from banyan.ops.stored import StoredWeight
 
 

@@ -39,7 +39,7 @@ KERNELS = {
         f"{_HERE}.torch_attention:paged_attention",
     ],
     "adapt": [f"{_HERE}.lora:adapt"],
-    "adapt_rows": [f"{_HERE}.lora_rows:adapt_rows"],
+    "adapt_rows": [f"{_HERE}.lora:adapt_rows"],
     "sample": [f"{_HERE}.sampling:sample"],
     "logprobs": [f"{_HERE}.sampling:logprobs"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},

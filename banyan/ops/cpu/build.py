@@ -1,11 +1,12 @@
 """Builds the compiled kernels: C++ sources to one shared library, cached by what went into it.
 
-A library is built for one instruction set, so nobody waits for code that does not run: it holds the
-best of each family there, and plain code to check that against. Compilers are tried in order: the
-one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a wheel). Nothing is
-downloaded. The cache is keyed by sources, options and instruction set, so an unchanged library is
-built once per user, by a process of its own (`build_process`). A wheel may bring libraries along
-under the same keys (`prebuild`): those of other sources or options are not found there.
+A library is built for one instruction set, so that no time goes into code that does not run: it has
+the best kernels of each family, and plain code to check them against. Compilers are tried in
+order: the one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a
+wheel). Nothing is downloaded. The cache is keyed by sources, options and instruction set, so an
+unchanged library is built once per user, by a process of its own (`build_process`). A wheel may
+contain libraries under the same keys (`prebuild`); libraries of other sources or options are not
+found.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""What a wheel brings along; not there in a source tree."""
+"""Libraries of a wheel; absent in a source tree."""
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -44,10 +45,22 @@ OPTIONS_BY_ISA = {
     "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 """Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+FAMILIES = {
+    "attention": ("base", "avx2", "avx512"),
+    "experts": ("base", "avx2", "avx512"),
+    "lora": ("base", "avx2", "avx512"),
+    "pack": ("avx2", "avx512"),
+    "probe": ("base", "avx2", "avx512", "vnni"),
+    "rows": ("base", "avx2", "avx512"),
+    "sample": ("base", "avx2", "avx512"),
+    "state": ("base", "avx2", "avx512"),
+}
+"""csrc/<family>.inl is compiled once for each of these sets. Its table of kernels, BN_TABLE in the
+source, is called <family>_<set>. A set with a file of its own (linear_amx.cpp) is not listed."""
 OFTEN_RUN, SELDOM_RUN = "-O3", "-O1"
 """How hard to optimise what serves; and what only checks that, or serves odd shapes."""
 STAND_INS = {"attention_avx512": "attention_avx2"}
-"""Sources -> what serves the heads that they do not: those of 8, 24, 40 … numbers."""
+"""Kernels -> the kernels that serve other head sizes: 8, 24, 40 … numbers."""
 _ZIG = (
     # Its own defaults are this machine's instruction set and checks for undefined behaviour.
     *("-mcpu=baseline", "-fno-sanitize=all", "-g0"),
@@ -61,7 +74,7 @@ _NEEDS = {
     "vnni": {"avx512_vnni"},
     "amx": {"amx_tile", "amx_int8", "amx_bf16"},
 }
-"""What /proc/cpuinfo must list, beside what the sets below need."""
+"""What /proc/cpuinfo must list, in addition to the needs of lower sets."""
 _log = logger("banyan.ops.cpu.build")
 
 
@@ -182,7 +195,7 @@ def library_paths(isa: str, compiler: str) -> Iterator[Path]:
 def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[None]:
     """Build what `cached_library` will ask for, here or in another process, during the block.
 
-    Says nothing of a failure: whoever needs the library meets it again.
+    A failure is not reported here: `cached_library` fails again and reports it.
     """
     isa = usable_isa(wished_isa)
     target = _target(None, isa)
@@ -234,13 +247,60 @@ class _Building:
         self._process.wait()
 
 
+@dataclass(frozen=True)
+class Source:
+    """One compilation.
+
+    Attributes:
+        path: a .cpp file, or the .inl file of a family.
+        isa: the instruction set, "" = the code needs none.
+        is_seldom_run: it need not be fast.
+    """
+
+    path: Path
+    isa: str = ""
+    is_seldom_run: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the object, also of the table of kernels in it."""
+        is_family = self.path.suffix == ".inl"
+        return f"{self.path.stem}_{self.isa}" if is_family else self.path.stem
+
+    @property
+    def family(self) -> str:
+        return self.name.removesuffix(f"_{self.isa}")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """How a compiler's command line names the source."""
+        if self.path.suffix == ".inl":
+            return (f"-DBN_TABLE={self.name}", "-x", "c++", str(self.path))
+        return (str(self.path),)
+
+
+def all_sources() -> list[Source]:
+    """Every compilation of csrc, for all instruction sets."""
+    files = [Source(path, _isa(path.stem)) for path in sorted(SOURCES.glob("*.cpp"))]
+    families = [
+        Source(SOURCES / f"{family}.inl", isa) for family, isas in FAMILIES.items() for isa in isas
+    ]
+    return sorted(files + families, key=lambda source: source.name)
+
+
+def _isa(stem: str) -> str:
+    """The instruction set that a file's name says it is for, "" for none."""
+    last = stem.rpartition("_")[2]
+    return last if last in ISAS else ""
+
+
 def _target(folder: Path | None, isa: str) -> Path:
     folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
     return folder / _fingerprint(isa) / LIBRARY
 
 
 def _fingerprint(isa: str) -> str:
-    options = (OPTIONS, OPTIONS_BY_ISA, OFTEN_RUN, SELDOM_RUN, STAND_INS, _ZIG, _ZIG_LINK)
+    options = (OPTIONS, OPTIONS_BY_ISA, FAMILIES, OFTEN_RUN, SELDOM_RUN, STAND_INS, _ZIG, _ZIG_LINK)
     choices = (options, platform.machine(), isa)
     digest = hashlib.sha256(repr(choices).encode())
     for source in sorted(SOURCES.iterdir()):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from banyan.base.log import logger, start_logging
@@ -29,9 +29,10 @@ from banyan.ops.cpu.build import (
     OFTEN_RUN,
     OPTIONS_BY_ISA,
     SELDOM_RUN,
-    SOURCES,
     STAND_INS,
     Compiler,
+    Source,
+    all_sources,
 )
 
 _TIMEOUT_S = 600
@@ -54,7 +55,7 @@ class Job:
     """What to build: arguments of this process.
 
     Attributes:
-        target: path of the library; beside it lie the lock and the work.
+        target: path of the library; the lock and the work are in the same folder.
         isa: which of ISAS to build for.
         compilers: command lines, tried in order.
     """
@@ -64,51 +65,40 @@ class Job:
     compilers: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file to compile.
-
-    Attributes:
-        is_seldom_run: so it need not be quick.
-    """
-
-    path: Path
-    is_seldom_run: bool = False
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        how = SELDOM_RUN if self.is_seldom_run else OFTEN_RUN
-        return (how, *OPTIONS_BY_ISA.get(_isa(self.path.stem), ()))
-
-    @property
-    def expected_s(self) -> float:
-        family, isa = _family(self.path.stem), _isa(self.path.stem)
-        seconds = _LOOPS_S.get(family, _FILE_S) if isa else _FILE_S
-        return seconds * (_SELDOM if self.is_seldom_run else 1)
-
-
 def sources_for(isa: str) -> list[Source]:
     """What a library for an instruction set is made of, the longest first: the best of each family
     there, what stands in for that, plain code, and what no instruction set matters to."""
-    paths = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
+    by_name = {source.name: source for source in all_sources()}
     best: dict[str, str] = {}
     for level in ISAS[: ISAS.index(isa) + 1]:
-        best |= {_family(stem): stem for stem in paths if _isa(stem) == level}
-    seldom = {STAND_INS[stem] for stem in best.values() if stem in STAND_INS}
-    seldom |= {f"{family}_{ISAS[0]}" for family in best} & paths.keys() - {*best.values()}
-    often = {*best.values(), *(stem for stem in paths if not _isa(stem))}
-    found = [Source(paths[stem], stem in seldom) for stem in sorted(often | seldom)]
-    return sorted(found, key=lambda source: -source.expected_s)
+        best |= {each.family: name for name, each in by_name.items() if each.isa == level}
+    seldom = {STAND_INS[name] for name in best.values() if name in STAND_INS}
+    seldom |= {f"{family}_{ISAS[0]}" for family in best} & by_name.keys() - {*best.values()}
+    often = {*best.values(), *(name for name, each in by_name.items() if not each.isa)}
+    found = [
+        replace(by_name[name], is_seldom_run=name in seldom) for name in sorted(often | seldom)
+    ]
+    return sorted(found, key=lambda source: -_expected_s(source))
+
+
+def _options(source: Source) -> tuple[str, ...]:
+    how = SELDOM_RUN if source.is_seldom_run else OFTEN_RUN
+    return (how, *OPTIONS_BY_ISA.get(source.isa, ()))
+
+
+def _expected_s(source: Source) -> float:
+    seconds = _LOOPS_S.get(source.family, _FILE_S) if source.isa else _FILE_S
+    return seconds * (_SELDOM if source.is_seldom_run else 1)
 
 
 def definitions_for(isa: str) -> tuple[str, ...]:
-    """What the sources are told of that: BN_LINEAR_VNNI and so on (csrc/runtime.h)."""
-    held = [s.path.stem.upper() for s in sources_for(isa) if _isa(s.path.stem)]
+    """Macros that tell the sources which tables are there: BN_LINEAR_VNNI … (csrc/runtime.h)."""
+    held = [source.name.upper() for source in sources_for(isa) if source.isa]
     return (f"-DBN_BUILT_FOR={ISAS.index(isa)}", *(f"-DBN_{name}" for name in held))
 
 
 class _Commands:
-    """Runs compilers until told to stop."""
+    """Runs compilers until `stop` is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +119,7 @@ class _Commands:
                 )
             with process:
                 try:
-                    _, told = process.communicate(timeout=_TIMEOUT_S)
+                    _, messages = process.communicate(timeout=_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     return f"no end after {_TIMEOUT_S} s"
@@ -137,7 +127,7 @@ class _Commands:
             return str(error)
         if process.returncode == 0:
             return ""
-        errors = [line for line in told.splitlines() if "error" in line] or ["no message"]
+        errors = [line for line in messages.splitlines() if "error" in line] or ["no message"]
         return f"exit {process.returncode}: {errors[0].strip()}"
 
     def stop(self) -> None:
@@ -153,20 +143,20 @@ class _Progress:
     def __init__(self, sources: list[Source]) -> None:
         self._waiting = len(sources)
         self._number = len(sources)
-        self._left_s = sum(source.expected_s for source in sources)
+        self._left_s = sum(_expected_s(source) for source in sources)
         self._all_s = self._left_s
-        self._began = self._told = time.monotonic()
+        self._began = self._logged_at = time.monotonic()
 
     def one_more(self, source: Source) -> None:
         self._waiting -= 1
-        self._left_s -= source.expected_s
+        self._left_s -= _expected_s(source)
         now = time.monotonic()
-        if now - self._told < _TELL_S or not self._waiting:
+        if now - self._logged_at < _TELL_S or not self._waiting:
             return
-        self._told = now
+        self._logged_at = now
         left_s = (now - self._began) * self._left_s / (self._all_s - self._left_s)
-        told = "compiling the CPU kernels: %d of %d files, about %.0f s left"
-        _log.info(told, self._number - self._waiting, self._number, left_s)
+        line = "compiling the CPU kernels: %d of %d files, about %.0f s left"
+        _log.info(line, self._number - self._waiting, self._number, left_s)
 
 
 def build(job: Job, commands: _Commands) -> str:
@@ -196,15 +186,15 @@ def build(job: Job, commands: _Commands) -> str:
 def _locked(path: Path, commands: _Commands) -> Iterator[None]:
     """Hold the lock of the folder, or be stopped while another process has it."""
     with open(path, "w") as lock:
-        is_told = False
+        is_logged = False
         while not commands.is_stopped:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not is_told:
+                if not is_logged:
                     _log.info("waiting for the CPU kernels, which another process compiles")
-                is_told = True
+                is_logged = True
                 time.sleep(_POLL_S)
         yield
 
@@ -213,16 +203,16 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     """Build with one compiler; "" or why that failed."""
     command = (*compiler.compile(work), *definitions_for(isa))
     sources = sources_for(isa)
-    outputs = [work / f"{source.path.stem}.o" for source in sources]
+    outputs = [work / f"{source.name}.o" for source in sources]
     cores = num_cores()
-    expected_s = sum(source.expected_s for source in sources) / cores
-    told = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
-    _log.info(told, compiler.name, len(sources), expected_s, cores)
+    expected_s = sum(_expected_s(source) for source in sources) / cores
+    line = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
+    _log.info(line, compiler.name, len(sources), expected_s, cores)
     progress, began = _Progress(sources), time.monotonic()
     with ThreadPoolExecutor(cores) as threads:
         running: dict[Future[str], Source] = {}
         for source, output in zip(sources, outputs, strict=True):
-            words = (*command, *source.options, "-c", str(source.path), "-o", str(output))
+            words = (*command, *_options(source), "-c", *source.words, "-o", str(output))
             running[threads.submit(commands.run, words, work)] = source
         for done in as_completed(running):
             if reason := done.result():
@@ -235,16 +225,6 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
         os.replace(library, target)  # whole or not at all
         _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
     return reason
-
-
-def _isa(stem: str) -> str:
-    """The instruction set that a file's name says it is for, "" for none."""
-    last = stem.rpartition("_")[2]
-    return last if last in ISAS else ""
-
-
-def _family(stem: str) -> str:
-    return stem.rpartition("_")[0]
 
 
 def main() -> None:

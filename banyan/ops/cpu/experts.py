@@ -15,11 +15,10 @@ from torch.nn.functional import pad
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.lora import make as make_adapt
+from banyan.ops.cpu.lora import make_adapt as make_adapt
 from banyan.ops.cpu.weights import Arena, PackedWeight, pack, rounding_of
 from banyan.ops.experts_api import ExpertPlaces, Routing, StoredExperts
-from banyan.ops.lora import AdapterTable, AdapterTokens
-from banyan.ops.lora_experts import ExpertSides, ExpertTable
+from banyan.ops.lora import AdapterTable, AdapterTokens, ExpertSides, ExpertTable
 from banyan.ops.stored import StoredWeight
 
 _CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in
@@ -41,7 +40,7 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
         correction: Tensor | None,
         rule: Routing,
         bias: Tensor | None = None,
-        beside: tuple[AdapterTable, AdapterTokens] | None = None,
+        adapters: tuple[AdapterTable, AdapterTokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens, (count, dim) = x.shape[0], weight.shape
         assert x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
@@ -53,8 +52,8 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
             *(0 if bias is None else bias.data_ptr(),),
             *(logits.data_ptr(), dim, count),
         )
-        if beside is not None:
-            adapt(logits, x, *beside)
+        if adapters is not None:
+            adapt(logits, x, *adapters)
         ids = library.empty((tokens, rule.per_token), torch.int64)
         weights = library.empty((tokens, rule.per_token))
         library.call(
@@ -150,8 +149,8 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The adapters beside one projection, and what their first products make of a step's pairs
+class ExpertAdapters:
+    """The LoRA adapters of one projection, and memory for the results of their first products
     (ExpertAdapters of csrc/experts.h)."""
 
     table: ExpertTable
@@ -168,7 +167,7 @@ class Beside:
         )
 
     @property
-    def room(self) -> tuple[int, int]:
+    def memory(self) -> tuple[int, int]:
         return self.inner.data_ptr(), self.table.width
 
 
@@ -221,19 +220,19 @@ class Experts:
     ) -> Tensor:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = self._sorted(ids, weights)
-        beside = None if sides is None else self._beside(sides.gate_up, sides, pairs, x)
-        inner = self._joined(x, pairs, beside)
+        adapters = None if sides is None else self._adapters_of(sides.gate_up, sides, pairs, x)
+        inner = self._joined(x, pairs, adapters)
         if sides is not None:
-            beside = self._beside(sides.down, sides, pairs, inner)
+            adapters = self._adapters_of(sides.down, sides, pairs, inner)
         rows = self._rounded(inner, per_token)
         out = library.empty((tokens, self.dim))
         library.call(
-            "bn_experts_out" if beside is None else "bn_experts_out_adapted",
+            "bn_experts_out" if adapters is None else "bn_experts_out_adapted",
             *(tokens, self.down.address, *pairs.lists, pairs.owners.data_ptr()),
             *(pairs.shares.data_ptr(), rows.data_ptr(), rows.shape[2] * rows.itemsize),
             *(out.data_ptr(), self.inner, self.dim, self._count, per_token),
             int(self.down.is_exact),
-            *(() if beside is None else (*beside.lists, *beside.room)),
+            *(() if adapters is None else (*adapters.lists, *adapters.memory)),
         )
         return out
 
@@ -286,21 +285,23 @@ class Experts:
         )
         return pairs
 
-    def _beside(self, table: ExpertTable, sides: ExpertSides, pairs: Pairs, x: Tensor) -> Beside:
+    def _adapters_of(
+        self, table: ExpertTable, sides: ExpertSides, pairs: Pairs, x: Tensor
+    ) -> ExpertAdapters:
         """x: [tokens, inputs], or of the pairs at their places."""
         library, (tokens, per_token) = self._library, pairs.places.shape
         inner = library.empty((tokens, per_token * table.width))
-        beside = Beside(table, sides.tokens, inner)
+        adapters = ExpertAdapters(table, sides.tokens, inner)
         is_by_token = table is sides.gate_up
         library.call(
             "bn_experts_shrink",
-            *(tokens, *beside.lists, pairs.owners.data_ptr(), *beside.room, *pairs.lists),
+            *(tokens, *adapters.lists, pairs.owners.data_ptr(), *adapters.memory, *pairs.lists),
             *(x.data_ptr(), x.stride(0) if is_by_token else table.inputs, table.inputs),
             *(per_token, int(is_by_token)),
         )
-        return beside
+        return adapters
 
-    def _joined(self, x: Tensor, pairs: Pairs, beside: Beside | None) -> Tensor:
+    def _joined(self, x: Tensor, pairs: Pairs, adapters: ExpertAdapters | None) -> Tensor:
         """What `down` multiplies, of every pair; [tokens, per_token · inner]."""
         library, (tokens, per_token) = self._library, pairs.places.shape
         assert x.dtype == torch.float32 and x.shape[1] == self.dim and x.stride(1) == 1, (
@@ -309,12 +310,16 @@ class Experts:
         rows = self._gathered(x, pairs.places)
         inner = library.empty((tokens, per_token * self.inner))
         library.call(
-            "bn_experts_in" if beside is None else "bn_experts_in_adapted",
+            "bn_experts_in" if adapters is None else "bn_experts_in_adapted",
             *(tokens, self.gate.address, self.up.address, *pairs.lists),
             *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
             *(self.dim, self.inner, self._count, per_token),
             *(int(self.gate.is_exact), self._curve, *self._clamp),
-            *(() if beside is None else (*beside.lists, pairs.owners.data_ptr(), *beside.room)),
+            *(
+                ()
+                if adapters is None
+                else (*adapters.lists, pairs.owners.data_ptr(), *adapters.memory)
+            ),
         )
         return inner
 

@@ -24,10 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
-from banyan.ops.api import MultiStepInputs, NotRecordable, OpTime
+from banyan.ops.api import (
+    IndexShape,
+    LatentPrologue,
+    MultiStepInputs,
+    NotRecordable,
+    OpTime,
+    PrologueShape,
+)
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
-from banyan.ops.index_api import IndexShape
-from banyan.ops.prologue_api import LatentPrologue, PrologueShape
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
@@ -117,7 +122,7 @@ class Library:
         return self
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """Half precision beside kernels that may round activations anyway."""
+        """Half precision if kernels may round activations anyway."""
         return dtype if exact or dtype != torch.float32 else torch.float16
 
     def joins_index(self, shape: IndexShape) -> bool:
@@ -194,8 +199,8 @@ class Library:
         sizes = _sizes(leading, rows, leading)
         _succeed(self._functions["bn_program_run_once"](self._pool, self._scratch, sizes))
 
-    def ring_next(self, bell: int) -> None:
-        self._functions["bn_pool_ring_next"](self._pool, bell)
+    def wake_next(self, wake_fd: int) -> None:
+        self._functions["bn_pool_ring_next"](self._pool, wake_fd)
 
     def _run(self, program: Pointer, *given: int) -> None:
         sizes = _sizes(*given)
@@ -284,7 +289,13 @@ class Recording:
             *(array.ctypes.data for array in (*state, *more)),
             len(places),
             *(array.ctypes.data for array in lists),
-            *(inputs.number, inputs.told.ctypes.data, inputs.tell, inputs.bell, inputs.pace_ns),
+            *(
+                inputs.number,
+                inputs.steps_done.ctypes.data,
+                inputs.report_every,
+                inputs.wake_fd,
+                inputs.pace_ns,
+            ),
             done.ctypes.data,
         )
         _succeed(failure)

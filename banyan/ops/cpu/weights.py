@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.ops.arena import Arena
 from banyan.ops.cpu.library import Library
+from banyan.ops.host_memory import Arena
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
 
 SOURCES = (

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from banyan.ops.api import PackedHeadLinear
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda.needs import TYPES
-from banyan.ops.packed import PackedHeadLinear
 from banyan.ops.stored import StoredWeight
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.base.log import logger
+from banyan.ops.api import PackedLinear
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.blocks import BLOCK
 from banyan.ops.cuda.assembly import LEAST_CAPABILITY, nibbles, octets
 from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, declines
 from banyan.ops.cuda.packing import BLOCK_TYPES, PackedNumbers, pack
-from banyan.ops.packed import PackedLinear
 from banyan.ops.reference import DenseLinear
 from banyan.ops.rounding import to_blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight

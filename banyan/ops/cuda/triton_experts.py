@@ -14,7 +14,7 @@ from torch import Tensor
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda.needs import declines, power_of_two
 from banyan.ops.experts_api import PackedExperts, StoredExperts
-from banyan.ops.lora_experts import ExpertSides
+from banyan.ops.lora import ExpertSides
 from banyan.ops.stored import StoredWeight, stack
 
 _GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}

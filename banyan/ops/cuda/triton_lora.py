@@ -1,4 +1,4 @@
-"""Low-rank adapters in Triton, from the stacks of `ops/lora_stack.py`: a product into the ranks
+"""Low-rank adapters in Triton, from the stacks of `ops/lora.py`: a product into the ranks
 of each token's own adapter, and one out of them. What it takes grows with the adapters that the
 step's tokens have, not with those that are loaded.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from banyan.messages.plan import SAMPLE, SCORE, RowScores
 from banyan.ops.api import Ops
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.runner.batch import Batch
 from banyan.runner.slots import SlotTable
 
@@ -106,7 +106,7 @@ class StepScores:
         """
         top = min(self._builder.top, logits.shape[1])
         arrays = (rows, self._temperature[entries], self._builder.picked[entries], entries)
-        row, temperature, picked, where = (sent(x, self._device) for x in arrays)
+        row, temperature, picked, where = (copy_to(x, self._device) for x in arrays)
         scored = self._ops.logprobs(logits, row, temperature, tokens, top, picked)
         self._logprobs[where] = scored[0]
         self._top_ids[where, :top] = scored[1]

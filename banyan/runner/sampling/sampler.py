@@ -15,7 +15,7 @@ from torch import Tensor
 from banyan.base.ids import SlotId
 from banyan.messages.plan import NOT_FINITE, Join
 from banyan.ops.api import Ops
-from banyan.ops.host import sent
+from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
 from banyan.platform.base import Platform
 from banyan.runner.slots import SlotTable
@@ -127,7 +127,7 @@ class Sampler:
         addends = self._addends(slots, positions) if table.edited else None
         kept, failed = self._masks(len(slots), masks) if masks else (None, {})
         if where is None:
-            where = sent(slots, device), sent(positions, device)
+            where = copy_to(slots, device), copy_to(positions, device)
         rows = SampleRows(
             params=table.device_params,
             positions=where[1],

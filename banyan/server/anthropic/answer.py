@@ -48,11 +48,11 @@ class Blocks:
         self._open = ""
         self._index = -1
         self._space = ""
-        """Blank text that has come before a block of text: kept back until words follow."""
+        """Blank text before a block of text, held until visible text follows."""
         self._hidden: list[str] = []
 
     def take(self, part: Part) -> list[Json]:
-        """Events that a part of the answer becomes."""
+        """The events of one part of the answer."""
         match part:
             case Said(text):
                 return self._said(text)
@@ -69,7 +69,7 @@ class Blocks:
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
 
     def end(self) -> list[Json]:
-        """Close the block that is open, if one is."""
+        """Close the open block, if any."""
         if not self._open:
             return []
         events: list[Json] = []
@@ -127,7 +127,7 @@ class MessageAnswer:
         self._with_cache = with_cache
 
     def whole(self, chunks: list[TextChunk]) -> Json:
-        """The message that these chunks, all there are, add up to."""
+        """The whole message of all chunks."""
         parts = joined([part for chunk in chunks for part in self._choice.read(chunk)])
         events = [event for part in parts for event in self._blocks.take(part)]
         last = self._end(chunks[-1])
@@ -143,7 +143,7 @@ class MessageAnswer:
         return [{"type": "message_start", "message": self._head(chunk.usage)}, PING]
 
     def events(self, chunk: TextChunk) -> list[Json]:
-        """The events that a chunk becomes, the end of the message included."""
+        """The events of one chunk, with the end of the message."""
         found = [e for part in self._choice.read(chunk) for e in self._blocks.take(part)]
         if chunk.finish is None:
             return found
@@ -182,7 +182,7 @@ class MessageAnswer:
         }
 
     def _usage(self, usage: Usage) -> Json:
-        """Counts so far; input_tokens are those that did not come from the cache, if reported."""
+        """Counts so far; input_tokens without cached ones, if these are reported."""
         cached = usage.cached_tokens if self._with_cache else None
         thinking = self._choice.reasoning_tokens
         return {
@@ -196,7 +196,7 @@ class MessageAnswer:
 
 
 def _content(events: list[Json]) -> list[Json]:
-    """The blocks that events of content add up to."""
+    """The content blocks of these events."""
     blocks: list[Json] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -211,7 +211,7 @@ def _content(events: list[Json]) -> list[Json]:
 
 
 def _arguments(text: str) -> Json:
-    """The arguments of a call; none of a call that was cut off."""
+    """The arguments of a call; {} for a call that was cut off."""
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -60,7 +60,7 @@ def chat_messages(
 
 
 def continues(turns: Sequence[Turn]) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Whether the last message begins the answer."""
     return bool(turns) and turns[-1].role == "assistant"
 
 
@@ -107,7 +107,7 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
 
 
 def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
-    """What a user's message becomes: results of tools, and the texts around them."""
+    """Messages for one message of the user: tool results, and the texts around them."""
     found: list[Json] = []
     texts: list[str] = []
 
@@ -133,7 +133,7 @@ def _wants_citations(block: Block) -> bool:
 
 
 def _add_to_user(found: list[Json], turn: Turn, where: str) -> None:
-    """Put the text of a system message behind what the user said last, or make it a message."""
+    """Append the text of a system message to the last user message, or add it as a message."""
     blocks = [] if isinstance(turn.content, str) else turn.content
     texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(blocks)]
     text = turn.content if isinstance(turn.content, str) else "\n".join(texts)
@@ -161,7 +161,7 @@ def _result(block: Block, place: str, names: dict[str, str]) -> Json:
 
 
 def _text(block: object, place: str) -> str:
-    """The text of a block that holds nothing else."""
+    """The text of a block of type text."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(kind, str):
         raise _refusal(f"{place} must be a block with a type")
@@ -203,12 +203,12 @@ _MARK = "banyan:"
 
 
 def signature(hidden: str = "") -> str:
-    """The signature of a block whose thinking is shown, or hidden in here."""
+    """The signature of a thinking block; it carries `hidden` if the thinking is not shown."""
     return _MARK + base64.b64encode(hidden.encode()).decode()
 
 
 def hidden_in(given: object) -> str:
-    """The thinking that a signature carries; "" in those of other servers.
+    """The thinking in a signature; "" for signatures of other servers.
 
     Raises:
         RequestError: it begins as ours and goes on as nothing of ours.

@@ -42,7 +42,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the prompt: the body of /v1/messages/count_tokens."""
+    """The fields of the prompt: the body of /v1/messages/count_tokens."""
 
     model: str
     messages: list[Turn]
@@ -54,7 +54,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_format: dict[str, object] | None = None
     """The older place of `output_config.format`."""
     cache_control: dict[str, object] | None = None
-    """Every shared prefix is cached, so there is nothing to mark."""
+    """Accepted: every shared prefix is cached without marks."""
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -75,10 +75,10 @@ MEMBERS: Mapping[str, type[msgspec.Struct]] = {
     "thinking": Thinking,
     "output_config": OutputConfig,
 }
-"""Field -> what its objects have; other members are reported."""
+"""Field -> known members of its objects; others are reported."""
 
 HARMLESS_MEMBERS = frozenset(("cache_control",))
-"""Members that ask for what happens anyway."""
+"""Members without effect, since it happens anyway."""
 
 _NONE = (None, "", [], {})
 
@@ -99,4 +99,4 @@ HARMLESS = frozenset(
         "diagnostics",
     )
 )
-"""Fields that change nothing a client could see in the text; accepted and reported."""
+"""Fields that do not change the answer; accepted and reported."""

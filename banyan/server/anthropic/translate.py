@@ -1,4 +1,4 @@
-"""From a request of the Messages API to the chat request that means the same."""
+"""From a request of the Messages API to the equivalent chat request."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""Field of a chat request -> what the client called it."""
+"""Field of a chat request -> its name in the Messages API."""
 
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _MIN_BUDGET = 1024
@@ -89,7 +89,7 @@ def _choice(choice: ToolChoice | None) -> Json:
 
 
 def _thinking(request: CountRequest, report: Report) -> Json:
-    """The switches of thinking and effort; without `thinking` the model's own habit stays."""
+    """Template switches of thinking and effort; without `thinking` the template decides."""
     thinking = request.thinking
     effort = request.output_config.effort if request.output_config else None
     if thinking is None:

@@ -1,4 +1,4 @@
-"""Shapes of Ollama's answers, whole or line by line. A call of a tool comes when it is complete."""
+"""Ollama's answers, whole or line by line. A tool call is sent when it is complete."""
 
 import time
 from datetime import UTC, datetime
@@ -47,10 +47,10 @@ class OllamaAnswer:
         self._planned_ns = time.monotonic_ns()
         self._first_ns = 0
         self._calls: list[tuple[CallStart, list[str]]] = []
-        """Calls that have not been given: the last is still arriving."""
+        """Calls that were not sent yet; the last may be incomplete."""
 
     def whole(self, chunks: list[TextChunk]) -> Json:
-        """The answer that these chunks, all there are, add up to."""
+        """The whole answer of all chunks."""
         parts = [part for chunk in chunks for part in self._choice.read(chunk)]
         body = self._body(parts, is_last=True)
         scores = [score for chunk in chunks for score in chunk.output_scores]
@@ -61,11 +61,11 @@ class OllamaAnswer:
         return {**body, **self._end(chunks[-1])}
 
     def arrived(self) -> None:
-        """Note that a chunk has come; the first ends the evaluation of the prompt."""
+        """Count a chunk; the first ends the evaluation of the prompt."""
         self._first_ns = self._first_ns or time.monotonic_ns()
 
     def lines(self, chunk: TextChunk) -> list[Json]:
-        """The lines that a chunk becomes; the last line of all has no text."""
+        """The lines of one chunk; the last line of the answer has no text."""
         is_last = chunk.finish is not None
         parts = self._choice.read(chunk)
         body = self._body(parts, is_last)
@@ -96,7 +96,7 @@ class OllamaAnswer:
         return {**head, "message": {"role": "assistant", **inner}}
 
     def _complete(self, parts: list[Part], is_last: bool) -> list[Json]:
-        """Calls that these parts complete. One that was cut off is not given."""
+        """Calls that these parts complete. A call that was cut off is dropped."""
         for part in parts:
             if isinstance(part, CallStart):
                 self._calls.append((part, []))
@@ -113,7 +113,7 @@ class OllamaAnswer:
         return found
 
     def _end(self, chunk: TextChunk) -> Json:
-        """What the last line adds: why it ended, counts, and durations in nanoseconds."""
+        """Fields of the last line: reason of the end, counts, durations in nanoseconds."""
         end_ns = time.monotonic_ns()
         first_ns = self._first_ns or end_ns
         usage = chunk.usage

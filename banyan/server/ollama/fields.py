@@ -1,4 +1,4 @@
-"""What the Ollama routes share of reading requests."""
+"""Reading of requests for all Ollama routes."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -37,7 +37,7 @@ def reporter(context: RequestContext, names: Mapping[str, str] = _NO_NAMES) -> R
 
 
 def typed_from(raw: Json, kind: type[R], report: Report) -> R:
-    """The typed request; every field of the body is honoured, refused or reported."""
+    """The typed request. Every field of the body is honoured, refused or reported."""
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, {"messages": Message}, (), report)
     return typed(raw, kind)
@@ -50,7 +50,7 @@ async def read(exchange: HttpExchange, kind: type[R], report: Report) -> R:
 
 def model_and_adapter_of(name: str, context: RequestContext, state: ServerState) -> tuple[str, str]:
     """The model name to answer with, and the adapter that it names: ADAPTER, ADAPTER:TAG or
-    BASE:ADAPTER. Any other tag (":latest", ":8b") chooses nothing here."""
+    BASE:ADAPTER. Any other tag (":latest", ":8b") is ignored."""
     served, names = state.served_name, state.adapters
     stem, _, tag = name.partition(":")
     for adapter in (name, stem, tag):

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: /api/tags, /api/show, /api/ps and /api/version.
+"""Facts about models for Ollama's clients: /api/tags, /api/show, /api/ps and /api/version.
 
 There is one model, and it stays loaded as long as the server runs.
 """
@@ -16,7 +16,7 @@ from banyan.server.openai.schema import SAMPLING as NATIVE
 from banyan.server.state import ServerState, Service
 
 API_VERSION = "0.12.11"
-"""The release of Ollama whose routes these are. Clients compare it with what they need."""
+"""Release of Ollama with these routes. Clients compare it with their minimum."""
 
 NO_LIBRARY = "this server has one model, given at its start; it pulls, makes and deletes none"
 
@@ -83,13 +83,13 @@ def _model(state: ServerState, service: Service) -> Json:
 
 
 def _size_bytes(path: Path) -> int:
-    """Size of the weights on disk; 0 when they are not there any more."""
+    """Size of the weights on disk; 0 if the files are gone."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _parameters(service: Service) -> str:
-    """What options mean when they are absent, under their names, as in a Modelfile."""
+    """Defaults of the options by name, as in a Modelfile."""
     native = {**NATIVE, "max_tokens": "max_new_tokens"}
     values = {
         option: service.chat_defaults.get(native[field]) for option, field in SAMPLING.items()

@@ -16,7 +16,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What /api/chat and /api/generate share."""
+    """Fields of both /api/chat and /api/generate."""
 
     model: str
     stream: bool | None = True

@@ -54,7 +54,7 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request that runs, as the chat request that it becomes."""
+    """A request as a chat request, and its plan."""
 
     model: str
     chat: OpenAIChatRequest
@@ -78,7 +78,7 @@ def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> 
 async def _say_loaded(
     exchange: HttpExchange, state: ServerState, request: TextRequest, empty: Json
 ) -> None:
-    """Nothing to answer: clients ask so to have the model loaded, and it is."""
+    """Answer an empty request, with which clients load the model: it is loaded."""
     model, _ = model_and_adapter_of(request.model, exchange.context, state)
     body = {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
     await exchange.json(body)
@@ -92,7 +92,7 @@ def _asked(
     report: Report,
     route: str,
 ) -> _Asked:
-    """What the body of a chat request runs."""
+    """The plan of the body of a chat request."""
     chat = typed(body, OpenAIChatRequest)
     model, adapter = model_and_adapter_of(chat.model, context, state)
     plan = plan_chat(context, service, body, chat, route, adapter, report, may_shorten=True)
@@ -106,7 +106,7 @@ async def _answer(
     read: Callable[[Json], tuple[TextRequest, _Asked | None]],
     empty: Json,
 ) -> None:
-    """Run what `read` makes of the body; `empty` is what a request for nothing is answered."""
+    """Read the body, run it and answer; `empty` is the answer of an empty request."""
     started_ns = time.monotonic_ns()
     try:
         request, asked = await exchange.read(read, waits=True)

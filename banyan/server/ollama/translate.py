@@ -1,4 +1,4 @@
-"""From a request of Ollama's API to the chat request that means the same."""
+"""From a request of Ollama's API to the equivalent chat request."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ FIELD_NAMES: Mapping[str, str] = {
     "reasoning_effort": "think",
     "thinking": "think",
 }
-"""Field of a chat request -> what the client called it."""
+"""Field of a chat request -> its name in Ollama's API."""
 
 
 class Pending:
-    """(id, name) of calls whose results have not come yet."""
+    """(id, name) of calls without a result so far."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, str] | None] = []
@@ -45,7 +45,7 @@ class Pending:
         self._calls.append((id, name))
 
     def take(self, id: str | None, name: str | None) -> tuple[str, str] | None:
-        """The call that a result is of: by its id, else by name, else in order."""
+        """The call of a result: by its id, else by name, else in order."""
         places = self._places.get(("id", id) if id else ("name", name) if name else ("", ""))
         while places:
             at = places.popleft()
@@ -73,7 +73,7 @@ def chat_body(request: ChatRequest, report: Report) -> Json:
 
 
 def prompt_body(request: GenerateRequest, report: Report) -> Json:
-    """The body of a chat request that shows the model `prompt` as a user's message."""
+    """The body of a chat request with `prompt` as a user's message."""
     messages: list[Json] = []
     if request.system:
         messages.append({"role": "system", "content": request.system})
@@ -82,7 +82,7 @@ def prompt_body(request: GenerateRequest, report: Report) -> Json:
 
 
 def raw_body(request: GenerateRequest, ids: list[int], report: Report) -> Json:
-    """The body of a chat request whose prompt are these token ids; the answer stays as it is."""
+    """The body of a chat request with token ids as prompt; the answer is not parsed."""
     common = _common(request, report)
     return {**common, "messages": [], "input_ids": ids, "separate_reasoning": False}
 
@@ -102,7 +102,7 @@ def _common(request: TextRequest, report: Report) -> Json:
 
 
 def _options(options: Mapping[str, object], report: Report) -> Json:
-    """Fields of sampling; what has no effect here is reported."""
+    """Sampling fields. Options without effect are reported."""
     found: Json = {}
     for name, value in options.items():
         if value is None:
@@ -176,7 +176,7 @@ def _call(call: Json, index: int, pending: Pending) -> Json:
 
 
 def _answered(message: Message, pending: Pending) -> tuple[str, str]:
-    """Id and name of the call that a result is of."""
+    """Id and name of the call of a result."""
     wanted, name = message.tool_call_id, message.tool_name
     call = pending.take(wanted, name)
     return (call[0], name or call[1]) if call else (wanted or "", name or "")

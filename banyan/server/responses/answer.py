@@ -23,14 +23,14 @@ from banyan.server.tool_servers.base import Outcome
 
 @dataclass(frozen=True)
 class _Counts:
-    """Tokens: read, of these cached, written, of these thinking."""
+    """Token counts: input, cached input, output, reasoning output."""
 
     input: int = 0
     cached: int = 0
     output: int = 0
     thinking: int = 0
     missed: tuple[Usage, ...] = ()
-    """Of the turns that the cache might have had more of."""
+    """Reasons why more of the prompts was not cached."""
 
 
 class ResponseAnswer:
@@ -89,7 +89,7 @@ class ResponseAnswer:
 
     @property
     def needs_client(self) -> bool:
-        """The turn has called a function of the client's too."""
+        """Whether the turn also called a function of the client."""
         turn = self._output.items[self._turn_start :]
         return any(item["type"] == "function_call" for item in turn)
 
@@ -117,13 +117,13 @@ class ResponseAnswer:
         return [created, *map(self._event, found)]
 
     def turn(self, plan: ChatPlan) -> None:
-        """The model is asked anew, with the answers to its calls."""
+        """Start the next turn, with the results of the calls."""
         self._past, self._usage = self._counted(), None
         self._turn_start = len(self._output.items)
         self._plan, self._choice = plan, Choice(plan)
 
     def events(self, chunk: TextChunk) -> list[Json]:
-        """The events that a chunk becomes, the end of the response included."""
+        """The events of one chunk, with the end of the response."""
         scores = self._logprobs(chunk)
         found: list[Json] = []
         for part in self._choice.read(chunk):
@@ -140,7 +140,7 @@ class ResponseAnswer:
         return [self._event(event) for event in found]
 
     def answered(self, index: int, outcome: Outcome) -> list[Json]:
-        """The events of a call that its tool server has answered."""
+        """The events of a call after its tool server returned."""
         return [self._event(event) for event in self._output.answer_call(index, outcome)]
 
     def end(self, reason: str) -> list[Json]:
@@ -148,13 +148,13 @@ class ResponseAnswer:
         return [self._event(event) for event in self._over(reason)]
 
     def fail(self, error: RequestError) -> list[Json]:
-        """The events that end a response which could not be completed."""
+        """The events that end a failed response."""
         code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
         code = "invalid_prompt" if error.status < 429 else code
         return [self._event(event) for event in self._fail(code, str(error))]
 
     def cancel(self) -> None:
-        """End it as cancelled, with what it has."""
+        """End the response as cancelled, with its output so far."""
         self._output.give_up()
         self._status = "cancelled"
 
@@ -218,7 +218,7 @@ class ResponseAnswer:
 
 
 def _fixed(plan: ChatPlan, request: ResponsesRequest, id: str, model: str) -> Json:
-    """What does not change while the response becomes."""
+    """The fields that stay the same during the response."""
     sampling = plan.asked[0].sampling
     reasoning = request.reasoning
     form = request.text.format if request.text else None

@@ -1,4 +1,4 @@
-"""Items of the Responses API: what a client gave, with ids; and the conversation that they are."""
+"""Items of the Responses API: the input of a client with ids, and its conversation."""
 
 from collections.abc import Sequence
 
@@ -98,7 +98,7 @@ def _part(part: object, kind: str, where: str) -> Json:
 
 
 def _output(item: Json, where: str) -> str:
-    """Text of what a tool gave back."""
+    """Text of a tool's result."""
     output = item.get("output")
     if isinstance(output, str):
         return output
@@ -120,7 +120,7 @@ def thought(item: Json, where: str) -> str:
 
 
 def call_result(item: Json, where: str) -> str:
-    """What the model is told of a call that a tool server was to answer."""
+    """The tool message for a call to a tool server."""
     output, error = item.get("output"), item.get("error")
     if output is not None:
         return _text(item, "output", where)
@@ -135,7 +135,7 @@ def call_result(item: Json, where: str) -> str:
 def chat_messages(
     instructions: str, items: Sequence[Json], takes_late_system: bool, report: Report
 ) -> list[Json]:
-    """Whole items as the messages of a chat. What the model wrote in one turn is one message.
+    """Items as the messages of a chat. The model's output of one turn is one message.
 
     Args:
         takes_late_system: the template shows system messages behind others; otherwise they become
@@ -198,7 +198,7 @@ def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
 
 
 def _turn(found: list[Json]) -> Json:
-    """The model's message that is being put together."""
+    """The open message of the model."""
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
@@ -211,7 +211,7 @@ def _add_call(found: list[Json], call: Json) -> None:
 
 
 def new_id(kind: str) -> str:
-    """A fresh id for an item of this kind."""
+    """A new id for an item of this kind."""
     return f"{_PREFIXES[kind]}_{fresh_id()}"
 
 

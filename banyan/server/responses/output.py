@@ -24,7 +24,7 @@ _EVENTS = {
 
 @dataclass
 class OpenItem:
-    """The output item that is being written."""
+    """The open output item."""
 
     kind: str
     head: Json
@@ -55,16 +55,16 @@ class Output:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self.items: list[Json] = []
-        """Items that are closed."""
+        """Closed items."""
         self.waiting: list[int] = []
-        """Of these, the calls that a tool server is still to answer."""
+        """Calls among them that wait for a tool server."""
         self._labels = labels
         self._open: OpenItem | None = None
         self._space = ""
-        """Blank text that has come before a message: kept back until words follow."""
+        """Blank text before a message, held until visible text follows."""
 
     def take(self, part: Part, call_id: str, logprobs: list[Json]) -> list[Json]:
-        """Events that a part of the answer becomes, without their sequence numbers.
+        """The events of one part of the answer, without sequence numbers.
 
         Args:
             call_id: of a call that begins with this part.
@@ -80,7 +80,7 @@ class Output:
                 return self._delta(text, [])
 
     def list_tools(self, label: str, tools: Sequence[ServerTool]) -> list[Json]:
-        """Events of the item that says which tools of a server the model is shown."""
+        """Events of the item that lists the tools of a server."""
         shown = [
             {"name": t.name, "description": t.description, "input_schema": t.schema}
             | {"annotations": t.annotations}
@@ -99,7 +99,7 @@ class Output:
         ]
 
     def answer_call(self, index: int, outcome: Outcome) -> list[Json]:
-        """Events of a call that its tool server has answered."""
+        """Events of a call after its tool server returned."""
         self.waiting.remove(index)
         status = "failed" if outcome.error else "completed"
         item = self.items[index]
@@ -145,7 +145,7 @@ class Output:
         return closed
 
     def so_far(self) -> list[Json]:
-        """The closed items, and the open one as far as it goes."""
+        """The closed items, and the open one so far."""
         closed = [dict(item) for item in self.items]
         return [*closed, *([self._open.whole("in_progress")] if self._open else [])]
 

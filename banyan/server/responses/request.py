@@ -1,4 +1,4 @@
-"""The body of a Responses request: its fields in three lists, and the chat request that it is."""
+"""The body of a Responses request: its fields in three lists, and the equivalent chat request."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +27,7 @@ class TextForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the prompt: the body of /v1/responses/input_tokens."""
+    """The fields of the prompt: the body of /v1/responses/input_tokens."""
 
     model: str = ""
     input: str | list[dict[str, object]]
@@ -71,7 +71,7 @@ _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "stop", "priority", "cache_salt", "extra_key"),
 )
-"""Fields that mean what they mean in a chat request."""
+"""Fields with the same meaning in a chat request."""
 
 _NONE = (None, "", [], {})
 
@@ -97,7 +97,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Field of a chat request -> what the client called it."""
+"""Field of a chat request -> its name in the Responses API."""
 
 
 def chat_body(

@@ -68,7 +68,7 @@ _ON = ("true", "1")
 
 @dataclass(frozen=True)
 class Running:
-    """One response that is being made.
+    """One response in progress: the turns of the model, and between them the calls of tool servers.
 
     Attributes:
         plan: of the first turn.
@@ -121,7 +121,7 @@ class Running:
         return events
 
     def _reason_to_end(self) -> str:
-        """Why no turn follows the calls that were answered; "" when one does."""
+        """Why no turn follows the calls; "" if one does."""
         if self.answer.needs_client:
             return "stop"
         left = self._tokens_left()
@@ -132,7 +132,7 @@ class Running:
         return None if longest is None else longest - self.answer.output_tokens
 
     def _rest(self, num_turns: int) -> ResponsesRequest:
-        """The request for the next turn: a call that was demanded has been made."""
+        """The request for the next turn, which no longer has to call a tool."""
         may_call = num_turns < MAX_TURNS and self.calls.limit > 0
         return msgspec.structs.replace(
             self.request,
@@ -143,7 +143,7 @@ class Running:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request that was read: what it continues, what it brings, and the tools that it offers."""
+    """A parsed request: the items it continues, its own items, and its tools."""
 
     request: ResponsesRequest
     model: str
@@ -184,7 +184,7 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
     offered = asked.offered
 
     async def plan_later(request: ResponsesRequest, written: list[Json]) -> ChatPlan:
-        return await asyncio.to_thread(plan_turn, asked, request, written, _told_before)
+        return await asyncio.to_thread(plan_turn, asked, request, written, _reported_before)
 
     id = _fresh_id(request, exchange.context, state)
     listings = first_listings(offered, [*before, *given])
@@ -298,8 +298,8 @@ def _reporter(context: RequestContext) -> Report:
     return report
 
 
-def _told_before(field: str, why: str) -> None:
-    """What a later turn cannot honour was reported for the first."""
+def _reported_before(field: str, why: str) -> None:
+    """Ignore the report: the first turn made it."""
 
 
 def _read(raw: Json, kind: type[R], report: Report) -> R:

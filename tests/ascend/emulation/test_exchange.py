@@ -16,9 +16,9 @@ from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.platform import NpuPlatform
 from banyan.ops import reference
+from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
 from banyan.platform.expert_exchange import Dispatch

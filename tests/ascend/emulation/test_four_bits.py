@@ -19,7 +19,7 @@ from banyan.ascend.ops.products import (
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.selfcheck.product_cases import four_bit_rows as rows
 from banyan.ascend.selfcheck.product_cases import four_bit_weight as weight
-from banyan.ops.four_bits import FOUR_BITS, FourBits
+from banyan.ops.activation_quant import FOUR_BITS, FourBits
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_quantised import BARE, scores
 from tests.models.families import tiny

@@ -26,9 +26,9 @@ from banyan.moe.dispatch_check import check_fused_dispatch, fused_mode
 from banyan.moe.dispatch_rules import LIMIT
 from banyan.moe.layer import ExpertExchange
 from banyan.ops import reference
+from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
-from banyan.ops.rounded_inputs import DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import open_groups
 from tests.ascend.emulation.device import EmulatedNpu, install

@@ -13,7 +13,7 @@ from torch import nn
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.platform import open_platform
-from banyan.platform.accelerator import StreamLane
+from banyan.platform.accelerator import DeviceSideStream
 from banyan.runner import weights
 from banyan.runner.offload import OffloadedBlocks, _HostBlock, _parts_of, _Prefetcher
 from tests.ascend.emulation import test_drafts
@@ -121,7 +121,7 @@ class Scene:
         slots = [torch.empty(away[0].size, dtype=torch.uint8, device="npu") for _ in range(2)]
         for at, one in enumerate(away):
             one.use(slots[at % 2])
-        _Prefetcher(away, slots, self.platform.lane()).hang(self.blocks[0], self.blocks)
+        _Prefetcher(away, slots, self.platform.side_stream()).hang(self.blocks[0], self.blocks)
 
     @torch.inference_mode()
     def run(self, passes: int = 2) -> None:
@@ -139,10 +139,10 @@ def test_blocks_that_come_in_their_turn_are_no_race(npu: EmulatedNpu, monkeypatc
     assert npu.races() == []
 
 
-def _does_not_wait(lane: StreamLane, work, after: object) -> object:
-    with lane._library.stream(lane._stream):
+def _does_not_wait(side: DeviceSideStream, work, after: object) -> object:
+    with side._library.stream(side._stream):
         work()
-        return lane.mark()
+        return side.record_event()
 
 
 PLANTED = {
@@ -151,7 +151,7 @@ PLANTED = {
         "does not wait for a copy from the host",
     ),
     "a copy that does not wait for who reads the buffer": (
-        *(StreamLane, "run", _does_not_wait),
+        *(DeviceSideStream, "run", _does_not_wait),
         "a copy from the host on stream",
     ),
 }

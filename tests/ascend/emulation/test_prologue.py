@@ -16,8 +16,8 @@ from banyan.ascend.ops.latent_contracts import WHOLLY
 from banyan.ascend.ops.operators import LatentOperators, Operators
 from banyan.ascend.ops.prologue import Prologue, open_prologue
 from banyan.ascend.selfcheck.attention_cases import empty_pages, inputs
-from banyan.ops.prologue_api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
-from banyan.ops.rounded_inputs import Rounding
+from banyan.ops.activation_quant import Rounding
+from banyan.ops.api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_families import IS_WHOLE, compare, start
 from tests.models.families import tiny

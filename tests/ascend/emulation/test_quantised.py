@@ -12,7 +12,7 @@ from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.ops.products import RoundedLinear, linear_kernel
 from banyan.ascend.ops.toolkit import NpuToolkit
-from banyan.ops.rounded_inputs import Rounding
+from banyan.ops.activation_quant import Rounding
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_families import IS_WHOLE, start
 from tests.models.families import rewrite_config, tiny

@@ -11,7 +11,7 @@ from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ops import reference
-from banyan.ops.index_api import IndexShape
+from banyan.ops.api import IndexShape
 
 PAGES, PAGE, SCALE, COUNTS, CONTEXTS = 6, 128, 0.05, (1, 3, 2), (256, 1, 130)
 """Of pages, of tokens that a row runs, and of those before them."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ascend.launch.containers import IMAGE, devices, docker_run
 from banyan.ascend.launch.facts import SOCS
+from banyan.ascend.launch.files import IMAGE, devices, docker_run
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from tests.test_repository import ROOT, instructions, rest_of

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ascend.doctor import npu_doctor
-from banyan.ascend.launch.box import Box, this_box
 from banyan.ascend.launch.facts import SOCS
 from banyan.ascend.launch.findings import sentences
-from banyan.ascend.launch.health import Check, examine, pairs, verdict
+from banyan.ascend.launch.health import Check, examine, npu_doctor, pairs, verdict
+from banyan.ascend.launch.machine import Box, this_box
 from banyan.cli.main import main
 
 RELEASES = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0"}

@@ -11,8 +11,7 @@ from banyan.ascend.launch.expert_rules import MIB, buffer_bytes, buffer_of, toke
 from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, Model
 from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
 from banyan.ascend.launch.reading import arguments_of_words
-from banyan.ascend.launch.rules import RULES, check, left_out
-from banyan.ascend.launch.runtime_rules import read_pairs
+from banyan.ascend.launch.rules import RULES, check, left_out, read_pairs
 from banyan.config.env import Environment
 
 V32, V3, R1 = KNOWN
@@ -344,7 +343,7 @@ def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "breach"
         if not any((file, at) in found for at in range(call.lineno, call.end_lineno + 1))
     ]
-    assert len(modules) > 3 and not quiet, f"no case reaches {', '.join(quiet)}"
+    assert len(modules) > 1 and found and not quiet, f"no case reaches {', '.join(quiet)}"
 
 
 @pytest.mark.parametrize("rule", KEPT)

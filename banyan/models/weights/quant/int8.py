@@ -21,7 +21,7 @@ from banyan.models.weights.quant.base import (
     part_among,
 )
 from banyan.models.weights.quant.groups import from_groups
-from banyan.ops.rounded_inputs import BLOCK, DYNAMIC, Rounding
+from banyan.ops.activation_quant import BLOCK, DYNAMIC, Rounding
 from banyan.ops.stored import StoredWeight
 
 _PARTS = ("weight_scale", "weight_offset", "weight_zero_point", "input_scale", "input_zero_point")

@@ -28,8 +28,7 @@ from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.models.weights.quant.int8 import by_output, rounded
-from banyan.ops.four_bits import FOUR_BITS, FourBits, unpacked
-from banyan.ops.rounded_inputs import BLOCK, SIZES, STATIC
+from banyan.ops.activation_quant import BLOCK, FOUR_BITS, SIZES, STATIC, FourBits, _four_bit_numbers
 from banyan.ops.stored import StoredWeight
 
 SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16", FOUR_BITS)
@@ -124,7 +123,7 @@ def _four_bits(parts: Parts, keeps_rounding: bool) -> Restored:
 
 def _apart(packed: Tensor) -> Tensor:
     """The numbers of two outputs each. [out / 2, in] int8 -> [out, in]"""
-    both = unpacked(packed.view(torch.uint8).unsqueeze(-1))  # [out / 2, in, 2]
+    both = _four_bit_numbers(packed.view(torch.uint8).unsqueeze(-1))  # [out / 2, in, 2]
     return both.transpose(1, 2).flatten(0, 1)
 
 

@@ -1,5 +1,4 @@
-// Attention for one instruction set, in fp32. Included by attention_<set>.cpp, which names
-// ATTENTION_TABLE.
+// Attention for one instruction set, in fp32. Compiled once per set, as BN_TABLE (FAMILIES of build.py).
 //
 // A unit is a tile of queries of one kv head. Per span of keys: logits of all its queries (vectors
 // over 16 keys, several queries at once, sums over head_dim ascending), their exponentials, and the
@@ -327,7 +326,7 @@ struct Exact {
 
 namespace banyan {
 
-extern const AttentionKernels ATTENTION_TABLE = {
+extern const AttentionKernels BN_TABLE = {
     {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>(),
      write_kernel<Int8>(), write_kernel<Float8<4>>(), write_kernel<Float8<5>>()},
     {attend_kernel<Exact<Float32>>(), attend_kernel<Exact<Float16>>(),

@@ -6,7 +6,7 @@
 // are equal work however unequal the experts' loads are, and a token adds its experts up in that
 // order whoever else is in the step.
 #pragma once
-#include "adapters.h"
+#include "lora.h"
 #include "linear.h"
 
 namespace banyan {

@@ -1,4 +1,4 @@
-// Experts for one instruction set. Included by experts_<set>.cpp, which names EXPERTS_TABLE.
+// Experts for one instruction set. Compiled once per set, as BN_TABLE (FAMILIES of build.py).
 //
 // Products with an expert's weights are those of the linear family, called for 16 outputs and the
 // expert's rows at a time; here is what stands around them.
@@ -282,7 +282,7 @@ inline void adapt_rows(const ExpertAdapters& beside, int part, int64_t expert, i
                        int64_t row, int64_t count, float* out) {
   static_assert(TILE == GROUP, "a group of outputs is a tile of the adapters'");
   if (!beside.any()) return;
-  const AdapterKernels& table = adapters_table(isa());
+  const AdapterKernels& table = lora_table(isa());
   for (int64_t r = 0; r < count; r++)
     if (const AdapterPair* pair = beside.of(row + r, expert))
       table.expand_tile(*pair, part, group, beside.inner + (row + r) * beside.width, out + r * GROUP);
@@ -436,7 +436,7 @@ void combine_cost(const void* args, const Sizes& sizes, double* bytes, double* o
 
 }  // namespace
 
-extern const ExpertKernels EXPERTS_TABLE = {
+extern const ExpertKernels BN_TABLE = {
     {"router", logits_units, logits_grain, logits_run, logits_cost},
     {"route", route_units, route_grain, route_run, route_cost},
     {"experts_in", in_units, in_grain, in_run<false>, in_cost},

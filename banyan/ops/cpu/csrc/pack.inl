@@ -320,7 +320,7 @@ constexpr PackGroup packer(int32_t source, std::integer_sequence<int, S...>) {
 
 }  // namespace
 
-PackGroup PACK_TABLE(int32_t source, int32_t format) {
+PackGroup BN_TABLE(int32_t source, int32_t format) {
   if (format == F32 || format == BF16_PAIRS) return pack_words;
   if (format == F16 || format == BF16) return pack_shorts;
   if (format == E4M3) return pack_e4m3;

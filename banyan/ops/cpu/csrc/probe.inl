@@ -82,4 +82,8 @@ float read_all(const float* data, int64_t count) {
 }
 
 }  // namespace
+
+#ifdef BN_TABLE  // not where probe_amx.cpp includes this file
+const ProbeKernels BN_TABLE = {products, small_products, pair_products, read_all};
+#endif
 }  // namespace banyan

@@ -1,4 +1,4 @@
-// The row-wise ops for one instruction set. Included by rows_<set>.cpp, which names ROWS_TABLE.
+// The row-wise ops for one instruction set. Compiled once per set, as BN_TABLE (FAMILIES of build.py).
 //
 // A row is taken through in vectors from its beginning, the last one cut short, and sums have one
 // order of their own: a row's result depends on that row alone.
@@ -315,7 +315,7 @@ constexpr Kernel row_wise(const char* name, int64_t (*grain)(const void*, const 
 
 }  // namespace
 
-extern const RowKernels ROWS_TABLE = {
+extern const RowKernels BN_TABLE = {
     row_wise<NormArgs>("rms_norm", norm_grain, rms_norm, cost<NormArgs, 2>),
     row_wise<NormArgs>("layer_norm", norm_grain, layer_norm, cost<NormArgs, 4>),
     row_wise<RotaryArgs>("rotary", rotary_grain, rotary, cost<RotaryArgs, 2>),

@@ -608,4 +608,7 @@ constexpr SampleKernels KERNELS = {
 };
 
 }  // namespace
+
+extern const SampleKernels BN_TABLE = KERNELS;
+
 }  // namespace banyan

@@ -1,4 +1,4 @@
-// The ops on states for one instruction set. Included by state_<set>.cpp, which names STATE_TABLE.
+// The ops on states for one instruction set. Compiled once per set, as BN_TABLE (FAMILIES of build.py).
 #include <cstring>
 
 #include "rows_curves.h"
@@ -257,7 +257,7 @@ void gate_cost(const void* args, const Sizes& sizes, double* bytes, double* oper
 
 }  // namespace
 
-extern const StateKernels STATE_TABLE = {
+extern const StateKernels BN_TABLE = {
     {"short_conv", conv_units, conv_grain, conv, conv_cost},
     {"scan", scan_units, one, scan<false, false>, scan_cost<false>},
     {"delta_scan", scan_units, one, scan<true, false>, scan_cost<true>},

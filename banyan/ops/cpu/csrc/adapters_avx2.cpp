@@ -1,2 +1,0 @@
-#define ADAPTERS_TABLE adapters_avx2
-#include "adapters.inl"

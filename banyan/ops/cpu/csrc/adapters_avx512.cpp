@@ -1,2 +1,0 @@
-#define ADAPTERS_TABLE adapters_avx512
-#include "adapters.inl"

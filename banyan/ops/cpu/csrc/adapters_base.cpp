@@ -1,2 +1,0 @@
-#define ADAPTERS_TABLE adapters_base
-#include "adapters.inl"

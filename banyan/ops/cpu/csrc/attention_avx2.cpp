@@ -1,2 +1,0 @@
-#define ATTENTION_TABLE attention_avx2
-#include "attention.inl"

@@ -1,2 +1,0 @@
-#define ATTENTION_TABLE attention_avx512
-#include "attention.inl"

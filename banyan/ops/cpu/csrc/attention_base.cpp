@@ -1,2 +1,0 @@
-#define ATTENTION_TABLE attention_base
-#include "attention.inl"

@@ -1,2 +1,0 @@
-#define EXPERTS_TABLE experts_avx2
-#include "experts.inl"

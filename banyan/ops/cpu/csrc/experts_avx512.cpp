@@ -1,2 +1,0 @@
-#define EXPERTS_TABLE experts_avx512
-#include "experts.inl"

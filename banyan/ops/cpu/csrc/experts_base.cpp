@@ -1,2 +1,0 @@
-#define EXPERTS_TABLE experts_base
-#include "experts.inl"

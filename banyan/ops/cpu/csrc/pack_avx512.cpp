@@ -1,2 +1,0 @@
-#define PACK_TABLE pack_avx512
-#include "pack.inl"

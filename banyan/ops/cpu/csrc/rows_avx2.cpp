@@ -1,2 +1,0 @@
-#define ROWS_TABLE rows_avx2
-#include "rows.inl"

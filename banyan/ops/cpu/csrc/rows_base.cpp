@@ -1,2 +1,0 @@
-#define ROWS_TABLE rows_base
-#include "rows.inl"

@@ -1,5 +1,0 @@
-#include "sample.inl"
-
-namespace banyan {
-extern const SampleKernels sample_avx512 = KERNELS;
-}

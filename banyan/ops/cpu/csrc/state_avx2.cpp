@@ -1,2 +1,0 @@
-#define STATE_TABLE state_avx2
-#include "state.inl"

@@ -1,2 +1,0 @@
-#define STATE_TABLE state_base
-#include "state.inl"
