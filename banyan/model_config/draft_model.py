@@ -62,11 +62,11 @@ def draft_model_config(
     return read_model_config(model.path, model.load_format)
 
 
-def find_the_draft(
+def find_draft_model(
     config: Config,
     model_config: ModelConfig,
     environment: Environment,
-    check_the_quantization: Rule,
+    check_quantization: Rule,
 ) -> Config:
     """Fetch the draft model and see whether it goes with the one of `model_config`.
 
@@ -94,7 +94,7 @@ def find_the_draft(
     draft = draft_model_config(speculative, model, model_config)
     _check_the_pair(config, model_config, draft, model.source)
     try:
-        checked = check_the_quantization(replace(config, model=model), draft, environment)
+        checked = check_quantization(replace(config, model=model), draft, environment)
     except ConfigError as error:
         raise ConfigError(
             error.text.replace("--quantization", "--speculative-draft-model-quantization"),

@@ -226,7 +226,7 @@ class QuantFacts:
 
 
 @dataclass(frozen=True)
-class EagleFacts:
+class DraftModelFields:
     """Of a model that was trained to draft for another one.
 
     Attributes:
@@ -347,7 +347,7 @@ class ModelConfig:
     quant: QuantFacts | None = None
     """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
     dtype: str = "float32"
-    eagle: EagleFacts | None = None
+    eagle: DraftModelFields | None = None
     num_mtp_layers: int = 0
     """Layers behind the last one that the checkpoint brings for drafting; what is answered is not
     theirs."""

@@ -5,8 +5,7 @@ from banyan.base.log import logger
 from banyan.config.schema import Config
 from banyan.lora.adapter_config import EXPERTS
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.dispatch_rules import LIMIT, is_fused, sends_rows
-from banyan.moe.rules import are_placed
+from banyan.moe.rules import LIMIT, are_placed, is_fused, sends_rows
 from banyan.platform.base import Traits
 
 log = logger(__name__)

@@ -50,7 +50,7 @@ def open_expert_watch(
         ConfigError: the device cannot report choices.
     """
     experts, facts, stages = config.experts, model_config.experts, groups.stages
-    if facts is None or not (experts.recorder or experts.balances or experts.are_told):
+    if facts is None or not (experts.recorder or experts.balances or experts.are_returned):
         return None
     if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
         return None

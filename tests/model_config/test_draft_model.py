@@ -11,11 +11,12 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
+from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config, SpeculativeConfig
-from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
+from banyan.config.speculation import branching_flag, longest_branch, plan_drafts
 from banyan.formats.arrays import write_arrays
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.draft_model import draft_model_config, draft_of, find_the_draft
+from banyan.model_config.draft_model import draft_model_config, draft_of, find_draft_model
 from tests.model_config.test_checkpoint import LLAMA, folder
 from tests.support.flags import config_of
 
@@ -85,10 +86,10 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
+        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on one machine only"),
         ("--enable-memory-saver", "are not released"),
-        ("--pp-size 2", "by stages"),
-        ("--speculative-eagle-topk 2", "how large a tree may be is not said"),
+        ("--pp-size 2", "stages do not verify"),
+        ("--speculative-eagle-topk 2", "the size of the draft tree is not given"),
         ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
         ("--speculative-draft-model-quantization nvfp4_online", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
@@ -157,9 +158,9 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--speculative-draft-model-path M", "the served model's own checkpoint"),
         ({}, "--speculative-draft-model-quantization int8", "the served model's own checkpoint"),
         ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
-        ({}, "--pp-size 2", "by stages"),
+        ({}, "--pp-size 2", "stages do not verify"),
         ({}, "--enable-memory-saver", "are not released"),
-        ({}, "--speculative-eagle-topk 4", "how large a tree may be is not said"),
+        ({}, "--speculative-eagle-topk 4", "the size of the draft tree is not given"),
     ],
 )
 def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
@@ -184,7 +185,7 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
     config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
     model_config = replace(read_model_config(config.model.path), **other)
     with pytest.raises(BanyanError, match=f"of {model_config.architecture} is not run here from"):
-        find_the_draft(
+        find_draft_model(
             config, model_config, Environment(), lambda config, model_config, environment: config
         )
 
@@ -222,7 +223,7 @@ def test_a_tree_has_as_many_drafts_as_all_three_flags_say(models, tmp_path, name
         words = (*named, "--speculative-algorithm", name, *TREE.split())
         speculative = resolved(*words).speculative
     assert (speculative.drafts, speculative.levels, longest_branch(speculative)) == (8, 2, 3)
-    assert what_branches(speculative) == "--speculative-eagle-topk 3"
+    assert branching_flag(speculative) == "--speculative-eagle-topk 3"
 
 
 @pytest.mark.parametrize(
@@ -254,10 +255,11 @@ def test_other_attention_reads_no_trees(models):
         given = replace(given, **{name: getattr(config.speculative, name) for name in named})
         device = replace(config.device, attention="of a plug-in")
         config = replace(config, speculative=given, device=device)
-        return plan_the_drafts(config, read_model_config(config.model.path), Environment())
+        refuse_conflicts(config, None, Environment())
+        return plan_drafts(config, read_model_config(config.model.path), Environment())
 
     assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
-    with pytest.raises(BanyanError, match="topk 3 and --attention-backend of a plug-in: drafts th"):
+    with pytest.raises(BanyanError, match="topk 3 cannot be combined with --attention-backend"):
         with_another(*TREE.split())
 
 
@@ -318,9 +320,9 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ),
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
         ({}, AHEAD, "", "is not drafted for by its hidden states"),
-        ({}, {}, "--pp-size 2", "by stages"),
+        ({}, {}, "--pp-size 2", "stages do not verify"),
         ({}, {}, "--enable-memory-saver", "are not released"),
-        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not said"),
+        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not given"),
         ({}, {}, TREE.replace("tokens 9", "tokens 14"), "at most 12 drafts, not 13"),
         ({}, {}, f"{TREE} --tp-size 2 --attn-cp-size 2", "cannot be combined with .*topk 3"),
         ({}, {}, "--speculative-token-map FILE.json", "cannot be read: .*No such file"),
