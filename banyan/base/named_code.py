@@ -9,6 +9,7 @@ from importlib import import_module
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
+from banyan.base.torch_parts import complete_torch
 
 PATTERN = r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*"
 """What such a name looks like."""
@@ -28,6 +29,7 @@ def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
     """
     module_name, function_name = split_name(name)
     label = f"{flag} {printable(name)}"
+    complete_torch()
     try:
         module = import_module(module_name)
     except (ImportError, ValueError) as error:

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from banyan.base.errors import ConfigError
+from banyan.base.torch_parts import complete_torch
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Table(Generic[T]):
             return getattr(import_module(module), attribute)
         for entry in entry_points(group=self._plugins) if self._plugins else ():
             if entry.name == name:
+                complete_torch()
                 return entry.load()
         raise ConfigError(
             f"unknown {self.kind} {name!r}", hint=f"choose one of: {', '.join(self.names())}"

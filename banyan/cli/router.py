@@ -11,7 +11,7 @@ from banyan.base.os import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.router.args import help_text, read_flags
 from banyan.router.config import LimitConfig, PolicyConfig, PoolConfig, RouterConfig, WorkerSpec
 

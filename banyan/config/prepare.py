@@ -34,7 +34,7 @@ from banyan.requests.defaults import check_preferred
 from banyan.runner.speculative import DRAFTERS
 from banyan.server.admin.metrics import check_labels
 from banyan.server.admin.traces import check_traces
-from banyan.server.lifecycle.warmup import WARMUPS, named_warmups
+from banyan.server.lifecycle import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 
 log = logger(__name__)

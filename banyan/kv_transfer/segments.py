@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from banyan.kv_transfer.store import SUM_BYTES, checksum
+from banyan.kv_transfer.checksum import SUM_BYTES, checksum
 
 PAGES = 16
 """Pages of one segment. They are evicted together, so they should be of about the same age."""

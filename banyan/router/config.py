@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from banyan.config.serving import ObserveConfig, ServerConfig
+from banyan.config.schema import ObserveConfig, ServerConfig
 from banyan.router.breaker import BreakerRule
 from banyan.scheduler.routing import CacheAware
 

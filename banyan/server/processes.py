@@ -8,7 +8,6 @@ its duty is known.
 
 import faulthandler
 import gc
-import linecache
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from banyan.base.child_process import (
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
+from banyan.base.torch_parts import without_parts
 from banyan.config.schema import Config
 from banyan.dp_attention.remote_engines import RemoteEngines
 from banyan.engine.flight_recorder_memory import RecordingMemory
@@ -205,12 +205,12 @@ def start_engine_thread(
 
 
 def main() -> None:
-    """Entry of a child process: do the duty, exit with the error's own code."""
+    """Entry of a child process: do what its ProcessSpec says, exit with the error's own code."""
     follow_parent()
     gc.disable()  # imports create many objects and hardly any garbage
-    from banyan.engine.core_process import run_rank
+    with without_parts():
+        from banyan.engine.core_process import run_rank
 
-    linecache.clearcache()  # torch's import leaves the text of its source files there
     gc.freeze()
     gc.enable()
     faulthandler.register(STACKS)

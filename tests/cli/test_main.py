@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from banyan.base import torch_parts
+
 
 def banyan(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("BANYAN_", "SGLANG_"))}
@@ -53,6 +55,12 @@ def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> N
     )
     assert "banyan.server.lifecycle.serve" in loaded
     assert not loaded & {"torch", "numpy", "transformers"}
+
+
+def test_an_engine_loads_torch_without_what_serving_does_not_use() -> None:
+    loaded = modules_after("from banyan.server.processes import main; main()")
+    assert {"torch", "banyan.engine.core_process"} <= loaded
+    assert not loaded & {*torch_parts._PARTS}
 
 
 @pytest.mark.parametrize(

@@ -154,10 +154,16 @@ def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
     direct = httpx.post(f"http://127.0.0.1:{http_port}/v1/chat/completions", json=CHAT, timeout=60)
     expected = direct.json()["choices"][0]["message"]["content"]
     with started("smg", words, tmp_path, num_workers=1) as http:
+
+        def asked() -> httpx.Response:
+            return http.post("/v1/chat/completions", json=CHAT)
+
+        # The gateway lists the worker before it has loaded the tokenizer.
+        wait_until(lambda: asked().status_code != 503, START_S, "the gateway's tokenizer")
         if not stream:
-            answer = http.post("/v1/chat/completions", json=CHAT)
+            answer = asked()
             assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["message"]["content"] == expected
+            assert whole(answer.json()["choices"][0]["message"]["content"]) == whole(expected)
             assert answer.json()["usage"]["completion_tokens"] == 8
             return
         with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
@@ -165,7 +171,12 @@ def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         deltas = [json.loads(line)["choices"] for line in lines[:-1]]
         got = "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
-        assert got == expected
+        assert whole(got) == whole(expected)
+
+
+def whole(text: str) -> str:
+    """The text without an unfinished character at its end, which the gateway leaves out."""
+    return text.rstrip("\ufffd")
 
 
 def _answers(url: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 import orjson
 
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.router.admission import AdmissionLimiter
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
 from banyan.router.health import HealthMonitor

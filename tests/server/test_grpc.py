@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import ConfigError
 from banyan.config import prepare
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.engine_client.client import Health
 from banyan.requests.generation import Finish
 from banyan.server.grpc import listener as grpc_listener
@@ -354,9 +354,13 @@ def test_a_drain_waits_for_calls_and_what_is_left_ends_with_a_reason() -> None:
 
 def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_listener, "SEND_TIMEOUT_S", 0.5)
-    with serving() as (site, _, address), stub_of(address) as stub:
-        site.generator.script = lambda _: steps(*["a" * 20_000] * 400)
-        call = stub.Generate(asking(stream=True))
+    small_window = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
+    with (
+        serving() as (site, _, address),
+        grpc.insecure_channel(address, options=small_window) as channel,
+    ):
+        site.generator.script = lambda _: steps(*["a" * 10_000] * 200)
+        call = service.SglangSchedulerStub(channel).Generate(asking(stream=True))
         assert site.generator.closed.acquire(timeout=WAIT_S)
         call.cancel()
 

@@ -4,12 +4,9 @@ A warm-up sends the engine a request of a kind that takes longer the first time.
 add warm-ups as entry points of the group `banyan.warmups`.
 """
 
-from collections.abc import Awaitable, Callable
-
 from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId, fresh_id
 from banyan.base.log import logger
-from banyan.base.table import Table
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
 from banyan.messages.constraint import REGEX, Constraint
@@ -17,26 +14,10 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import collect
 from banyan.requests.request_spec import spec_of
 from banyan.server.admin.health import generate_one
+from banyan.server.lifecycle import WARMUPS, named_warmups
 from banyan.server.state import Service
 
 log = logger(__name__)
-
-WarmUp = Callable[[Service, Config], Awaitable[None]]
-
-WARMUPS: Table[WarmUp] = Table(
-    "warm-up",
-    {
-        "chunk": "banyan.server.lifecycle.warmup:fill_a_step",
-        "constraint": "banyan.server.lifecycle.warmup:compile_a_constraint",
-    },
-    plugins="banyan.warmups",
-)
-
-
-def named_warmups(config: Config) -> list[str]:
-    """The names in --warmups, in order."""
-    names = [name.strip() for name in config.server.warmups.split(",")]
-    return [name for name in names if name]
 
 
 async def warm_up(service: Service, config: Config) -> None:
