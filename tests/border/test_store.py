@@ -150,7 +150,7 @@ def test_pages_stored_before_their_step_is_complete_are_noticed(monkeypatch) -> 
         "attach",
         _then(RadixTree.attach, lambda tree, node, *_: tree._leaving(node)),
     )
-    monkeypatch.setattr(StoreTier, "leaving", lambda self, node: self._write(node))
+    monkeypatch.setattr(StoreTier, "on_evict", lambda self, node: self._write(node))
     assert "is stored, and it holds" in verdict()
 
 
