@@ -219,7 +219,8 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
     def answer_at_once(self: EngineCore, step: int):
         made = builder(self, step)
-        self._end_control_ops(self._running_ops, StepResult(step=step, replies=[ControlOpReply(True)]))
+        result = StepResult(step=step, replies=[ControlOpReply(True)])
+        self._end_control_ops(self._running_ops, result)
         return made
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
