@@ -14,8 +14,8 @@ from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.os import check_system
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
+from banyan.config.delete_checkpoint import ANY
 from banyan.config.devices import facts_of
-from banyan.config.disposal import ANY
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import Config
 

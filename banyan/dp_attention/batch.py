@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 from banyan.ops.api import Recorder
 
 
@@ -127,9 +127,9 @@ class DPAttentionStep:
     def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
         self._joint = joint
         self._chunk = chunk
-        self._loads: list[Load] = []
+        self._loads: list[StepLoad] = []
 
-    def begin(self, loads: list[Load]) -> None:
+    def begin(self, loads: list[StepLoad]) -> None:
         """Enter the loads of all replicas in the step that begins.
 
         Raises:

@@ -17,54 +17,78 @@ from typing import Any, cast
 import msgspec
 
 from banyan.base.errors import ModelError, RequestError
-from banyan.disaggregation import peer_pages as peers
-from banyan.disaggregation import scheduling as handoff
+from banyan.disaggregation import peer_pages
+from banyan.disaggregation import scheduling as disaggregation
 from banyan.engine import core as core_module
 from banyan.engine.core import EngineCore
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.kv_cache import cache, groups, loads, pins
-from banyan.kv_cache import cache_events as news
-from banyan.kv_cache import epochs as stamps
-from banyan.kv_cache import hierarchical_cache as tiers
-from banyan.kv_cache import page_pool as pool
-from banyan.kv_cache import partial_blocks as partial
-from banyan.kv_cache import radix_tree as radix
-from banyan.kv_cache import state_checkpoints as states
+from banyan.kv_cache import (
+    cache,
+    cache_events,
+    groups,
+    hierarchical_cache,
+    lease,
+    loads,
+    page_pool,
+    partial_blocks,
+    pins,
+    radix_tree,
+    state_checkpoints,
+)
 from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.lora import scheduling as adapters
-from banyan.messages import control_ops as orders
-from banyan.messages import disaggregation as rooms
-from banyan.messages import events, plan, requests
-from banyan.messages import sampling_params as sampling
-from banyan.pipeline import micro_batches as stages
-from banyan.scheduler import budget, scheduler, speculation
-from banyan.scheduler import counters as stats
-from banyan.scheduler import fair_queue as turns
-from banyan.scheduler import hicache_fetch as fetch
-from banyan.scheduler import outputs as answers
+from banyan.messages import control_ops, events, plan, requests, sampling_params
+from banyan.messages import disaggregation as transfers
+from banyan.pipeline import micro_batches
+from banyan.scheduler import (
+    admission,
+    budget,
+    hicache_fetch,
+    output_processor,
+    request_table,
+    row_planner,
+    schedule_policy,
+    scheduler,
+    speculation,
+    step_plan_builder,
+)
 from banyan.scheduler import request as one_request
-from banyan.scheduler import request_table as request_table
-from banyan.scheduler import row_planner as rows
-from banyan.scheduler import step_plan_builder as builder
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, stamps),
-    *(states, tiers),
-    *(events, orders, plan, requests, rooms, sampling),
-    *(
-        adapters,
-        answers,
-        budget,
-        fetch,
-        handoff,
-        one_request,
-        request_table,
-        rows,
-        scheduler,
-        builder,
-    ),
-    *(speculation, stages, stats, turns),
+    core_module,
+    cache,
+    cache_events,
+    groups,
+    hierarchical_cache,
+    lease,
+    loads,
+    page_pool,
+    partial_blocks,
+    peer_pages,
+    pins,
+    radix_tree,
+    state_checkpoints,
+    control_ops,
+    events,
+    plan,
+    requests,
+    sampling_params,
+    transfers,
+    adapters,
+    admission,
+    budget,
+    disaggregation,
+    hicache_fetch,
+    micro_batches,
+    one_request,
+    output_processor,
+    request_table,
+    row_planner,
+    schedule_policy,
+    scheduler,
+    speculation,
+    step_plan_builder,
 )
 _KEPT = ("recorder", "_step_agreement", "_grammars", "misses")
 """Attributes that are none of the state: a fresh core has its own."""
@@ -146,8 +170,8 @@ class _Taker:
 
     def _entry(self, value: object) -> tuple[str, int, Any]:
         kind = type(value)
-        if kind is radix.Node:
-            return "n", 0, self._node(cast("radix.Node", value))
+        if kind is radix_tree.Node:
+            return "n", 0, self._node(cast("radix_tree.Node", value))
         if (sign := _LISTS.get(kind)) is not None:
             parts = list(cast("list[object]", value))
             most = cast("deque[object]", value).maxlen if kind is deque else None
@@ -178,13 +202,13 @@ class _Taker:
         fields = [self._field(at, part) for at, part in held.items()]
         return "o", self._shape(name, tuple(held)), fields
 
-    def _node(self, node: radix.Node) -> list[object]:
+    def _node(self, node: radix_tree.Node) -> list[object]:
         """In one piece, because there are many: its lists are nobody else's."""
         reference = self._reference
         return [
             reference(node.parent),
             [reference(child) for child in node.children.values()],
-            [reference(stamp) for stamp in node.stamps],
+            [reference(epoch) for epoch in node.epochs],
             *(node.pages, node.locks, *(getattr(node, name) for name in _OF_NODE)),
         ]
 
@@ -211,7 +235,7 @@ def restore(core: EngineCore, body: bytes, grammars: GrammarFactory | None = Non
         _Bringer(graph).fill(core)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the snapshot is damaged, or of another build: {error}") from None
-    for request in core.scheduler.request_table.alive():
+    for request in core.scheduler.request_table.alive:
         request.grammar = _grown(request, grammars)
 
 
@@ -259,9 +283,9 @@ class _Bringer:
             numbers.frombytes(content)
             return numbers
         if kind == "n":
-            fits = type(own) is radix.Node and id(own) not in self._used
+            fits = type(own) is radix_tree.Node and id(own) not in self._used
             self._used.add(id(own))
-            return own if fits else radix.Node(b"", None, len(content[3]))
+            return own if fits else radix_tree.Node(b"", None, len(content[3]))
         wanted = _wanted(kind) or self._shapes[shape][0] if kind not in "tT" else None
         if wanted is None:
             return None
@@ -325,19 +349,19 @@ class _Bringer:
         elif kind == "b":
             cast("bytearray", made)[:] = content
         elif kind == "n":
-            self._fill_node(cast("radix.Node", made), content)
+            self._fill_node(cast("radix_tree.Node", made), content)
         elif kind == "o":
             for field, part in zip(self._shapes[shape][1], content, strict=True):
                 if part != _KEEP:
                     object.__setattr__(made, field, self._value(part))
 
-    def _fill_node(self, node: radix.Node, content: Any) -> None:
-        parent, children, moments, node.pages, node.locks, *plain = content
-        node.parent = cast("radix.Node | None", self._value(parent))
+    def _fill_node(self, node: radix_tree.Node, content: Any) -> None:
+        parent, children, released, node.pages, node.locks, *plain = content
+        node.parent = cast("radix_tree.Node | None", self._value(parent))
         node.children = {
-            self._key_of(child): cast("radix.Node", self._value(child)) for child in children
+            self._key_of(child): cast("radix_tree.Node", self._value(child)) for child in children
         }
-        node.stamps = [cast("stamps.Stamp", self._value(stamp)) for stamp in moments]
+        node.epochs = [cast("page_pool.Epoch", self._value(epoch)) for epoch in released]
         for name, value in zip(_OF_NODE, plain, strict=True):
             setattr(node, name, value)
 

@@ -291,7 +291,7 @@ def open_groups(
     stages: int = 1,
     replica: int = 0,
     replicas: int = 1,
-    are_heads_apart: bool = False,
+    replicates_lm_head: bool = False,
     is_dense_whole: bool = False,
     shares: int = 1,
     split: str = "",
@@ -311,7 +311,7 @@ def open_groups(
         are_experts_apart: each rank holds some experts whole, instead of a cut of each.
         stages: parts that the layers are divided into.
         replica, replicas: which of how many replicas that work on one batch; they have one stage.
-        are_heads_apart: each of them has the weight of the logits by itself.
+        replicates_lm_head: each of them has the weight of the logits by itself.
         is_dense_whole: in a model of experts, each rank has the blocks without any whole.
         shares: that a step's tokens are divided into; there is one stage, and one replica.
         split: how they are divided.
@@ -339,9 +339,11 @@ def open_groups(
         where = (replica * size + rank, replicas * size)
         everyone = meet("", *where)
         mine = meet(f".replica{replica}", rank, size)
-        joint = DPAttentionBatch(replica, replicas, size, recorder, has_outputs=not are_heads_apart)
+        joint = DPAttentionBatch(
+            replica, replicas, size, recorder, has_outputs=not replicates_lm_head
+        )
         groups = Groups.of_replicas(mine, everyone, joint, are_experts_apart)
-        groups = groups.with_heads_apart() if are_heads_apart else groups
+        groups = groups.with_heads_apart() if replicates_lm_head else groups
         return finished(groups, "", *where)
     stage, place = divmod(rank, size)
     if shares > 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from banyan.messages.plan import Load, StepPlan
+from banyan.messages.plan import StepLoad, StepPlan
 from banyan.sim.steptime import StepTime
 from banyan.sim.world import World
 
@@ -110,14 +110,14 @@ class DPAttentionDevices:
         self._step_time = step_time
         self._free_s = 0.0
         self.wake: list[Callable[[], None]] = []
-        self._loads: dict[int, dict[int, Load]] = {}
+        self._loads: dict[int, dict[int, StepLoad]] = {}
         """Step -> what each replica brings to it."""
         self._agreed = [0] * replicas
         """Steps that each has heard all of."""
         self._begun: dict[int, dict[int, _Passing]] = {}
         self._launched = [0] * replicas
 
-    def agree(self, replica: int, load: Load) -> list[Load] | None:
+    def agree(self, replica: int, load: StepLoad) -> list[StepLoad] | None:
         """See `engine.lockstep.StepAgreement`."""
         step = self._agreed[replica]
         told = self._loads.setdefault(step, {})
@@ -136,7 +136,7 @@ class DPAttentionDevices:
         return [told[number] for number in range(len(self._agreed))]
 
     def begin(self, replica: int, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
-        if not plan.peers:  # nothing is computed
+        if not plan.replica_loads:  # nothing is computed
             self._world.at(max(ready_s, self._free_s), done)
             return
         step = self._launched[replica]
@@ -162,5 +162,5 @@ class DPAttentionDevice:
     def begin(self, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
         self.devices.begin(self.replica, plan, ready_s, done)
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         return self.devices.agree(self.replica, load)

@@ -168,8 +168,8 @@ def test_pages_that_become_nodes_before_they_have_come_are_noticed(monkeypatch) 
     def hasty(self, *args):
         made = load(self, *args)
         if made is not None:
-            for unit in made.units:
-                unit.open = 0
+            for block in made.blocks:
+                block.open = 0
             self.loads.advance(made, self._passed)
         return made
 

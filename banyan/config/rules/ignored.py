@@ -1,9 +1,8 @@
-"""Flags that do nothing beside other flags, or without them: each is told, none is silent."""
+"""Flags that have no effect with, or without, other flags: a log line reports each of them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.base.errors import ConfigError
 from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
@@ -12,18 +11,18 @@ from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
 from banyan.hub.sources import kind_of
 from banyan.model_config.kv_scales import FLOAT8
-from banyan.moe.dispatch_rules import FUSED, LIMIT
+from banyan.moe.rules import FUSED, LIMIT
 
 _KEPT = ("local", "demo", "pypi")
-"""Sources that no hub is asked about."""
+"""Kinds of sources that need no hub."""
 
 
-_OF_THE_HOST = "hicache-ratio hicache-size hicache-io-backend hicache-mem-layout"
+_HOST_CACHE = "hicache-ratio hicache-size hicache-io-backend hicache-mem-layout"
 
 
 @dataclass(frozen=True)
-class _Idle:
-    """Flags that have no effect under a condition on the rest."""
+class _Ignored:
+    """Flags, separated by blanks, that have no effect while `holds` is true."""
 
     flags: str
     holds: Callable[[Config], bool]
@@ -31,257 +30,253 @@ class _Idle:
 
 
 _RULES = (
-    _Idle(
+    _Ignored(
         "log-requests-format log-requests-level",
         lambda c: not c.observe.log_requests,
         "no request is logged without --log-requests",
     ),
-    _Idle(
+    _Ignored(
         "collect-tokens-histogram bucket-time-to-first-token bucket-inter-token-latency "
         "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets "
         "tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header "
         "metrics-compat",
         lambda c: not c.observe.metrics,
-        "nothing is counted without --enable-metrics",
+        "there are no metrics without --enable-metrics",
     ),
-    _Idle(
+    _Ignored(
         "tokenizer-metrics-custom-labels-header",
         lambda c: c.observe.metrics and not c.observe.label_names,
-        "no label is listed with --tokenizer-metrics-allowed-custom-labels",
+        "--tokenizer-metrics-allowed-custom-labels lists no label",
     ),
-    _Idle(
+    _Ignored(
         "prompt-tokens-buckets generation-tokens-buckets",
         lambda c: c.observe.metrics and not c.observe.length_histograms,
         "lengths are not counted without --collect-tokens-histogram",
     ),
-    _Idle(
+    _Ignored(
         "export-metrics-to-file-dir",
         lambda c: not c.observe.writes_records,
         "no records are written without --export-metrics-to-file",
     ),
-    _Idle(
+    _Ignored(
         "oltp-traces-endpoint otlp-service-name",
         lambda c: not c.observe.traces,
         "nothing is traced without --enable-trace",
     ),
-    _Idle("journal-bytes", lambda c: not c.observe.journal, "there is no --journal"),
-    _Idle(
+    _Ignored(
+        "journal-bytes", lambda c: not c.observe.journal, "there is no journal without --journal"
+    ),
+    _Ignored(
         "schedule-low-priority-values-first priority-scheduling-preemption-threshold "
         "disable-priority-preemption priority-scheduling-max-wait",
         lambda c: not c.schedule.priorities,
-        "priorities count under --enable-priority-scheduling only",
+        "there are no priorities without --enable-priority-scheduling",
     ),
-    _Idle(
+    _Ignored(
         "abort-on-priority-when-disabled",
         lambda c: c.schedule.priorities,
         "priorities are on",
     ),
-    _Idle(
+    _Ignored(
         "load-balance-method enable-dp-attention",
         lambda c: c.parallel.dp == 1,
         "there is one replica",
     ),
-    _Idle("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
-    _Idle(
+    _Ignored("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
+    _Ignored(
         "pp-async-batch-depth",
         lambda c: c.parallel.pp > 1 and c.schedule.depth == 1,
-        "one step is in flight under --disable-overlap-schedule",
+        "--disable-overlap-schedule keeps one step in flight",
     ),
-    _Idle(
+    _Ignored(
         "enable-dp-lm-head",
         lambda c: not c.parallel.uses_dp_attention or c.parallel.dp == 1,
-        "there is no --enable-dp-attention with several replicas",
+        "it needs --enable-dp-attention and several replicas",
     ),
-    _Idle(
+    _Ignored(
         "enable-nsa-prefill-context-parallel nsa-prefill-cp-mode",
         lambda c: c.parallel.tp == 1,
-        "there is one rank, and it computes all tokens",
+        "there is one rank",
     ),
-    _Idle(
+    _Ignored(
         "nsa-prefill-cp-mode",
         lambda c: c.parallel.tp > 1 and c.parallel.cp == 1 and not c.parallel.divides_prompts,
-        "tokens are not divided without --attn-cp-size or --enable-prefill-cp",
+        "there is no context parallelism without --attn-cp-size or --enable-prefill-cp",
     ),
-    _Idle(
+    _Ignored(
         "quantization-param-path",
         lambda c: c.cache.dtype not in FLOAT8,
         "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",
     ),
-    _Idle(
+    _Ignored(
         "disaggregation-transfer-backend disaggregation-bootstrap-port",
         lambda c: not c.handoff.role,
-        "nothing is handed over without --disaggregation-mode",
+        "there is no disaggregation without --disaggregation-mode",
     ),
-    _Idle(
+    _Ignored(
         "disaggregation-bootstrap-port",
         lambda c: c.handoff.mode == "decode",
-        "requests say where their prompts are",
+        "requests carry the address of the prefill server",
     ),
-    _Idle(
+    _Ignored(
         "radix-eviction-policy radix-eviction-policy-config",
         lambda c: c.cache.disable_radix,
         "no prefix is cached",
     ),
-    _Idle(
+    _Ignored(
         "radix-eviction-policy",
         lambda c: c.cache.eviction == "priority" and not c.schedule.priorities,
-        "all requests are equal without --enable-priority-scheduling, which leaves lru",
+        "without --enable-priority-scheduling it is the same as lru",
     ),
-    _Idle(
+    _Ignored(
         "cpu-offload-gb offload-group-size",
         lambda c: facts_of(c).is_host,
-        "weights already lie in the memory of the host",
+        "weights are in host memory already",
     ),
-    _Idle(
+    _Ignored(
         "offload-num-in-group",
         lambda c: c.device.offload_group < 1,
         "there are no groups without --offload-group-size",
     ),
-    _Idle(
+    _Ignored(
         "offload-prefetch-step",
         lambda c: c.device.offload_group < 1 and not c.device.offload_gib,
         "all weights stay on the device without --cpu-offload-gb or --offload-group-size",
     ),
-    _Idle(
-        _OF_THE_HOST,
+    _Ignored(
+        _HOST_CACHE,
         lambda c: facts_of(c).host_tier is None,
-        "the cache lies in the memory of the host, where a second tier would be the same memory "
-        "again, or on a device that has none; --max-total-tokens makes it larger",
+        "this device has no host tier: on a CPU the cache is in host memory already; "
+        "--max-total-tokens enlarges it",
     ),
-    _Idle(
-        _OF_THE_HOST,
+    _Ignored(
+        _HOST_CACHE,
         lambda c: facts_of(c).host_tier is not None and not c.cache.hierarchical,
-        "pages stay on the device without --enable-hierarchical-cache",
+        "there is no host tier without --enable-hierarchical-cache",
     ),
-    _Idle(
+    _Ignored(
         "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "
         "grammar-timeout",
         lambda c: c.grammar.backend == "none",
-        "nothing constrains answers",
+        "--grammar-backend none turns structured output off",
     ),
-    _Idle(
+    _Ignored(
         "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
         "tokenizer-worker-num enable-tokenizer-batch-encode enable-dynamic-batch-tokenizer",
         lambda c: c.server.skip_tokenizer,
-        "there is no text under --skip-tokenizer-init",
+        "--skip-tokenizer-init loads no tokenizer",
     ),
-    _Idle(
+    _Ignored(
         "dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout",
         lambda c: not c.server.gathers_texts,
-        "texts are gathered under --enable-dynamic-batch-tokenizer only",
+        "there are no tokenizer batches without --enable-dynamic-batch-tokenizer",
     ),
-    _Idle(
+    _Ignored(
         "weight-loader-disable-mmap",
         lambda c: c.model.implementation == "transformers",
-        "with --model-impl transformers that library reads the files",
+        "--model-impl transformers reads the files itself",
     ),
-    _Idle(
+    _Ignored(
         "weight-loader-disable-mmap custom-weight-loader",
         lambda c: c.model.load_format == "dummy",
-        "with --load-format dummy no file is read",
+        "--load-format dummy reads no files",
     ),
-    _Idle(
+    _Ignored(
         "preferred-sampling-params sampling-defaults",
         lambda c: c.model.is_embedding,
-        "nothing is sampled for embeddings",
+        "--is-embedding samples nothing",
     ),
-    _Idle(
+    _Ignored(
         "attention-backend",
         lambda c: (
             c.device.attention in ATTENTION[2:] and c.device.attention != facts_of(c).attention
         ),
-        "the kernel of the device at hand attends; torch_native takes the one that is torch's",
+        "the device's own kernel computes attention; torch_native uses plain PyTorch",
     ),
-    _Idle(
+    _Ignored(
         "enable-fp32-lm-head",
         lambda c: c.model.cpu_activations == "fp32",
-        "with --cpu-activations fp32 nothing is rounded",
+        "--cpu-activations fp32 computes everything in float32",
     ),
-    _Idle(
+    _Ignored(
         "max-lora-rank lora-target-modules max-loras-per-batch max-loaded-loras "
         "lora-eviction-policy lora-memory-gib",
         lambda c: not c.lora.is_enabled and not c.lora.paths,
         "there are no adapters without --enable-lora or --lora-paths",
     ),
-    _Idle(
+    _Ignored(
         "expert-distribution-recorder-buffer-size enable-expert-distribution-metrics",
         lambda c: not c.experts.recorder,
-        "nothing is recorded without --expert-distribution-recorder-mode",
+        "recording is off without --expert-distribution-recorder-mode",
     ),
-    _Idle(
+    _Ignored(
         "moe-a2a-backend deepep-mode",
         lambda c: c.parallel.tp == 1 and c.experts.a2a != "none",
         "one rank has all experts",
     ),
-    _Idle(
+    _Ignored(
         "deepep-mode",
         lambda c: c.experts.a2a == "none",
-        "rows go to all ranks without --moe-a2a-backend",
+        "all rows go to all ranks without --moe-a2a-backend",
     ),
-    _Idle(
+    _Ignored(
         "eplb-algorithm eplb-rebalance-num-iterations eplb-rebalance-layers-per-chunk "
         "eplb-min-rebalancing-utilization-threshold",
         lambda c: not c.experts.balances,
         "experts do not move without --enable-eplb",
     ),
-    _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
+    _Ignored(
+        "install-model",
+        lambda c: not c.model.source.startswith("pypi:"),
+        "the model is not a pypi: package",
+    ),
 )
 
 
 def _remarks(config: Config) -> Iterator[str]:
-    """What a flag does otherwise than its users may expect."""
+    """Lines about flags whose effect may surprise."""
     if config.server.logit_processors:
         yield (
-            "--enable-custom-logit-processor lets requests name processors that are installed "
-            "(entry points banyan.logit_processors); code that a request brings is never run"
+            "--enable-custom-logit-processor lets requests name installed processors "
+            "(entry points banyan.logit_processors); code in requests is never run"
         )
 
     experts = config.experts
     if experts.fuse_mode != Config().experts.fuse_mode and experts.a2a != FUSED:
         yield (
-            "SGLANG_NPU_FUSED_MOE_MODE is set but has no effect: it says which operator "
-            f"--moe-a2a-backend {FUSED} is"
+            "SGLANG_NPU_FUSED_MOE_MODE is set but has no effect: it chooses the "
+            f"operator of --moe-a2a-backend {FUSED}"
         )
     is_idle = experts.a2a == "none" or experts.a2a_mode == "normal"
     if experts.a2a_tokens not in (0, Config().experts.a2a_tokens) and is_idle:
         yield (
-            f"{LIMIT} is set but has no effect: it bounds what travels at once under "
+            f"{LIMIT} is set but has no effect: it limits exchanges of "
             "--moe-a2a-backend deepep with --deepep-mode low_latency or auto"
         )
 
 
-def without_a_server(config: Config) -> Iterator[str]:
-    """A line for what was asked for and only a server gives; for engines that run without one."""
+def flags_that_need_a_server(config: Config) -> Iterator[str]:
+    """Lines about flags that only a server implements, for engines without one."""
     if config.observe.metrics:
-        yield "--enable-metrics has no effect: figures are told at /metrics, and no server runs"
+        yield "--enable-metrics has no effect: /metrics needs a server"
     if config.observe.dumps:
-        yield "--crash-dump-folder has no effect: a server writes there, and none runs"
+        yield "--crash-dump-folder has no effect: crash dumps need a server"
     if config.model.dump_input and not config.model.injects:
-        yield "--debug-tensor-dump-input-file has no effect: a server's warm-up runs it"
+        yield "--debug-tensor-dump-input-file has no effect: only a server's warm-up runs it"
     if config.observe.sigquit_handler:
-        yield "--custom-sigquit-handler has no effect: a server hears it, and none runs"
+        yield "--custom-sigquit-handler has no effect: it needs a server"
     if config.observe.recorder_bytes != Config().observe.recorder_bytes:
-        yield "--flight-recorder-bytes has no effect: a server holds the memory, and none runs"
+        yield "--flight-recorder-bytes has no effect: the flight recorder needs a server"
 
 
-def check_companions(
+def ignored_flags(
     config: Config, origins: Mapping[str, str], environment: Environment
 ) -> Iterator[str]:
-    """A line for each flag that was given and has no effect beside the others.
-
-    Raises:
-        ConfigError: answers would differ from what a flag asks for.
-    """
-    if config.model.loader_functions and config.model.implementation == "transformers":
-        raise ConfigError(
-            "--custom-weight-loader cannot be combined with --model-impl transformers: that "
-            "library reads the weights by itself",
-            hint="leave --model-impl at auto, or change the weights beforehand",
-        )
-    kept = _Idle(
+    """Return a line for each given flag that the other flags leave without effect."""
+    kept = _Ignored(
         "revision download-dir",
         lambda c: kind_of(c.model.source, environment) in _KEPT,
-        "the model lies on this machine",
+        "the model is on this machine",
     )
     for rule in (*_RULES, kept):
         if rule.holds(config):
@@ -291,7 +286,7 @@ def check_companions(
 
 
 def _is_given(name: str, config: Config, origins: Mapping[str, str]) -> bool:
-    """Whether somebody gave the flag another value than it has anyway."""
+    """Whether the flag was given with another value than its default."""
     flag = next(flag for _, flags in GROUPS for flag in flags if flag.name == name)
     part, _, field = flag.field.partition(".")
     value = getattr(getattr(config, part), field)

@@ -12,7 +12,9 @@ _LENGTHS = tuple(float(1 << power) for power in range(4, 21))
 _MAX_BOUNDS = 256
 
 
-def check_the_bounds(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+def check_histogram_buckets(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     bounds_of(config.observe.prompt_buckets)
     bounds_of(config.observe.output_buckets)
     return config

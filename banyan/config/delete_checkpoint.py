@@ -45,7 +45,7 @@ class Moment:
         return is_between and abs(drift_s) < _MAX_DRIFT_S
 
 
-def check_disposal(config: Config, model_config: ModelConfig, began: Moment) -> None:
+def check_deletion(config: Config, model_config: ModelConfig, began: Moment) -> None:
     """Refuse, before anything is loaded, what must not be deleted.
 
     Args:
@@ -87,7 +87,7 @@ def check_disposal(config: Config, model_config: ModelConfig, began: Moment) -> 
         )
 
 
-def dispose(config: Config, model_config: ModelConfig) -> None:
+def delete_weight_files(config: Config, model_config: ModelConfig) -> None:
     """Delete the files of the loaded weights; where they are links, what those lead to as well."""
     if not config.model.deletes:
         return
