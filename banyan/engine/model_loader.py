@@ -233,18 +233,18 @@ def _open_draft(
 ) -> DraftModel:
     """Open the draft model on the ranks and the device of the target model."""
     model = draft_of(config)
-    is_ahead = config.speculative.is_mtp
-    model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
+    is_mtp = config.speculative.is_mtp
+    model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
     ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.joint is not None:  # other replicas may have nothing to draft for
         own_groups = build.groups.of_one_replica()
         mine = replace(mine, groups=own_groups, sends_rows=False, exchanged=0)
-    if is_ahead:
+    if is_mtp:
         log.info("draft layer=%d", model_config.num_layers)
-        ahead = load_mtp(model, model_config, target, mine, config.cache.page_size)
-        return DraftModel(ahead, mine, ahead)
+        mtp = load_mtp(model, model_config, target, mine, config.cache.page_size)
+        return DraftModel(mtp, mine, mtp)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
         eagle = load_eagle_drafter(

@@ -191,7 +191,7 @@ class GgufForm:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MTPForm:
     """The MTP (multi-token prediction) layer of a family's checkpoints (`models/mtp.py`).
 
     Attributes:
@@ -220,7 +220,7 @@ class Family:
             (all heads together).
         has_attention_gate: each attention head's output is scaled by a sigmoid gate, which the
             query projection computes after that head's query.
-        ahead: the MTP layer; None = checkpoints have none, or it is not supported.
+        mtp: the MTP layer; None = checkpoints have none, or it is not supported.
     """
 
     hub: HubForm = field(default_factory=HubForm)
@@ -234,4 +234,4 @@ class Family:
     has_single_parts: bool = False
     qk_norm: str = ""
     has_attention_gate: bool = False
-    ahead: Ahead | None = None
+    mtp: MTPForm | None = None

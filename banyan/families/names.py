@@ -140,7 +140,7 @@ class NameMap:
         alone: part of a module's name that is dropped if the model has no such module.
         has_more_layers: the checkpoint has MTP layers after the model's, which are not read.
         has_gates_between: a tensor holds all experts with gate and up rows interleaved
-            (`models/weights/interleaved.py`).
+            (`models/weights/checkpoint_layouts.py`).
         paired: modules ("module:part") whose rows are in interleaved RoPE pairs.
         rope_divisors: tensor with divisors of the RoPE frequencies; "" = none.
         norm_offset: added to every norm weight (Gemma stores them minus one).

@@ -102,7 +102,7 @@ _ADAPTERS = {
 
 
 def _names() -> dict[str, str]:
-    """Names after `models/weights/shared.py` has numbered the shared blocks."""
+    """Names after `models/weights/checkpoint_layouts.py` has numbered the shared blocks."""
     names = {
         "model.embed_tokens": "embedding",
         "model.final_layernorm": "norm",

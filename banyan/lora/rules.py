@@ -16,12 +16,30 @@ log = logger(__name__)
 
 _FLAG = "--enable-lora"
 _TARGETS = (
-    *("all", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
-    *("embed_tokens", "lm_head"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    *("experts", "router"),
-    *("query", "key", "value", "dense"),
+    "all",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+    "c_fc",
+    "c_proj",
+    "embed_tokens",
+    "lm_head",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "experts",
+    "router",
+    "query",
+    "key",
+    "value",
+    "dense",
 )
 NO_PROJECTION = "none"
 """A target that matches no projection."""

@@ -184,7 +184,7 @@ def _check_mtp(config: Config, model_config: ModelConfig, flag: str) -> None:
     another = "use --speculative-algorithm STANDALONE with a small model, or NGRAM"
     if config.model.implementation == "transformers":
         raise ConfigError(f"{flag} and --model-impl transformers exclude each other", hint=another)
-    if not model_config.num_ahead:
+    if not model_config.num_mtp_layers:
         raise ConfigError(
             f"{flag}: {printable(model_config.path)} has no layer for drafting "
             "(num_nextn_predict_layers, nextn_predict_layers)",
@@ -192,8 +192,8 @@ def _check_mtp(config: Config, model_config: ModelConfig, flag: str) -> None:
             "takes a trained draft model as --speculative-draft-model-path; or "
             f"{another}",
         )
-    ahead = FAMILIES.load(model_config.architecture).ahead
-    if ahead is None or model_config.format not in ahead.names:
+    mtp = FAMILIES.load(model_config.architecture).mtp
+    if mtp is None or model_config.format not in mtp.names:
         raise ConfigError(
             f"{flag}: the layer for drafting of {model_config.architecture} cannot be loaded "
             f"from {model_config.format}",

@@ -233,7 +233,7 @@ class DraftModelFields:
 
     Attributes:
         num_tokens: size of the draft vocabulary.
-        taps: layers of the target whose inputs it reads, ascending; () = it reads the target's
+        aux_layers: layers of the target whose inputs it reads, ascending; () = it reads its
             final hidden states.
         tokens: token ids of the draft vocabulary; () = the checkpoint holds them.
         block: tokens of a block, the newest one and masks; 0 = one token at a time.
@@ -241,7 +241,7 @@ class DraftModelFields:
     """
 
     num_tokens: int
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     block: int = 0
     mask: int = 0
@@ -350,7 +350,7 @@ class ModelConfig:
     """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
     eagle: DraftModelFields | None = None
-    num_ahead: int = 0
+    num_mtp_layers: int = 0
     """MTP layers of the checkpoint, after the last layer of the model; not in `num_layers`."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

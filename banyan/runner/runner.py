@@ -140,7 +140,7 @@ class ModelRunner:
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         reads = None if draft is None else draft.reads
-        aux_layers = () if reads is None else reads.taps
+        aux_layers = () if reads is None else reads.aux_layers
         # A drafter that reads the last hidden states needs them for every token.
         reads_all = config.reads_all or (reads is not None and not aux_layers)
         self._config = replace(config, aux_hidden_layers=aux_layers, reads_all=reads_all)

@@ -63,7 +63,9 @@ def test_what_the_hub_refuses_is_not_taken_from_the_cache(tmp_path: Path, hub: F
 
 
 @pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize(("token", "who"), [("", "a stranger"), ("hf_1", "the account of this")])
+@pytest.mark.parametrize(
+    ("token", "who"), [("", "an anonymous user"), ("hf_1", "the account of this")]
+)
 def test_a_gated_model_says_how_to_log_in(
     tmp_path: Path, hub: FakeHub, status: int, token: str, who: str
 ) -> None:

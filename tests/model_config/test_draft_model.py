@@ -281,7 +281,7 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
     assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
-    assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
+    assert (draft.eagle.num_tokens, draft.eagle.aux_layers) == (7, taps)
 
 
 def test_eagle3_needs_a_model(tmp_path):
@@ -375,7 +375,11 @@ def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
     served = read_model_config(config.model.path)
     draft = draft_model_config(config.speculative, draft_of(config), served)
     assert draft.eagle is not None
-    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
+    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.aux_layers) == (
+        (3, 7, 400),
+        3,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -472,7 +476,7 @@ def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
     served = read_model_config(config.model.path)
     model_config = draft_model_config(config.speculative, draft_of(config), served)
     assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
-    assert (model_config.eagle.taps, model_config.eagle.block, model_config.eagle.mask) == (
+    assert (model_config.eagle.aux_layers, model_config.eagle.block, model_config.eagle.mask) == (
         taps,
         block,
         5,

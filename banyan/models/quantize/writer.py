@@ -1,8 +1,8 @@
-"""Writes the files of a plan, tensor after tensor, and keeps a record of what is whole, so that a
-run that was cut off goes on where it was.
+"""Writes the files of a plan, tensor by tensor, with a record of finished pieces so that an
+interrupted run can resume.
 
-A file grows as NAME.part. The record holds the hash of every piece that is written and synced; what
-it does not hold, or what has other bytes by now, is made again.
+A file grows as NAME.part. The record holds the hash of every piece that is written and synced.
+Pieces that are missing from it, or have other bytes by now, are written again.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ import torch
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.log import logger, printable
-from banyan.models.quantize.plan import OutFile, Piece, Plan, Unit
-from banyan.models.quantize.source import Source
+from banyan.models.quantize.plan import FilePiece, OutFile, PlanUnit, QuantizePlan
+from banyan.models.quantize.source import SourceCheckpoint
 
 log = logger(__name__)
 
 Show = Callable[[int, int], None]
-"""Told how many tensors are done, of how many."""
+"""Called with the number of finished tensors and the total."""
 _COPY_BYTES = 16 << 20
 
 
@@ -68,7 +68,7 @@ class Record:
             raise ConfigError(
                 f"{printable(str(self.path), 200)} is the record of a run that was cut off, of "
                 "another source or with other settings",
-                hint="delete what it has left behind, or name another place",
+                hint="delete its partial files, or name another target",
             )
         for line in lines[1:]:
             match line:
@@ -90,11 +90,11 @@ class Record:
             file.flush()
             os.fsync(file.fileno())
 
-    def add(self, file: str, piece: Piece, sha256: str) -> None:
+    def add(self, file: str, piece: FilePiece, sha256: str) -> None:
         line: dict[str, object] = {"file": file, "start": piece.start, "end": piece.end}
         self._append(line | {"sha256": sha256})
 
-    def holds(self, name: str, piece: Piece, path: Path) -> bool:
+    def holds(self, name: str, piece: FilePiece, path: Path) -> bool:
         """Whether the file has these bytes, and they are those that were written."""
         end, expected = self._whole.get((name, piece.start), (0, ""))
         if end != piece.end or not path.is_file() or path.stat().st_size < end:
@@ -115,7 +115,9 @@ def _hash(read: Callable[[int], bytes], size: int) -> str:
     return found.hexdigest()
 
 
-def write_files(plan: Plan, source: Source, folder: Path, record: Record, show: Show) -> int:
+def write_files(
+    plan: QuantizePlan, source: SourceCheckpoint, folder: Path, record: Record, show: Show
+) -> int:
     """Write what is not there yet; returns the bytes that were.
 
     Raises:
@@ -129,10 +131,12 @@ def write_files(plan: Plan, source: Source, folder: Path, record: Record, show: 
         for piece in missing[file.name]:
             before = done
 
-            def tell(count: int, before: int = before) -> None:
+            def report(count: int, before: int = before) -> None:
                 show(before + count, total)
 
-            record.add(file.name, piece, _write(folder / f"{file.name}.part", piece, source, tell))
+            record.add(
+                file.name, piece, _write(folder / f"{file.name}.part", piece, source, report)
+            )
             done += len(piece.units)
             written += piece.end - piece.start
         part = folder / f"{file.name}.part"
@@ -142,7 +146,7 @@ def write_files(plan: Plan, source: Source, folder: Path, record: Record, show: 
     return written
 
 
-def _missing(file: OutFile, folder: Path, record: Record) -> list[Piece]:
+def _missing(file: OutFile, folder: Path, record: Record) -> list[FilePiece]:
     """The pieces that are to be made; the file is NAME.part then."""
     whole, part = folder / file.name, folder / f"{file.name}.part"
     at = whole if whole.exists() else part
@@ -168,7 +172,9 @@ def _check_room(needed: int, folder: Path) -> None:
         )
 
 
-def _write(path: Path, piece: Piece, source: Source, tell: Callable[[int], None]) -> str:
+def _write(
+    path: Path, piece: FilePiece, source: SourceCheckpoint, report: Callable[[int], None]
+) -> str:
     """Write one piece and bring it to the disk; returns its hash."""
     with path.open("r+b" if path.exists() else "w+b") as file:
         written = _Written(file, piece.start)
@@ -176,7 +182,7 @@ def _write(path: Path, piece: Piece, source: Source, tell: Callable[[int], None]
         offsets = iter(piece.offsets)
         for count, unit in enumerate(piece.units, 1):
             _write_unit(written, unit, offsets, source)
-            tell(count)
+            report(count)
         written.pad(piece.end)
         file.flush()
         os.fsync(file.fileno())
@@ -200,7 +206,9 @@ class _Written:
         self.add(b"\0" * (offset - self.at))
 
 
-def _write_unit(written: _Written, unit: Unit, offsets: Iterator[int], source: Source) -> None:
+def _write_unit(
+    written: _Written, unit: PlanUnit, offsets: Iterator[int], source: SourceCheckpoint
+) -> None:
     with torch.inference_mode():
         if unit.rounded is None and unit.take is None:
             made = {unit.entries[0].name: source.octets(unit.source)}

@@ -1,5 +1,5 @@
-"""What lies beside the weights of a quantised folder: the configuration that describes them, their
-index, and the source's other files."""
+"""Writes the other files of a quantised folder: quantization_config, the index, and copies of the
+source's files."""
 
 import json
 import shutil
@@ -9,19 +9,29 @@ from pathlib import Path
 from typing import cast
 
 from banyan.base.json_types import is_object
-from banyan.models.quantize.layouts import Floats, Layout
-from banyan.models.quantize.plan import Plan, targets
+from banyan.models.quantize.layouts import Floats, TargetLayout
+from banyan.models.quantize.plan import QuantizePlan, targets
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _WEIGHTS = (
-    *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".part"),
-    *(".index.json", ".py"),
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".part",
+    ".index.json",
+    ".py",
 )
 """Endings of files that are not copied: weights, and code, which nobody here runs."""
 
 
-def quantization_config(plan: Plan, layout: Layout) -> dict[str, object]:
+def quantization_config(plan: QuantizePlan, layout: TargetLayout) -> dict[str, object]:
     """In compressed-tensors' form. Modules of the most common kind are named by their class."""
     kinds = sorted(plan.kinds, key=lambda kind: -len(plan.kinds[kind]))
     groups: dict[str, object] = {}
@@ -49,19 +59,19 @@ def _linear(modules: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What lies beside the weights.
+class OtherFiles:
+    """The files of a folder besides its weights.
 
     Attributes:
-        files: name -> content, or the file that is copied.
-        config: without what says how weights are rounded.
+        files: name -> content, or the file to copy.
+        config: config.json without quantization_config.
     """
 
     files: Mapping[str, bytes | Path]
     config: Mapping[str, object]
 
 
-def beside_weights_of(source: Path) -> Beside:
+def other_files_of(source: Path) -> OtherFiles:
     """The other files of a folder, and its configuration."""
     files: dict[str, bytes | Path] = {
         file.name: file
@@ -70,12 +80,14 @@ def beside_weights_of(source: Path) -> Beside:
     }
     config = cast(object, json.loads((source / _CONFIG).read_text(encoding="utf-8")))
     assert is_object(config)
-    return Beside(files, config)
+    return OtherFiles(files, config)
 
 
-def write_beside(plan: Plan, layout: Layout, beside: Beside, target: Path) -> None:
-    """The other files, the index, and config.json last: it makes the folder a model."""
-    for name, content in beside.files.items():
+def write_other_files(
+    plan: QuantizePlan, layout: TargetLayout, others: OtherFiles, target: Path
+) -> None:
+    """Write the other files and the index, and config.json last: it makes the folder a model."""
+    for name, content in others.files.items():
         if isinstance(content, Path):
             shutil.copyfile(content, target / name)
         else:
@@ -91,7 +103,7 @@ def write_beside(plan: Plan, layout: Layout, beside: Beside, target: Path) -> No
         sizes = sum(p.end - p.start - len(p.head) for f in plan.files for p in f.pieces)
         index = {"metadata": {"total_size": sizes}, "weight_map": weights}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = dict(beside.config)
+    config = dict(others.config)
     if not isinstance(layout, Floats):
         config["quantization_config"] = quantization_config(plan, layout)
     (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,9 +1,8 @@
-"""The tensors of a checkpoint under the names of the other form: those of a folder as a GGUF file
-has them, and the other way round. What is one tensor there is put together, or taken apart, rows
-are brought into its order, and norms lose or gain what is added to them.
+"""Translates the tensors of a checkpoint between folder (safetensors) and GGUF: names, splitting
+and joining of tensors, row order, and offsets of norms.
 
-Both forms' names lead to places of one model (`NameMap`), so no family is named here, and no table
-is of one direction.
+Both formats' names map to places of one model (`NameMap`), so this works for every family and in
+both directions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +20,13 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.formats.headers import Entry
-from banyan.models.quantize.source import Source
-from banyan.models.weights.interleaved import stack_between
-from banyan.models.weights.latent import half_of_expansion, joined_expansion
-from banyan.models.weights.names import is_ignored, place_of, split_numbers
-from banyan.models.weights.projections import is_projection
+from banyan.models.quantize.source import SourceCheckpoint
+from banyan.models.weights.checkpoint_layouts import (
+    half_of_expansion,
+    join_expansion,
+    stack_between,
+)
+from banyan.models.weights.names import is_ignored, is_projection, place_of, split_numbers
 from banyan.ops.stored import StoredWeight
 
 Take = Callable[[], StoredWeight]
@@ -74,7 +75,7 @@ class _Slot:
     name: str
 
 
-def translated(source: Source, has_stacks: bool = True) -> list[Translated]:
+def translated(source: SourceCheckpoint, has_stacks: bool = True) -> list[Translated]:
     """
     Args:
         has_stacks: experts may lie in one tensor, where the form has such; else each has its own.
@@ -102,7 +103,7 @@ def translated(source: Source, has_stacks: bool = True) -> list[Translated]:
     found: list[Translated] = []
     for slot, pieces in slots.items():
         for name, mine in _named(slot, pieces, source, has_stacks):
-            found.append(_joined(name, slot, mine, source))
+            found.append(_join(name, slot, mine, source))
     if source.is_gguf and has_stacks and source.other_names.has_gates_between:
         return list(_with_gates_between(found))
     return found
@@ -123,7 +124,7 @@ def _with_gates_between(tensors: Sequence[Translated]) -> Iterator[Translated]:
             yield replace(each, entry=entry, hub_name=stack.name, take=take)
 
 
-def _slices(source: Source, name: str) -> Iterator[tuple[Entry, Take]]:
+def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[Entry, Take]]:
     tensor, slices = source.tensors[name], source.slices(name)
     half, other, whole = half_of_expansion(name)
     if half:
@@ -135,7 +136,7 @@ def _slices(source: Source, name: str) -> Iterator[tuple[Entry, Take]]:
         if half == 2:
             first, rank = source.tensors[other].shape, tensor.shape[2]
             shape = (tensor.shape[0] * (tensor.shape[1] + first[2]), rank)
-            take = lambda: joined_expansion(name, source.weight(other), source.weight(name))  # noqa: E731
+            take = lambda: join_expansion(name, source.weight(other), source.weight(name))  # noqa: E731
             yield Entry(whole, "F32", shape), take
         return
     if not slices:
@@ -155,7 +156,7 @@ def _expert_of(parts: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 
 
 def _named(
-    slot: _Slot, pieces: Sequence[_Piece], source: Source, has_stacks: bool
+    slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint, has_stacks: bool
 ) -> Iterator[tuple[str, list[_Piece]]]:
     """The tensors of the other form that these pieces make, each with its own, in order."""
     names = source.other_names
@@ -184,7 +185,7 @@ def _named(
         raise _nameless(next(iter(left.values())).entry.name, source)
 
 
-def _in_order(piece: _Piece, source: Source, has_stacks: bool) -> list[str]:
+def _in_order(piece: _Piece, source: SourceCheckpoint, has_stacks: bool) -> list[str]:
     """The other form's names: a family's own before those that many share, these before what holds
     several projections; before all the one that is to its table what the piece's name is to its
     own, where both have as many for one place (DeepSeek's queries, squeezed or not)."""
@@ -209,7 +210,7 @@ def _called(bare: str, slot: _Slot) -> list[str]:
 
 
 def _by_expert(pieces: Sequence[Sequence[_Piece]], each: int) -> Iterator[list[_Piece]]:
-    """All pieces for one tensor, or those of each expert for one of its own."""
+    """All pieces for one tensor, or the pieces of each expert for a tensor of its own."""
     together = [piece for mine in pieces for piece in mine]
     if not each:
         if together:
@@ -233,7 +234,7 @@ def _cover(
     return found
 
 
-def _joined(name: str, slot: _Slot, pieces: Sequence[_Piece], source: Source) -> Translated:
+def _join(name: str, slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckpoint) -> Translated:
     """Experts lie one after another, and of each its parts over one another."""
     first = pieces[0].entry
     ordered = sorted(pieces, key=lambda piece: piece.expert)
@@ -290,7 +291,7 @@ def _check_experts(name: str, found: Sequence[int]) -> None:
         )
 
 
-def _turned(piece: _Piece, module: str, source: Source) -> Take:
+def _turned(piece: _Piece, module: str, source: SourceCheckpoint) -> Take:
     """Rows of queries and keys in the order of the other form: halves of a head become pairs, or
     pairs become halves."""
     place = f"{split_numbers(module)[0]}:{'+'.join(piece.parts)}"
@@ -317,7 +318,7 @@ def _turned(piece: _Piece, module: str, source: Source) -> Take:
     return take
 
 
-def _nameless(name: str, source: Source) -> ModelError:
+def _nameless(name: str, source: SourceCheckpoint) -> ModelError:
     form = "folder" if source.is_gguf else "GGUF"
     return ModelError(
         f"the {form} form of this family has no name for {printable(name)}",

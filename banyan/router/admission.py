@@ -1,4 +1,4 @@
-"""Gate: how many requests are in progress at a time, how many wait, and how many begin a second."""
+"""Limit the requests in progress, the requests that wait and the requests started per second."""
 
 import asyncio
 import time
@@ -10,10 +10,11 @@ from banyan.base.errors import RequestError
 from banyan.router.config import LimitConfig
 
 
-class Gate:
-    """
+class AdmissionLimiter:
+    """Admits requests under the limits of the configuration.
+
     Args:
-        now: seconds of a clock that never goes back.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(self, limits: LimitConfig, now: Callable[[], float] = time.monotonic) -> None:
@@ -29,11 +30,11 @@ class Gate:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def place(self) -> AsyncGenerator[None]:
-        """A place among the requests in progress, for as long as the block runs.
+    async def slot(self) -> AsyncGenerator[None]:
+        """Count as a request in progress while the block runs.
 
         Raises:
-            RequestError: 429; too many come, too many wait, or none ended in time.
+            RequestError: 429 if the rate or the queue is full, or the wait took too long.
         """
         self._count()
         await self._enter()
@@ -43,7 +44,7 @@ class Gate:
             self._leave()
 
     def _count(self) -> None:
-        """Take one of the tokens, of which `rate` come each second and no more are kept."""
+        """Take one token from a bucket that gains `rate` tokens per second and holds `rate`."""
         rate = self._limits.rate
         if not rate:
             return
@@ -69,10 +70,10 @@ class Gate:
         self._waiting.append(turn)
         try:
             async with asyncio.timeout(self._limits.waiting_s):
-                await turn  # who leaves has counted this one in
+                await turn  # the request that leaves counts this one in
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._leave()  # the place came together with the end of the wait
+                self._leave()  # admitted and timed out at the same time
             else:
                 self._waiting.remove(turn)
             if isinstance(error, TimeoutError):

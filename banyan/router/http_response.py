@@ -1,4 +1,5 @@
-"""AnswerReader: one request and its answer in HTTP/1.1, without a socket. h11 writes and parses.
+"""Write a request and parse its response in HTTP/1.1 with h11, without a socket.
+
 The limits on what a worker may send are here.
 """
 
@@ -10,33 +11,33 @@ from banyan.base.errors import BanyanError
 from banyan.base.log import printable
 
 MAX_HEAD_BYTES = 32 << 10
-"""Of the heads of an answer, interim ones included, and of its trailers. A head in one packet with
-the beginning of its body may have `FEED_BYTES` more."""
+"""Limit of the heads of a response, interim ones included, and of its trailers. A head that arrives
+in one packet with the beginning of its body may have `FEED_BYTES` more."""
 MAX_HEADERS = 256
 MAX_INTERIM = 32
 """Interim answers (1xx) before the final one."""
 FEED_BYTES = 8 << 10
-"""What the reader is fed at a time, so that one call takes a few milliseconds at most."""
+"""Most bytes fed at a time, so that one call takes a few milliseconds at most."""
 MOST_EVENTS = 512
-"""Parts of a body that one call parses. A part takes some 7 µs, even if it has one byte."""
+"""Body parts that one call parses. A part takes about 7 µs, even if it has one byte."""
 MOST_PIECE_BYTES = 64 << 10
 _REASON_CHARS = 200
 
 
-class BadAnswer(BanyanError):
-    """A worker sent what is no HTTP answer, or more than is accepted."""
+class BadResponse(BanyanError):
+    """A worker sent an invalid HTTP response, or more than is accepted."""
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """Status, and headers with names in lower case."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
 
 
-class AnswerReader:
-    """Writes one request and reads its answer. A second exchange takes a new reader."""
+class ResponseReader:
+    """Writes one request and reads its response. Each exchange needs a new reader."""
 
     def __init__(self) -> None:
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -44,11 +45,11 @@ class AnswerReader:
         self.has_head = False
         self._num_interim = 0
         self.is_over = False
-        """The answer has been read to its end."""
+        """The response has been read to its end."""
         self.is_hungry = False
-        """All that was fed has been read."""
+        """Everything that was fed has been read."""
         self.num_events = 0
-        """Parts of the body so far, or since whoever reads this has set it to 0."""
+        """Body parts so far, or since the caller reset it to 0."""
 
     def request(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
@@ -56,7 +57,7 @@ class AnswerReader:
         """The bytes of a request.
 
         Args:
-            headers: with host and, where there is a body, content-length.
+            headers: with host and, if there is a body, content-length.
 
         Raises:
             h11.LocalProtocolError: HTTP cannot carry the target or a header.
@@ -69,20 +70,24 @@ class AnswerReader:
         return parts
 
     def feed(self, data: bytes) -> None:
-        """Take in what the worker sent, at most FEED_BYTES; b"" = it closed the connection
-        behind the head."""
+        """Add bytes from the worker, at most FEED_BYTES; b"" = the worker closed the connection
+        after the head."""
         self.is_hungry = False
         if not self.has_head:
             self._head_bytes += len(data)
         self._http.receive_data(data)
 
-    def head(self) -> Head | None:
-        """The head of the final answer; None = more must be fed. BadAnswer: there will be none."""
+    def head(self) -> ResponseHead | None:
+        """The head of the final response; None = more must be fed.
+
+        Raises:
+            BadResponse: the response is invalid.
+        """
         while True:
             event = self._next()
             if event is h11.NEED_DATA:
                 if self._head_bytes > MAX_HEAD_BYTES:
-                    raise BadAnswer(f"its head has more than {MAX_HEAD_BYTES} bytes")
+                    raise BadResponse(f"its head has more than {MAX_HEAD_BYTES} bytes")
                 return None
             if isinstance(event, h11.InformationalResponse):
                 self._skip(event.status_code)
@@ -92,7 +97,11 @@ class AnswerReader:
             return _checked(event)
 
     def piece(self) -> bytes:
-        """What was fed of the body; b"" = nothing, or the end. BadAnswer: it broke off."""
+        """The next bytes of the body; b"" = none yet, or the end.
+
+        Raises:
+            BadResponse: the body is incomplete.
+        """
         parts: list[bytes] = []
         size = 0
         for _ in range(MOST_EVENTS):
@@ -111,7 +120,7 @@ class AnswerReader:
 
     @property
     def is_clean(self) -> bool:
-        """Both sides are done, both keep the connection, and nothing was fed behind the answer."""
+        """Whether the connection can be reused: both sides are done and no bytes follow."""
         http = self._http
         is_done = http.our_state is h11.DONE and http.their_state is h11.DONE
         return is_done and http.trailing_data == (b"", False)
@@ -120,25 +129,25 @@ class AnswerReader:
         try:
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
-            raise BadAnswer(printable(str(error), _REASON_CHARS)) from None
+            raise BadResponse(printable(str(error), _REASON_CHARS)) from None
 
     def _skip(self, status: int) -> None:
-        """Pass over an interim answer: the final one follows it."""
+        """Skip an interim response; the final one follows."""
         self._num_interim += 1
         if status == 101:
-            raise BadAnswer("it switched to another protocol, which nobody asked for")
+            raise BadResponse("it switched to another protocol, which nobody asked for")
         if self._num_interim > MAX_INTERIM:
-            raise BadAnswer(f"it sent more than {MAX_INTERIM} interim answers")
+            raise BadResponse(f"it sent more than {MAX_INTERIM} interim answers")
 
 
-def _checked(event: h11.Response) -> Head:
-    """BadAnswer: its status, or how it marks its end, cannot be passed on."""
+def _checked(event: h11.Response) -> ResponseHead:
+    """The head, if its status and framing can be relayed; BadResponse otherwise."""
     headers = list(event.headers)
     if not 200 <= event.status_code <= 599:
-        raise BadAnswer(f"{event.status_code} is no status of an answer")
+        raise BadResponse(f"{event.status_code} is no status of an answer")
     if len(headers) > MAX_HEADERS:
-        raise BadAnswer(f"it has {len(headers)} headers; {MAX_HEADERS} are accepted")
+        raise BadResponse(f"it has {len(headers)} headers; {MAX_HEADERS} are accepted")
     names = {name for name, _ in headers}
     if b"content-length" in names and b"transfer-encoding" in names:
-        raise BadAnswer("it has both content-length and transfer-encoding")
-    return Head(event.status_code, headers)
+        raise BadResponse("it has both content-length and transfer-encoding")
+    return ResponseHead(event.status_code, headers)
