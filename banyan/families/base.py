@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from banyan.base.json_types import is_list
 from banyan.families.names import NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 
 MAX_WIDTH = 1 << 20
@@ -18,7 +18,7 @@ GELU_TANH = "gelu_pytorch_tanh"
 
 
 def state_where(
-    facts: Facts,
+    fields: CheckpointFields,
     num_layers: int,
     names: Mapping[str, str],
     default: Callable[[int], str],
@@ -31,12 +31,12 @@ def state_where(
         default: kind of a layer if there is no list.
         key: key of the list.
     """
-    listed = facts.listed(key)
+    listed = fields.listed(key)
     kinds = tuple(default(layer) for layer in range(num_layers))
     if listed:
         kinds = tuple(names.get(str(name), "") for name in listed)
         if len(kinds) != num_layers or "" in kinds:
-            raise facts.error(key, listed, f"{num_layers} of {', '.join(names)}")
+            raise fields.error(key, listed, f"{num_layers} of {', '.join(names)}")
     return kinds
 
 
@@ -44,7 +44,7 @@ _LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
 
 Kinds = tuple[tuple[str, ...], int]
 """Kind of each layer and the window in tokens; ((), 0) = full attention in every layer."""
-More = Callable[[Facts, ModelConfig], ModelConfig]
+More = Callable[[CheckpointFields, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -56,38 +56,40 @@ class Biases:
     mlp: bool = False
 
 
-def llama_biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("attention_bias", default=False)
-    return Biases(has_bias, has_bias, facts.flag("mlp_bias", default=False))
+def llama_biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("attention_bias", default=False)
+    return Biases(has_bias, has_bias, fields.flag("mlp_bias", default=False))
 
 
-def window_everywhere(facts: Facts, num_layers: int) -> Kinds:
+def window_everywhere(fields: CheckpointFields, num_layers: int) -> Kinds:
     """If a window is given it applies to every layer, unless `layer_types` is given."""
-    if not facts.has("sliding_window"):
+    if not fields.has("sliding_window"):
         return (), 0
-    return window_where(facts, num_layers, lambda layer: True)
+    return window_where(fields, num_layers, lambda layer: True)
 
 
-def full_at_every(facts: Facts, num_layers: int, period: int) -> Kinds:
+def full_at_every(fields: CheckpointFields, num_layers: int, period: int) -> Kinds:
     """Every `period`-th layer has full attention."""
-    period = facts.integer("sliding_window_pattern", 1, MAX_LENGTH, default=period)
-    return window_where(facts, num_layers, lambda layer: (layer + 1) % period > 0)
+    period = fields.integer("sliding_window_pattern", 1, MAX_LENGTH, default=period)
+    return window_where(fields, num_layers, lambda layer: (layer + 1) % period > 0)
 
 
-def window_where(facts: Facts, num_layers: int, has_window: Callable[[int], bool]) -> Kinds:
+def window_where(
+    fields: CheckpointFields, num_layers: int, has_window: Callable[[int], bool]
+) -> Kinds:
     """`layer_types` takes precedence over `has_window`."""
-    window = facts.integer("sliding_window", 1, MAX_LENGTH, default=4096)
-    listed = facts.listed("layer_types")
+    window = fields.integer("sliding_window", 1, MAX_LENGTH, default=4096)
+    listed = fields.listed("layer_types")
     if not listed:
         kinds = tuple(WINDOW if has_window(layer) else FULL for layer in range(num_layers))
     else:
         kinds = tuple(_LAYER_KINDS.get(str(name), "") for name in listed)
         if len(kinds) != num_layers or "" in kinds:
-            raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
+            raise fields.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
     return (kinds, window) if WINDOW in kinds else ((), 0)
 
 
-def no_more(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def no_more(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     return model_config
 
 
@@ -95,23 +97,23 @@ def nothing_of_tensors(names: Container[str], model_config: ModelConfig) -> Mode
     return model_config
 
 
-def kinds_by_heads(facts: Facts, num_layers: int) -> Kinds:
+def kinds_by_heads(fields: CheckpointFields, num_layers: int) -> Kinds:
     """From a GGUF file: layers with KV heads have attention, the others keep states."""
-    listed = facts.any("attention.head_count_kv")
+    listed = fields.any("attention.head_count_kv")
     if not is_list(listed) or len(listed) != num_layers:
-        raise facts.error("attention.head_count_kv", listed, f"a number for each of {num_layers}")
+        raise fields.error("attention.head_count_kv", listed, f"a number for each of {num_layers}")
     return tuple(FULL if count else STATE for count in listed), 0
 
 
-def as_it_is(facts: Facts) -> Mapping[str, object]:
+def as_it_is(fields: CheckpointFields) -> Mapping[str, object]:
     return {}
 
 
-def not_given(facts: Facts) -> int | None:
+def not_given(fields: CheckpointFields) -> int | None:
     return None
 
 
-def without_logits(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def without_logits(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     """For embedding models and classifiers: the head is never tied to the embedding."""
     return replace(model_config, tie_embeddings=False)
 
@@ -153,11 +155,11 @@ class HubForm:
     rotary: float = 1.0
     window_theta: float = 0.0
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
-    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
-    biases: Callable[[Facts], Biases] = llama_biases
-    kinds: Callable[[Facts, int], Kinds] = window_everywhere
+    respelled: Callable[[CheckpointFields], Mapping[str, object]] = as_it_is
+    biases: Callable[[CheckpointFields], Biases] = llama_biases
+    kinds: Callable[[CheckpointFields, int], Kinds] = window_everywhere
     is_nested: bool = False
-    num_layers: Callable[[Facts], int | None] = not_given
+    num_layers: Callable[[CheckpointFields], int | None] = not_given
     more: More = no_more
 
 
@@ -183,9 +185,9 @@ class GgufForm:
     eps_key: str = "attention.layer_norm_rms_epsilon"
     window_period: int = 0
     may_norm_heads: bool = False
-    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
+    respelled: Callable[[CheckpointFields], Mapping[str, object]] = as_it_is
     has_divisors: bool = False
-    kinds: Callable[[Facts, int], Kinds] | None = None
+    kinds: Callable[[CheckpointFields, int], Kinds] | None = None
     more: More = no_more
     of_tensors: Callable[[Container[str], ModelConfig], ModelConfig] = nothing_of_tensors
 

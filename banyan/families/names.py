@@ -61,7 +61,7 @@ HUB_CORRECTED_EXPERTS = HUB_EXPERTS | {
 }
 """Experts of families that follow DeepSeek."""
 
-HUB_AHEAD = {
+HUB_MTP = {
     "model.layers.{}.enorm": "layers.{}.token_norm",
     "model.layers.{}.hnorm": "layers.{}.state_norm",
     "model.layers.{}.eh_proj": "layers.{}.join",
@@ -69,7 +69,7 @@ HUB_AHEAD = {
 }
 """Weights of an MTP layer in addition to a decoder layer's (DeepSeek's names)."""
 
-GGUF_AHEAD = {
+GGUF_MTP = {
     "blk.{}.nextn.enorm": "layers.{}.token_norm",
     "blk.{}.nextn.hnorm": "layers.{}.state_norm",
     "blk.{}.nextn.eh_proj": "layers.{}.join",

@@ -19,7 +19,7 @@ from banyan.families import FAMILIES
 from banyan.families.base import MAX_WIDTH
 from banyan.hub.sources import fetch
 from banyan.model_config.checkpoint import PICKLED, read_model_config
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import FULL, DraftModelFields, ModelConfig
 
 log = logger(__name__)
@@ -258,9 +258,9 @@ def eagle_model_config(
     """
     name = f"--speculative-draft-model-path {printable(model.source)}"
     where = os.path.join(model.path, "config.json")
-    facts = read_json(where, is_needed=True)
-    algorithm, named = speculative.algorithm, facts.get("architectures")
-    kind = _eagle_kind(facts, algorithm)
+    fields = read_json(where, is_needed=True)
+    algorithm, named = speculative.algorithm, fields.get("architectures")
+    kind = _eagle_kind(fields, algorithm)
     if kind != algorithm:
         raise ConfigError(
             f"{name}: --speculative-algorithm {algorithm} reads draft models of "
@@ -286,7 +286,7 @@ def eagle_model_config(
             if tokens
             else model_config
         )
-    eagle = _eagle3_fields(Facts(facts, where), model_config, served, name)
+    eagle = _eagle3_fields(CheckpointFields(fields, where), model_config, served, name)
     return replace(model_config, eagle=eagle, tie_embeddings=False)
 
 
@@ -318,14 +318,14 @@ def _refuse_token_map(speculative: SpeculativeConfig) -> None:
     )
 
 
-def _eagle_kind(facts: Mapping[str, object], asked: str) -> str:
+def _eagle_kind(fields: Mapping[str, object], asked: str) -> str:
     """The algorithm that a draft model was made for; "" for none of them."""
-    named = facts.get("architectures")
+    named = fields.get("architectures")
     if not is_list(named):
         return ""
     kinds = [kind for kind, its in _EAGLE_CLASSES.items() if set(map(str, named)) & set(its)]
     if len(kinds) > 1:  # both algorithms use Llama's class name
-        return _EAGLE3 if "draft_vocab_size" in facts else asked
+        return _EAGLE3 if "draft_vocab_size" in fields else asked
     return kinds[0] if kinds else ""
 
 
@@ -336,18 +336,18 @@ def _is_pickled(folder: str) -> bool:
 
 
 def _eagle3_fields(
-    facts: Facts, model_config: ModelConfig, served: ModelConfig, name: str
+    fields: CheckpointFields, model_config: ModelConfig, served: ModelConfig, name: str
 ) -> DraftModelFields:
     """The fields of an EAGLE3 configuration that describe drafting."""
-    known = facts.integer(
+    known = fields.integer(
         "draft_vocab_size", 1, model_config.vocab_size, default=model_config.vocab_size
     )
-    own = facts.part("eagle_config") or Facts({}, "")
+    own = fields.part("eagle_config") or CheckpointFields({}, "")
     apart = {
         "num_hidden_layers": model_config.num_layers != 1,
         "use_aux_hidden_state": not own.flag("use_aux_hidden_state", default=True),
-        "norm_before_residual": facts.flag("norm_before_residual", default=False),
-        "target_hidden_size": facts.integer("target_hidden_size", 0, MAX_WIDTH, default=0)
+        "norm_before_residual": fields.flag("norm_before_residual", default=False),
+        "target_hidden_size": fields.integer("target_hidden_size", 0, MAX_WIDTH, default=0)
         not in (0, served.hidden_size),
     }
     for key, is_apart in apart.items():
@@ -360,7 +360,7 @@ def _eagle3_fields(
     # The list names layers by their outputs; ModelConfig counts inputs, hence the + 1.
     layers: list[object] = [
         layer + 1 if isinstance(layer, int) and not isinstance(layer, bool) else layer
-        for layer in own.listed(_AUX_LAYERS) or facts.listed(_AUX_LAYERS)
+        for layer in own.listed(_AUX_LAYERS) or fields.listed(_AUX_LAYERS)
     ]
     if not layers:
         layers = [2, served.num_layers // 2, served.num_layers - 3]
@@ -404,8 +404,8 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
     """
     name = f"--speculative-draft-model-path {printable(model.source)}"
     where = os.path.join(model.path, "config.json")
-    facts = Facts(read_json(where, is_needed=True), where)
-    named = facts.any("architectures")
+    fields = CheckpointFields(read_json(where, is_needed=True), where)
+    named = fields.any("architectures")
     if not is_list(named) or _DFLASH_CLASS not in named:
         raise ConfigError(
             f"{name}: --speculative-algorithm DFLASH reads draft models of {_DFLASH_CLASS}, and "
@@ -415,10 +415,10 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
     model_config = read_model_config(
         model.path, model.load_format, overrides={"architectures": [_DFLASH_BODY]}
     )
-    own = facts.part("dflash_config") or Facts({}, where)
-    given = facts.any("dflash_config")
+    own = fields.part("dflash_config") or CheckpointFields({}, where)
+    given = fields.any("dflash_config")
     others = sorted(set(given) - _DFLASH_KEYS) if is_object(given) else []
-    kinds = {str(kind) for kind in facts.listed("layer_types")} - {"full_attention"}
+    kinds = {str(kind) for kind in fields.listed("layer_types")} - {"full_attention"}
     if (
         others
         or kinds
@@ -430,13 +430,13 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
             "supported, with full attention in every layer",
             hint=_WITHOUT_DFLASH,
         )
-    source = own if own.has("block_size") else facts
+    source = own if own.has("block_size") else fields
     block = source.integer("block_size", 2, _MAX_BLOCK, default=_DEFAULT_BLOCK)
-    mask = own if own.has("mask_token_id") else facts
+    mask = own if own.has("mask_token_id") else fields
     eagle = DraftModelFields(
         served.vocab_size,
         _dflash_aux_layers(
-            own if own.has("target_layer_ids") else facts, model_config, served, name
+            own if own.has("target_layer_ids") else fields, model_config, served, name
         ),
         block=block,
         mask=mask.integer("mask_token_id", 0, served.vocab_size - 1),
@@ -445,14 +445,14 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
 
 
 def _dflash_aux_layers(
-    facts: Facts, model_config: ModelConfig, served: ModelConfig, name: str
+    fields: CheckpointFields, model_config: ModelConfig, served: ModelConfig, name: str
 ) -> tuple[int, ...]:
     """Layers of the target whose inputs the draft model reads.
 
     The configuration names layers by their outputs. The last layer's output is refused because the
     target normalizes it.
     """
-    listed = facts.listed("target_layer_ids") or _default_aux_layers(
+    listed = fields.listed("target_layer_ids") or _default_aux_layers(
         served.num_layers, model_config.num_layers
     )
     ids = [each for each in listed if isinstance(each, int) and not isinstance(each, bool)]

@@ -10,7 +10,7 @@ become FP8.
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import ModelConfig
 
 FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -29,12 +29,12 @@ def read_kv_scales(config: Config, model_config: ModelConfig, rank: int) -> tupl
     if not path or dtype not in FLOAT8:
         return ()
     try:
-        facts = Facts(read_json(path, is_needed=True), path)
-        kept = facts.part("kv_cache")
+        fields = CheckpointFields(read_json(path, is_needed=True), path)
+        kept = fields.part("kv_cache")
         if kept is None:
-            raise facts.error("kv_cache", None, "a mapping")
-        if facts.text("model_type", default=model_config.model_type) != model_config.model_type:
-            raise facts.error("model_type", facts.any("model_type"), model_config.model_type)
+            raise fields.error("kv_cache", None, "a mapping")
+        if fields.text("model_type", default=model_config.model_type) != model_config.model_type:
+            raise fields.error("model_type", fields.any("model_type"), model_config.model_type)
         if kept.text("dtype") != FLOAT8[dtype]:
             raise kept.error("dtype", kept.any("dtype"), f"{FLOAT8[dtype]}, as --kv-cache-dtype is")
         by_rank = kept.part("scaling_factor")

@@ -401,7 +401,7 @@ class ModelConfig:
         return {BOTH: (FULL, STATE), NONE: ()}.get(kind, (kind,))
 
     @property
-    def takers(self) -> tuple[int, ...]:
+    def hybrid_layers(self) -> tuple[int, ...]:
         """Layers with both attention and a state, which may share blocks."""
         return tuple(at for at, kind in enumerate(self.layer_kinds) if kind == BOTH)
 

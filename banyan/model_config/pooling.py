@@ -11,7 +11,7 @@ from dataclasses import replace
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import CLS, LAST, MEAN, ModelConfig, Pooling
 
 MAX_LABELS = 1 << 16
@@ -33,26 +33,26 @@ def is_bare(architecture: str) -> bool:
     return architecture.endswith("Model")
 
 
-def labels_of(facts: Facts) -> tuple[str, ...]:
+def labels_of(fields: CheckpointFields) -> tuple[str, ...]:
     """Names of the classes, in the order of the head's outputs."""
-    named = facts.part("id2label")
+    named = fields.part("id2label")
     if named is None:
-        count = facts.integer("num_labels", 1, MAX_LABELS, default=2)
+        count = fields.integer("num_labels", 1, MAX_LABELS, default=2)
         return tuple(f"LABEL_{i}" for i in range(count))
-    asked = facts.any("id2label")
+    asked = fields.any("id2label")
     count = len(asked) if is_object(asked) else 0
     if not 1 <= count <= MAX_LABELS:
-        raise facts.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
+        raise fields.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
     return tuple(named.text(str(i)) for i in range(count))
 
 
 def separator_of(path: str) -> int:
     """Id of BERT's [SEP], after which the second text of a pair begins; -1 = none."""
     file = os.path.join(path, "tokenizer.json")
-    facts = Facts(read_json(file, is_needed=False), file)
-    for entry in facts.listed("added_tokens"):
+    fields = CheckpointFields(read_json(file, is_needed=False), file)
+    for entry in fields.listed("added_tokens"):
         if is_object(entry) and entry.get("content") == "[SEP]":
-            return Facts(entry, file).integer("id", 0, MAX_IDS)
+            return CheckpointFields(entry, file).integer("id", 0, MAX_IDS)
     return -1
 
 
@@ -95,19 +95,19 @@ def _modules(path: str) -> list[tuple[str, str]]:
         listed: object = json.loads(raw)
     except (ValueError, RecursionError):
         listed = None
-    parts = [Facts(e, path) for e in listed if is_object(e)] if is_list(listed) else []
+    parts = [CheckpointFields(e, path) for e in listed if is_object(e)] if is_list(listed) else []
     if not is_list(listed) or len(parts) != len(listed):
         raise ModelError(f"{printable(path)!r} is not a list of modules", hint="download it again")
     return [(p.text("type").rpartition(".")[2], os.path.basename(p.text("path"))) for p in parts]
 
 
 def _kind(path: str) -> str:
-    facts = Facts(read_json(path, is_needed=True), path)
-    if facts.has("pooling_mode"):
-        asked = [facts.text("pooling_mode")]
+    fields = CheckpointFields(read_json(path, is_needed=True), path)
+    if fields.has("pooling_mode"):
+        asked = [fields.text("pooling_mode")]
         found = [kind for kind in (CLS, MEAN, LAST) if asked[0] in (kind, f"{kind}token")]
     else:
-        asked = [key for key in _plain_modes(path) if facts.flag(key, default=False)]
+        asked = [key for key in _plain_modes(path) if fields.flag(key, default=False)]
         found = [_MODES[key] for key in asked if key in _MODES]
     if len(asked) != 1 or len(found) != 1:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Facts: typed and bounded access to the fields of a checkpoint's configuration.
+"""CheckpointFields: typed and bounded access to the fields of a checkpoint's configuration.
 
 Checkpoints are untrusted input: every value is checked here, and errors name the key.
 """
@@ -14,7 +14,7 @@ from banyan.base.log import printable
 MAX_CONFIG_BYTES = 4 << 20
 
 
-class Facts:
+class CheckpointFields:
     """A mapping from keys to untrusted values.
 
     Args:
@@ -36,10 +36,10 @@ class Facts:
         self._prefix = prefix
         self._asked = set[str]() if asked is None else asked
 
-    def with_values(self, more: Mapping[str, object]) -> "Facts":
+    def with_values(self, more: Mapping[str, object]) -> "CheckpointFields":
         """A copy with some values replaced."""
         named = {self._prefix + key: value for key, value in more.items()}
-        return Facts({**self._values, **named}, self._where, self._prefix, self._asked)
+        return CheckpointFields({**self._values, **named}, self._where, self._prefix, self._asked)
 
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None
@@ -88,14 +88,14 @@ class Facts:
         """The unchecked value; None when the key is absent."""
         return self._get(key, None)
 
-    def part(self, key: str) -> "Facts | None":
+    def part(self, key: str) -> "CheckpointFields | None":
         """A nested mapping; None when the key is absent."""
         if not self.has(key):
             return None
         value = self._values[self._prefix + key]
         if not is_object(value):
             raise self.error(key, value, "a mapping")
-        return Facts(value, f"{self._where}, {key}")
+        return CheckpointFields(value, f"{self._where}, {key}")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids; () when the key is absent."""
