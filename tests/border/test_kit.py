@@ -219,7 +219,8 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
     def answer_at_once(self: EngineCore, step: int):
         made = builder(self, step)
-        self._end_control_ops(self._running_ops, StepResult(step=step, replies=[ControlOpReply(True)]))
+        result = StepResult(step=step, replies=[ControlOpReply(True)])
+        self._end_control_ops(self._running_ops, result)
         return made
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
@@ -255,10 +256,10 @@ def without_release(draft):
 
 
 def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
-    apply = EngineCore._apply
+    is_done = EngineCore._apply
 
-    def forget(self: EngineCore, *result: object) -> None:
-        apply(self, *result)
+    def forget(self: EngineCore, *told: object) -> None:
+        is_done(self, *told)
         self.released = []
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_apply", forget))
