@@ -25,7 +25,7 @@ from banyan.config.state_rules import check_the_states
 from banyan.config.torchao import check_the_torchao
 from banyan.context_parallel.rules import check_the_context
 from banyan.disaggregation.rules import check_the_handoff
-from banyan.dp_attention.rules import check_the_dense_blocks, check_the_joined_replicas
+from banyan.dp_attention.rules import check_dp_attention, check_the_dense_blocks
 from banyan.formats.shards import check_weight_files
 from banyan.hub.catalogue import recognise
 from banyan.hub.sources import fetch
@@ -488,7 +488,7 @@ RULES = (
     check_the_chunk,
     bound_the_prompts,
     let_ray_start_the_nodes,
-    check_the_joined_replicas,
+    check_dp_attention,
     check_the_context,
     check_the_dense_blocks,
     share_the_experts,

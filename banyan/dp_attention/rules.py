@@ -15,10 +15,10 @@ log = logger(__name__)
 _FLAG = "--enable-dp-attention"
 
 
-def check_the_joined_replicas(
+def check_dp_attention(
     config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
-    """Before the ranks are counted: one replica has nobody to be joined with."""
+    """Check DP attention before the ranks are counted. It is switched off for one replica."""
     parallel = config.parallel
     if not parallel.uses_dp_attention:
         return config
@@ -92,11 +92,11 @@ def check_the_dense_blocks(
 
 
 def of_replica(config: Config, number: int, meeting: str) -> Config:
-    """What one replica is told.
+    """The config of one replica.
 
     Args:
-        meeting: path of a file that is not there; joined replicas of one start meet at it, where
-            they are on one machine.
+        meeting: path of a file that does not exist yet, the rendezvous of the DP attention
+            replicas on one machine.
     """
     parallel = replace(config.parallel, replica=number)
     if parallel.uses_dp_attention:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.base.heap import give_back
+from banyan.base.memory import give_back
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
