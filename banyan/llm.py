@@ -22,13 +22,12 @@ import banyan
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import log_always, logger
 from banyan.base.thread_pool import use_threads
-from banyan.config.cli import parse
+from banyan.config.cli import described, parse
 from banyan.config.defaults import with_settings
-from banyan.config.described import described
-from banyan.config.disposal import dispose
+from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.env import read_environment
-from banyan.config.flag_rules import without_a_server
 from banyan.config.prepare import prepare
+from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.all_or_none import agreed
@@ -105,7 +104,7 @@ class Engine:
     def _begin(self, words: Sequence[str], engine_mode: str) -> None:
         environment = read_environment()
         config = parse(words, environment)
-        log_always(log, (*config.observe.notes, *without_a_server(config)))
+        log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
         config, model_config = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()
@@ -427,7 +426,7 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             tokenizer = await asyncio.to_thread(open_tokenizer, path, config.server)
             stack.callback(tokenizer.encoder.close)
         ready = await client.ready()
-        dispose(config, model_config)
+        delete_weight_files(config, model_config)
         limits = replace(
             limits_of(config, model_config, ready, tokenizer),
             max_sequences=MAX_SEQUENCES,

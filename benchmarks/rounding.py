@@ -35,7 +35,7 @@ from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepInputs
+from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepInputs
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.weights.loader import load_model
@@ -141,7 +141,7 @@ class Causal:
         q: Tensor,
         q_turned: Tensor,
         kept: tuple[Tensor, Tensor] | None,
-        indexed: Indexed | None = None,
+        indexed: IndexerOutput | None = None,
     ) -> Tensor:
         raise NotImplementedError("models with latent attention are not measured here")
 

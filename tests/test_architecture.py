@@ -12,10 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "banyan"
 
-RULES = (
-    "lora.rules moe.rules moe.dispatch_rules dp_attention.rules context_parallel.rules"
-    " disaggregation.rules"
-)
+RULES = "lora.rules moe.rules dp_attention.rules context_parallel.rules disaggregation.rules"
 """Modules that check flags. They lie in the folder of their subject and belong to `config`."""
 LORA_FILES = "lora.adapter_config lora.adapter_files"
 ARROWS = {
@@ -65,7 +62,6 @@ ARROWS = {
     "moe": "base formats messages config model_config ops layers models parallel platform"
     " lora.targets lora.adapter_config dp_attention.batch runner.control_ops runner.batch",
     "moe.rules": "base config model_config",
-    "moe.dispatch_rules": "base config model_config",
     "dp_attention": "base messages config model_config ops",
     "dp_attention.network_clock": "base messages engine.multi_node",
     "dp_attention.remote_engines": "base messages config model_config engine",
@@ -104,8 +100,8 @@ SHELVES = {
 DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
-    *("base.errors", "server", "chat_template.template", "parsers.parts", "requests.embeddings"),
-    *("requests.context", "requests.request_spec.RequestSpec"),
+    *("base.errors", "server", "chat_template.template", "parsers.answer_deltas"),
+    *("requests.embeddings", "requests.context", "requests.request_spec.RequestSpec"),
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (

@@ -14,8 +14,8 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import log_always, logger, start_logging
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.flag_rules import without_a_server
 from banyan.config.prepare import prepare
+from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
 from banyan.engine_client.client import EngineClient
@@ -58,7 +58,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
-    log_always(log, (*config.observe.notes, *without_a_server(config)))
+    log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
     answers = AnswerLog(out, out)
     try:
         try:

@@ -21,8 +21,8 @@ from banyan.cli.bench import find_tokenizer, keep, progress_bar, say
 from banyan.cli.bench_roofline import Rooflines, measure
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.flag_rules import without_a_server
 from banyan.config.prepare import prepare
+from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.messages.events import Ready
 from banyan.messages.transport import FrontLink, local_pair
@@ -65,7 +65,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(rest, environment)
     is_level_given = any(word.startswith("--log") for word in rest)
     start_logging("bench", config.observe.log_level if is_level_given else "warning")
-    log_always(log, (*config.observe.notes, *without_a_server(config)))
+    log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
     config, model_config = prepare(config, environment)
     if options.roofline:
         say("timing the ops of each kind of step …")

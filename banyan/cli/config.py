@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from banyan.base.log import start_logging
-from banyan.config.cli import Given, read, value_of
+from banyan.config.cli import Given, read, shown, value_of
 from banyan.config.defaults import settle
-from banyan.config.described import shown
 from banyan.config.devices import facts_of
 from banyan.config.env import read_environment
 from banyan.config.flags.table import GROUPS

@@ -23,10 +23,10 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from banyan.models.quantize.folder import Beside
-    from banyan.models.quantize.layouts import Layout
-    from banyan.models.quantize.plan import Plan, Words
-    from banyan.models.quantize.source import Source
+    from banyan.models.quantize.layouts import TargetLayout
+    from banyan.models.quantize.output_folder import OtherFiles
+    from banyan.models.quantize.plan import GGUFMetadata, QuantizePlan
+    from banyan.models.quantize.source import SourceCheckpoint
 
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
 FLOAT_TYPES = ("bf16", "f32")
@@ -147,19 +147,19 @@ def _record_of(target: Path, options: QuantizeOptions) -> Path:
 def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> Iterator[str]:
     """Write it; says what it has become."""
     import banyan
-    from banyan.models.quantize.folder import write_beside
     from banyan.models.quantize.layouts import layout_of
+    from banyan.models.quantize.output_folder import write_other_files
     from banyan.models.quantize.plan import make_plan
-    from banyan.models.quantize.source import Source
-    from banyan.models.quantize.work import Record, on_disk, write_files
+    from banyan.models.quantize.source import SourceCheckpoint
+    from banyan.models.quantize.writer import Record, on_disk, write_files
 
     layout = layout_of(options.type, options.group_size)
     is_folder = options.type not in GGUF_TYPES
     folder = target if is_folder else target.parent
-    with closing(Source(model_config)) as source:
+    with closing(SourceCheckpoint(model_config)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
         words = None if is_folder or model_config.format == "gguf" else _words(model_config)
-        beside = _beside(model_config, source, layout) if is_folder else None
+        beside = _other_files(model_config, source, layout) if is_folder else None
         plan = make_plan(source, layout, options.ignore, most, target.name, words)
         if not plan.kinds:
             raise ConfigError(
@@ -172,7 +172,7 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
             _check_the_header(model_config, plan, words, target)
         identity = {
             "version": banyan.__version__,
-            "source": [list(file) for file in source.stamp()],
+            "source": [list(file) for file in source.files_state()],
             "type": options.type,
             "group_size": options.group_size,
             "ignore": list(options.ignore),
@@ -182,7 +182,7 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
             record = Record(_record_of(target, options), identity)
             written = write_files(plan, source, folder, record, progress_bar("tensors"))
             if beside is not None:
-                write_beside(plan, layout, beside, target)
+                write_other_files(plan, layout, beside, target)
             record.done()
     rounded = sum(len(names) for names in plan.kinds.values())
     before = sum(tensor.size_bytes for tensor in source.tensors.values())
@@ -192,12 +192,14 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
     for why, count in plan.kept.items():
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
-    if is_folder and model_config.num_ahead and model_config.format == "gguf":
-        yield f"left out   {model_config.num_ahead} layers that draft"
+    if is_folder and model_config.num_mtp_layers and model_config.format == "gguf":
+        yield f"left out   {model_config.num_mtp_layers} layers that draft"
     yield f"size       {sizes} in {len(plan.files)} files"
 
 
-def _beside(model_config: ModelConfig, source: "Source", layout: "Layout") -> "Beside":
+def _other_files(
+    model_config: ModelConfig, source: "SourceCheckpoint", layout: "TargetLayout"
+) -> "OtherFiles":
     """What lies beside the weights of a folder: copied from one, or made of a GGUF file's metadata.
 
     Raises:
@@ -205,12 +207,12 @@ def _beside(model_config: ModelConfig, source: "Source", layout: "Layout") -> "B
     """
     from banyan.model_config.to_gguf import differences
     from banyan.model_config.to_hf import hub_keys
-    from banyan.models.quantize.folder import Beside, beside_weights_of
+    from banyan.models.quantize.output_folder import OtherFiles, other_files_of
     from banyan.models.quantize.plan import float_type
     from banyan.tokenizer.write_folder import folder_words
 
     if model_config.format != "gguf":
-        return beside_weights_of(Path(model_config.path))
+        return other_files_of(Path(model_config.path))
     kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     config = hub_keys(model_config, kinds[float_type(source, layout)])
     with TemporaryDirectory() as tried:
@@ -228,7 +230,7 @@ def _beside(model_config: ModelConfig, source: "Source", layout: "Layout") -> "B
             "none",
             file=sys.stderr,
         )
-    return Beside(words, config)
+    return OtherFiles(words, config)
 
 
 def _without_facts(
@@ -241,10 +243,10 @@ def _without_facts(
     )
 
 
-def _words(model_config: ModelConfig) -> "Words":
+def _words(model_config: ModelConfig) -> "GGUFMetadata":
     """What a GGUF file says that is made from this folder."""
     from banyan.model_config.to_gguf import gguf_keys, rope_divisors
-    from banyan.models.quantize.plan import Words
+    from banyan.models.quantize.plan import GGUFMetadata
     from banyan.tokenizer.write_gguf import gguf_words
 
     keys = gguf_keys(model_config)
@@ -257,11 +259,11 @@ def _words(model_config: ModelConfig) -> "Words":
             file=sys.stderr,
         )
     divisors = rope_divisors(model_config)
-    return Words(keys | words, {"rope_freqs.weight": divisors} if divisors else {})
+    return GGUFMetadata(keys | words, {"rope_freqs.weight": divisors} if divisors else {})
 
 
 def _check_the_header(
-    model_config: ModelConfig, plan: "Plan", words: "Words", target: Path
+    model_config: ModelConfig, plan: "QuantizePlan", words: "GGUFMetadata", target: Path
 ) -> None:
     """Read the file back before a number is rounded, as it will be but for its weights.
 

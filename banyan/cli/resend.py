@@ -126,7 +126,7 @@ def _objection(asked: Generate) -> str:
         return "its prompt is embeddings"
     if asked.pool:
         return "it asks for a vector"
-    if asked.room:
+    if asked.transfer_id:
         return "it was handed over between servers"
     if asked.sampling.processor:
         return "it has a logit processor"

@@ -11,9 +11,9 @@ from banyan.base.os import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.router.args import help_text, read_flags
-from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
+from banyan.router.config import LimitConfig, PolicyConfig, PoolConfig, RouterConfig, WorkerSpec
 
 log = logger(__name__)
 
@@ -32,7 +32,7 @@ on port 8000.
 """
 LB = RouterConfig(
     server=ServerConfig(port=8000),
-    fleet=FleetConfig(is_paired=True),
+    pool=PoolConfig(is_paired=True),
     policy=PolicyConfig(name="random"),
     limits=LimitConfig(request_s=600.0),
 )
@@ -72,8 +72,8 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
             gone = [child for child in children if not child.is_alive()]
             return f"{gone[0].role} ended at its start" if gone else ""
 
-        fleet = replace(config.fleet, workers=(*config.fleet.workers, *specs))
-        return run_router(replace(config, fleet=fleet), lost)
+        pool = replace(config.pool, workers=(*config.pool.workers, *specs))
+        return run_router(replace(config, pool=pool), lost)
 
 
 @contextmanager
@@ -84,10 +84,10 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
     keys = {"--api-key": config.server.api_key, "--admin-api-key": config.server.admin_api_key}
     shared = [word for flag, key in keys.items() if key for word in (flag, key)]
     try:
-        for number in range(config.fleet.count if config.fleet.start else 0):
+        for number in range(config.pool.count if config.pool.start else 0):
             port = free_port()
             own = ["--host", "127.0.0.1", "--port", str(port), *shared]
-            process_spec = json.dumps([*config.fleet.start, *own]).encode()
+            process_spec = json.dumps([*config.pool.start, *own]).encode()
             children.append(spawn("banyan.cli.private", f"server{number}", process_spec))
             specs.append(WorkerSpec(f"http://127.0.0.1:{port}"))
         yield specs, children

@@ -14,8 +14,8 @@ from banyan.base.log import log_always, logger, printable, start_logging
 from banyan.base.memory import report_slow_gc
 from banyan.base.os import check_system
 from banyan.config.cli import help_text, parse
+from banyan.config.delete_checkpoint import ANY
 from banyan.config.devices import facts_of
-from banyan.config.disposal import ANY
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import Config
 

@@ -14,12 +14,14 @@ from banyan.base.log import printable
 from banyan.config.argv import MODEL_HINT, plain, split
 from banyan.config.devices import facts_of
 from banyan.config.env import Environment
-from banyan.config.file import read_mapping
-from banyan.config.flag_rules import check_companions
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
+from banyan.config.rules.ignored import ignored_flags
 from banyan.config.schema import UNSAID, Config
 from banyan.config.variables import SETTINGS
+from banyan.config.yaml_file import read_mapping
+
+_SECRET = ("api-key", "admin-api-key", "ssl-keyfile-password")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
             raise ConfigError("; ".join(environment.npu_refusals))
         others = (note for note in said if note.partition(" ")[0] not in own_variables)
         said = [*others, *environment.npu_notes]
-    notes = (*said, *check_companions(config, origins, environment))
+    notes = (*said, *ignored_flags(config, origins, environment))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
     return Given(config, origins)
 
@@ -145,6 +147,45 @@ def value_of(config: Config, flag: Flag) -> object:
 
 def default_of(flag: Flag) -> object:
     return value_of(Config(), flag)
+
+
+def described(config: Config) -> dict[str, object]:
+    """Every setting once, called as in SGLang's: the flag with underscores, `tp_size` for
+    --tensor-parallel-size. None where a flag that is not given leaves it to others."""
+    return {
+        name_of(flag): shown(flag, value_of(config, flag))
+        for _, flags in GROUPS
+        for flag in flags
+        if flag.name not in _SECRET
+    }
+
+
+def origins(config: Config) -> dict[str, str]:
+    """Who has set each of these settings."""
+    said = config.observe.origins
+    return {
+        name_of(flag): said.get(flag.field, "default")
+        for _, flags in GROUPS
+        for flag in flags
+        if flag.name not in _SECRET
+    }
+
+
+def name_of(flag: Flag) -> str:
+    short = (
+        alias for alias in flag.aliases if flag.name.endswith("-parallel-size") and "-" in alias
+    )
+    return next(short, flag.name).replace("-", "_")
+
+
+def shown(flag: Flag, value: object) -> object:
+    """The value as --config takes it; None where the flag is not to be given, and of secrets."""
+    if flag.name in _SECRET:
+        return None
+    if flag.kind == SWITCH:
+        return value == flag.sets
+    is_open = value in ("", ()) or (value == 0 and flag.low > 0)
+    return None if is_open else value
 
 
 def help_text() -> str:

@@ -13,7 +13,7 @@ from banyan.base.json_types import is_list
 from banyan.base.log import logger
 from banyan.config.schema import UNSAID, Config
 from banyan.lora.rules import MOST_LOADED
-from banyan.moe.dispatch_rules import within_the_exchange
+from banyan.moe.rules import within_the_exchange
 
 log = logger(__name__)
 

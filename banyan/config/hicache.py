@@ -90,7 +90,7 @@ def can_have_store(config: Config, model_config: ModelConfig) -> bool:
     return config.cache.hierarchical and not why_no_store(config, model_config)
 
 
-def check_the_store(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+def check_hicache(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)
@@ -108,12 +108,6 @@ def check_the_store(config: Config, model_config: ModelConfig, environment: Envi
     if not cache.hierarchical:
         return config
     flag = "--enable-hierarchical-cache"
-    if cache.disable_radix:
-        raise ConfigError(
-            f"{flag} and --disable-radix-cache exclude each other: without prefixes "
-            "there is nothing to keep",
-            hint="leave one of them out",
-        )
     if tier := facts_of(config).host_tier:
         config = _with_host_tier(config, model_config, tier)
         cache = config.cache

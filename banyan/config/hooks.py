@@ -95,7 +95,9 @@ def read_prompt(path: str) -> list[int]:
     return tokens.tolist()
 
 
-def see_the_layers(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+def check_forward_hooks(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
     """Steps are eager where something comes between the layers, since a recording has no room for
     it."""
     model = config.model

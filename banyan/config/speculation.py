@@ -1,6 +1,4 @@
-"""Rules about drafts: how many there are, and what they do not go with. Part of
-`config/resolve.py`; knows no drafters.
-"""
+"""Rules about speculative decoding: the number of drafts and the shape of draft trees."""
 
 from dataclasses import fields, replace
 
@@ -15,26 +13,28 @@ from banyan.model_config.model_config import ModelConfig
 log = logger(__name__)
 
 _MODEL_TOKENS = 4
-"""Tokens of a row where a model drafts: each draft is a pass of it."""
-_BRANCHING = ("LlamaForCausalLM",)
+"""Default tokens per row with a draft model: each draft costs a pass of that model."""
+_TREE_MODELS = ("LlamaForCausalLM",)
+"""Models for which EAGLE and EAGLE3 draft trees by default."""
 _STEPS, _TOPK, _TOKENS = 5, 4, 8
-"""What models that were trained to draft for one of these classes draft, unless told otherwise."""
-_ANOTHER_DRAFT = "use --speculative-algorithm NGRAM, which needs no model"
+"""The default tree."""
 
 
-def plan_the_drafts(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+def plan_drafts(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    """Set the number of tokens and of draft steps per row."""
     speculative = config.speculative
     if not speculative.algorithm:
         nothing = SpeculativeConfig()
         for field in fields(SpeculativeConfig):
             if getattr(speculative, field.name) != getattr(nothing, field.name):
                 log.warning(
-                    "speculative %s has no effect: nothing drafts without --speculative-algorithm",
+                    "speculative %s has no effect without --speculative-algorithm",
                     field.name.replace("_", " "),
                 )
         return config
-    _check(config, model_config)
-    speculative = _choose_the_tree(config, model_config)
+    if not speculative.is_model:
+        _check_ngram(speculative)
+    speculative = _choose_tree(config, model_config)
     usual = _MODEL_TOKENS if speculative.is_model else speculative.max_match
     tokens = speculative.num_tokens or max(
         2, speculative.num_steps + 1 if speculative.num_steps else usual
@@ -45,8 +45,8 @@ def plan_the_drafts(config: Config, model_config: ModelConfig, environment: Envi
     return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
 
 
-def what_branches(speculative: SpeculativeConfig) -> str:
-    """The flag that lets drafts branch, with its value; "" where they are chains."""
+def branching_flag(speculative: SpeculativeConfig) -> str:
+    """Return the flag that makes drafts a tree, with its value; "" if drafts are chains."""
     if speculative.is_model and speculative.eagle_topk > 1:
         return f"--speculative-eagle-topk {speculative.eagle_topk}"
     if speculative.algorithm == "NGRAM" and speculative.min_breadth > 1:
@@ -55,21 +55,21 @@ def what_branches(speculative: SpeculativeConfig) -> str:
 
 
 def longest_branch(speculative: SpeculativeConfig) -> int:
-    """In tokens, the one that was sampled included; 0 = drafts are chains."""
-    return speculative.num_steps + 1 if what_branches(speculative) else 0
+    """Return the depth of the draft tree in tokens, the sampled one included; 0 for chains."""
+    return speculative.num_steps + 1 if branching_flag(speculative) else 0
 
 
-def _choose_the_tree(config: Config, model_config: ModelConfig) -> SpeculativeConfig:
-    """Refuse numbers of which no tree can be, and say what is drafted where none is given."""
+def _choose_tree(config: Config, model_config: ModelConfig) -> SpeculativeConfig:
+    """Check the numbers of a draft tree, or choose the default tree."""
     speculative = config.speculative
     steps, topk, tokens = speculative.num_steps, speculative.eagle_topk, speculative.num_tokens
     if topk > 1:
-        flag = what_branches(speculative)
+        flag = branching_flag(speculative)
         if not (steps and tokens):
             raise ConfigError(
-                f"{flag}: how large a tree may be is not said",
-                hint="give --speculative-num-steps, its levels, and "
-                "--speculative-num-draft-tokens, all of its tokens and the one before them",
+                f"{flag}: the size of the draft tree is not given",
+                hint="give --speculative-num-steps (its levels) and "
+                "--speculative-num-draft-tokens (its tokens and the one before them)",
             )
         most = topk + (steps - 1) * topk * topk
         if tokens - 1 > most:
@@ -80,75 +80,19 @@ def _choose_the_tree(config: Config, model_config: ModelConfig) -> SpeculativeCo
             )
         return speculative
     is_open = speculative.is_eagle and not (steps or topk or tokens)
+    has_tree = model_config.architecture in _TREE_MODELS
     can_branch = facts_of(config).drafts_trees and config.parallel.cp == 1
-    if (
-        not is_open
-        or model_config.architecture not in _BRANCHING
-        or not can_branch
-        or _other(config)
-    ):
+    if not is_open or not has_tree or not can_branch or _has_plugin_attention(config):
         return speculative
-    log.info("drafts are trees of %d tokens: %d ways, %d levels", _TOKENS - 1, _TOPK, _STEPS)
+    log.info("drafts are trees of %d tokens: %d branches, %d levels", _TOKENS - 1, _TOPK, _STEPS)
     return replace(speculative, num_steps=_STEPS, eagle_topk=_TOPK, num_tokens=_TOKENS)
 
 
-def _other(config: Config) -> bool:
-    """Whether attention is another one than the built-in one."""
+def _has_plugin_attention(config: Config) -> bool:
     return config.device.attention not in ("", *ATTENTION)
 
 
-def _check(config: Config, model_config: ModelConfig) -> None:
-    """Refuse what drafts do not go with, by name."""
-    speculative = config.speculative
-    flag = f"--speculative-algorithm {speculative.algorithm}"
-    if model_config.pooling is not None:
-        raise ConfigError(
-            f"{flag}: this model makes vectors, and no tokens to draft", hint="leave it out"
-        )
-    if config.parallel.pp > 1:
-        raise ConfigError(
-            f"{flag} and --pipeline-parallel-size {config.parallel.pp}: drafts are not verified "
-            "by stages",
-            hint="use --tensor-parallel-size",
-        )
-    if speculative.algorithm != "NGRAM" and speculative.min_breadth > 1:
-        raise ConfigError(
-            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and {flag}: it says "
-            "how NGRAM branches",
-            hint="leave it out",
-        )
-    if speculative.block_size and not speculative.is_block:
-        raise ConfigError(
-            f"--speculative-dflash-block-size {speculative.block_size} and {flag}: it says how "
-            "long the blocks of DFLASH are",
-            hint="leave it out; --speculative-num-draft-tokens says how much is verified at once",
-        )
-    if speculative.is_block and _other(config):
-        raise ConfigError(
-            f"{flag} and --attention-backend {config.device.attention}: masks of a block that read "
-            "each other are read by the built-in attention alone",
-            hint="leave one of the two out",
-        )
-    if speculative.eagle_topk > 1 and not speculative.is_model:
-        raise ConfigError(
-            f"--speculative-eagle-topk {speculative.eagle_topk} and {flag}: it says how drafts of "
-            "a model branch",
-            hint="leave it out; --speculative-ngram-min-bfs-breadth lets drafts of NGRAM branch",
-        )
-    if what_branches(speculative) and _other(config):
-        raise ConfigError(
-            f"{what_branches(speculative)} and --attention-backend {config.device.attention}: "
-            "drafts that branch are read by the built-in attention alone",
-            hint="leave one of the two out",
-        )
-    if speculative.is_model:
-        _check_beside(config, flag)
-        return
-    if speculative.draft_source:
-        raise ConfigError(
-            f"--speculative-draft-model-path and {flag}: it drafts without a model",
-            hint="leave the model out, or use --speculative-algorithm STANDALONE",
-        )
+def _check_ngram(speculative: SpeculativeConfig) -> None:
     if speculative.min_match > speculative.max_match:
         raise ConfigError(
             f"--speculative-ngram-min-match-window-size {speculative.min_match} is more than "
@@ -156,8 +100,8 @@ def _check(config: Config, model_config: ModelConfig) -> None:
         )
     if speculative.branch <= speculative.min_match:
         raise ConfigError(
-            f"--speculative-ngram-branch-length {speculative.branch} leaves no room for drafts "
-            f"behind a suffix of {speculative.min_match} tokens",
+            f"--speculative-ngram-branch-length {speculative.branch} leaves no drafts "
+            f"after a suffix of {speculative.min_match} tokens",
             hint="raise it, or lower --speculative-ngram-min-match-window-size",
         )
     if speculative.min_breadth > speculative.max_breadth:
@@ -169,19 +113,4 @@ def _check(config: Config, model_config: ModelConfig) -> None:
         raise ConfigError(
             f"--speculative-ngram-capacity {speculative.capacity} does not hold one token, which "
             f"takes {speculative.branch} nodes"
-        )
-
-
-def _check_beside(config: Config, flag: str) -> None:
-    """Refuse what a draft model does not go with."""
-    if config.parallel.nodes > 1 and not config.speculative.is_ahead:
-        raise ConfigError(
-            f"{flag} and {config.parallel.nodes_flag}: a draft model is not looked for on "
-            "other machines",
-            hint=_ANOTHER_DRAFT,
-        )
-    if config.device.memory_saver:
-        raise ConfigError(
-            f"{flag} and --enable-memory-saver: the weights of a draft model are not released",
-            hint="leave one of the two out",
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.context_parallel.split import ContextParallelSplit, split_batch
 from banyan.dp_attention.batch import ContextParallelBatch
-from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepAttention
+from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepAttention
 from banyan.ops.api import OpTime
 from banyan.parallel.groups import Group
 from banyan.runner.attention.base import AttentionBackend, StepGeometry
@@ -56,7 +56,7 @@ class _Bound:
         q: Tensor,
         q_turned: Tensor,
         kept: tuple[Tensor, Tensor] | None,
-        indexed: Indexed | None = None,
+        indexed: IndexerOutput | None = None,
     ) -> Tensor:
         assert kept is not None, "latents are gathered from all ranks"
         gather = self.group.gather_rows

@@ -19,14 +19,14 @@ from banyan.disaggregation.transfer import End, EndedTransfers, LoopThread, Tran
 from banyan.disaggregation.transfer_engine import LandingSlots, TransferEngine, code_of, open_slots
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
+    CloseTransfer,
+    FindTransfer,
     KVTransferOp,
-    RoomFound,
-    RoomLost,
-    SeekRoom,
-    TakeRoom,
+    ReceiveTransfer,
+    TransferFailed,
+    TransferFound,
 )
-from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
+from banyan.messages.plan import CopyResult, Lookup, PageCopy, transfer_position
 
 log = logger(__name__)
 
@@ -113,7 +113,7 @@ class DecodeSide:
     def _expect(self, copies: list[PageCopy]) -> None:
         failed: list[int] = []
         for copy in copies:
-            download = self._downloads.get(place_of(copy.src.key)[0])
+            download = self._downloads.get(transfer_position(copy.src.key)[0])
             if download is None:
                 failed.append(copy.id)
             else:
@@ -123,44 +123,44 @@ class DecodeSide:
             self._ended.put(CopyResult([], failed))
 
     def _execute(self, op: KVTransferOp) -> None:
-        download = self._downloads.get(op.room)
+        download = self._downloads.get(op.transfer_id)
         match op:
-            case SeekRoom():
+            case FindTransfer():
                 assert download is None, "a room is asked for twice"
-                new = self._downloads[op.room] = _Download()
+                new = self._downloads[op.transfer_id] = _Download()
                 new.task = self._thread.run(self._fetch(op, new))
-            case TakeRoom():
+            case ReceiveTransfer():
                 if download is not None:
                     download.wanted = op.copies
                     download.check()
-            case CloseRoom():
+            case CloseTransfer():
                 if download is not None and download.task is not None:
                     download.task.cancel()
             case _:
                 raise AssertionError(f"a decode server got {op}")
 
-    async def _fetch(self, op: SeekRoom, download: _Download) -> None:
+    async def _fetch(self, op: FindTransfer, download: _Download) -> None:
         """Run one KV transfer from beginning to end."""
-        where = f"the prefill server {printable(op.peer, 80)}"
+        where = f"the prefill server {printable(op.prefill_address, 80)}"
         writers: list[asyncio.StreamWriter] = []
         pings: asyncio.Task[None] | None = None
         try:
             channel, tokens = await self._find(op, where, writers)
             pings = self._thread.run(channel.keep_alive())
-            self._ended.put(RoomFound(op.room, tokens))
+            self._ended.put(TransferFound(op.transfer_id, tokens))
             await download.ready.wait()
             await self._take(op, channel, download, where)
         except _Lost as lost:
-            self._ended.put(RoomLost(op.room, lost.status, str(lost)))
+            self._ended.put(TransferFailed(op.transfer_id, lost.status, str(lost)))
         except TimeoutError:
             text = f"{where} was silent for {wire.SILENCE_S:g} s"
-            self._ended.put(RoomLost(op.room, 504, text))
+            self._ended.put(TransferFailed(op.transfer_id, 504, text))
         except (EOFError, OSError, wire.Broken, wire.Corrupt) as error:
             why = str(error) or type(error).__name__
             text = f"{where} was lost before the prompt was handed over: {printable(why, 200)}"
-            self._ended.put(RoomLost(op.room, 503, text))
+            self._ended.put(TransferFailed(op.transfer_id, 503, text))
         finally:
-            del self._downloads[op.room]
+            del self._downloads[op.transfer_id]
             if pings is not None:
                 pings.cancel()
             for writer in writers:
@@ -169,13 +169,13 @@ class DecodeSide:
                 self._ended.put(CopyResult([], [copy.id for copy in download.copies]))
 
     async def _find(
-        self, op: SeekRoom, where: str, writers: list[asyncio.StreamWriter]
+        self, op: FindTransfer, where: str, writers: list[asyncio.StreamWriter]
     ) -> tuple[wire.Channel, int]:
         """Connect to the replica that has the room, and check that its pages are compatible.
 
         returns: the connection, and the number of tokens whose pages will come.
         """
-        host, _, port = op.peer.rpartition(":")
+        host, _, port = op.prefill_address.rpartition(":")
         if not self._options.secret and not is_loopback(host):
             raise _Lost(400, f"{where} is on another machine, and this server has no secret")
         place = host.strip("[]"), int(port)
@@ -196,7 +196,7 @@ class DecodeSide:
 
     async def _ask(
         self,
-        op: SeekRoom,
+        op: FindTransfer,
         host: str,
         port: int,
         where: str,
@@ -213,7 +213,7 @@ class DecodeSide:
         writers.append(writer)
         channel = await wire.greet(reader, writer, self._master, is_prefill=False)
         sizes = [form.tokens for form in self._options.forms]
-        seek = wire.Seek(op.room, op.digest, sizes, op.giver)
+        seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica)
         await channel.send(wire.SEEK, wire.pack(seek))
         patience_s = self._options.patience_s
         try:
@@ -226,10 +226,10 @@ class DecodeSide:
             raise _Lost(504, text) from None
 
     async def _take(
-        self, op: SeekRoom, channel: wire.Channel, download: _Download, where: str
+        self, op: FindTransfer, channel: wire.Channel, download: _Download, where: str
     ) -> None:
         """Receive the pages, then the handoff."""
-        wants = [(place_of(copy.src.key)[1], copy.group) for copy in download.copies]
+        wants = [(transfer_position(copy.src.key)[1], copy.group) for copy in download.copies]
         await channel.send(wire.WANT, wire.pack_wants(wants))
         asked = len(wants)
         while download.copies:
@@ -247,7 +247,7 @@ class DecodeSide:
         most = {wire.HANDOFF: wire.MAX_HANDOFF_BYTES}
         _, body = await self._next_frame(channel, most, where)
         sizes = op.prompt_len, self._options.vocab_size
-        self._ended.put(wire.read_handoff(body, op.room, *sizes))
+        self._ended.put(wire.read_handoff(body, op.transfer_id, *sizes))
         await channel.send(wire.DONE)
 
     async def _receive_page(self, channel: wire.Channel, copy: PageCopy, where: str) -> bool:

@@ -10,14 +10,14 @@ from banyan.base.log import logger
 from banyan.disaggregation.transfer import End, EndedTransfers, TransferOptions
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
+    FindTransfer,
     KVTransferOp,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    SeekRoom,
-    TakeRoom,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFound,
 )
 from banyan.messages.plan import CopyResult, Lookup, PageCopy
 
@@ -46,13 +46,13 @@ class FakeTransfer:
     def execute(self, ops: list[KVTransferOp]) -> None:
         for op in ops:
             match op:
-                case SeekRoom():
-                    self._ended.put(RoomFound(op.room, op.prompt_len))
-                case TakeRoom():
-                    self._ended.put(HandOff(op.room, _FIRST))
-                case HandOff() | CloseRoom():
-                    self._ended.put(RoomClosed(op.room))
-                case OpenRoom():
+                case FindTransfer():
+                    self._ended.put(TransferFound(op.transfer_id, op.prompt_len))
+                case ReceiveTransfer():
+                    self._ended.put(PrefillResult(op.transfer_id, _FIRST))
+                case PrefillResult() | CloseTransfer():
+                    self._ended.put(TransferClosed(op.transfer_id))
+                case OpenTransfer():
                     pass
 
     def ended(self) -> list[End]:

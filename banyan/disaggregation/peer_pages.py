@@ -1,13 +1,11 @@
-"""PeerTier: which pages go to a server that continues a prompt, and which come from one that has
-computed it.
+"""PeerTier: pages that a prefill server sends and a decode server receives.
 
-Both servers call a sequence by its room. A page is named by its room and its first token, so a name
-means something only to those who know the room, whatever the size of their pages. Which pages a
-prefix consists of follows from the groups: all of a FULL one, those in reach of the window of a
-WINDOW one, and of a STATE one that behind its last unit.
+Both servers name a page by its transfer id and its first token, which works for any page size. The
+groups determine the pages of a prefix: all pages of a FULL group, those within the window of a
+WINDOW group, and the state after the last block of a STATE group.
 
-As with a store (kv_cache/hierarchical_cache.py), pages go once the step that wrote them is
-complete and their bytes are taken in the order of plans, so that nothing is locked meanwhile.
+As with a store (kv_cache/hierarchical_cache.py), pages are sent after the step that wrote them is
+complete. Their bytes are read in plan order, so nothing needs a lock meanwhile.
 """
 
 from collections import Counter
@@ -15,98 +13,97 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.epochs import Horizon
 from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
-from banyan.kv_cache.loads import Load, Loads
+from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
+from banyan.kv_cache.page_pool import EpochTracker
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.plan import PageCopy, device_page, peer_page
 
 _COARSEST_TOKENS = 512
-"""The other server may have so large pages, and end a prefix where its last whole one ends: what
-windows read in front of that is given too. Beyond that it computes."""
+"""The decode server may have pages of up to this size and end a prefix at its last whole page. So
+the window before that point is sent too. With larger pages it computes the rest."""
 
 
 @dataclass
 class PeerTier:
-    """Pages of one replica that go to rooms and come from them.
+    """The pages that one replica sends to and receives from other servers.
 
     Args:
-        groups, unit, horizon, loads: of the cache.
-        came: called with a node whose pages have come.
-        first_needed: (group, units) -> the first unit of a prefix of so many whose pages it needs.
+        groups, block_size, epochs, loads: of the cache.
+        on_stored: called with a node whose pages have arrived.
     """
 
     groups: Sequence[CacheGroup]
-    unit: int
-    horizon: Horizon
-    loads: Loads
-    first_needed: Callable[[CacheGroup, int], int]
-    came: Callable[[Node], None] = lambda node: None
+    block_size: int
+    epochs: EpochTracker
+    loads: PrefixLoads
+    on_stored: Callable[[Node], None] = lambda node: None
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
-    """For the next plan, in the order in which they were decided."""
-    _gifts: dict[int, bytes] = field(default_factory=dict[int, bytes])
-    """Copy to a room -> the room."""
+    """For the next plan, in order."""
+    _sends: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Copy id -> transfer id."""
     _open: Counter[bytes] = field(default_factory=Counter[bytes])
-    """Copies to each room under way."""
+    """By transfer id, copies under way."""
 
     def take_copies(self) -> list[PageCopy]:
         taken, self.copies = self.copies, []
         return taken
 
     def forget_copies(self) -> None:
-        """Leave out what no plan has begun: the pages may be gone by then."""
+        """Drop the copies that are in no plan yet; their pages are about to be evicted."""
         copies, self.copies = self.copies, []
-        assert all(copy.id in self._gifts for copy in copies), "a load waits for a plan"
+        assert all(copy.id in self._sends for copy in copies), "a load waits for a plan"
         self.end([], [copy.id for copy in copies])
 
-    def pages_of(self, units: int) -> int:
-        """Pages that are given of a prefix of so many units, all groups."""
+    def pages_of(self, blocks: int) -> int:
+        """Pages that are sent for a prefix of `blocks` blocks, all groups."""
         return sum(
-            (units - self._first_given(group, units)) * len(self._positions(group, 0))
+            (blocks - self._first_sent(group, blocks)) * len(self._positions(group, 0))
             for group in self.groups
         )
 
-    def give(self, room: bytes, node: Node, at: int, units: int) -> None:
-        """Begin to give the pages of unit `at` of a prefix of `units`; those that are not there any
-        more are left out."""
+    def send(self, transfer_id: bytes, node: Node, at: int, blocks: int) -> None:
+        """Plan to send block `at` of a prefix of `blocks` blocks, without pages that are gone."""
         assert node.promised == NO_STEP
         for g, group in enumerate(self.groups):
-            if at < self._first_given(group, units):
+            if at < self._first_sent(group, blocks):
                 continue
             for position, page in zip(self._positions(group, at), node.pages[g], strict=False):
-                copy_id = self.horizon.new_copy()
-                self._gifts[copy_id] = room
-                self._open[room] += 1
-                place = peer_page(room, position)
+                copy_id = self.epochs.new_copy()
+                self._sends[copy_id] = transfer_id
+                self._open[transfer_id] += 1
+                place = peer_page(transfer_id, position)
                 self.copies.append(PageCopy(copy_id, g, device_page(page), place, "before"))
 
-    def is_giving(self, room: bytes) -> bool:
-        """Whether pages are on their way to a room."""
-        return room in self._open
+    def is_sending(self, transfer_id: bytes) -> bool:
+        """Whether copies of this transfer are under way."""
+        return transfer_id in self._open
 
     def load(
         self,
-        room: bytes,
+        transfer_id: bytes,
         namespace: bytes,
         path: Sequence[Node],
         tree_keys: Sequence[bytes],
-        units: int,
-    ) -> tuple[Load, int] | None:
-        """Begin to bring the units after `path`, a fresh match, of a prefix of `units`: the load
-        and its number of pages. None (and nothing begun) without room.
+        blocks: int,
+    ) -> tuple[PrefixLoad, int] | None:
+        """Begin to load the blocks after `path`, a fresh match, of a prefix of `blocks` blocks.
 
-        tree_keys: of the units to bring.
+        Args:
+            tree_keys: keys of the blocks to load.
+
+        Returns: the load and its number of pages; None (and nothing begun) without free pages.
         """
         sources = [
             [
                 [
-                    peer_page(room, position)
+                    peer_page(transfer_id, position)
                     for position in self._positions(group, at)
-                    if at >= self.first_needed(group, units)
+                    if at >= group.first_needed(self.block_size, blocks)
                 ]
                 for group in self.groups
             ]
-            for at in range(len(path), units)
+            for at in range(len(path), blocks)
         ]
         begun = self.loads.begin(namespace, path, tree_keys, sources)
         if begun is None:
@@ -116,30 +113,31 @@ class PeerTier:
         return load, len(copies)
 
     def end(self, ids: list[int], failed: list[int]) -> None:
-        """Copies have ended; those that are not this tier's are left alone."""
+        """Copies have ended. Ids of other owners are ignored."""
         for copy_id in (*ids, *failed):
-            room = self._gifts.pop(copy_id, None)
-            if room is None:
-                self.loads.end(copy_id, copy_id not in failed, self._passed)
+            transfer_id = self._sends.pop(copy_id, None)
+            if transfer_id is None:
+                self.loads.end(copy_id, copy_id not in failed, self._on_settled)
                 continue
-            self._open[room] -= 1
-            if not self._open[room]:
-                del self._open[room]
+            self._open[transfer_id] -= 1
+            if not self._open[transfer_id]:
+                del self._open[transfer_id]
 
     def _positions(self, group: CacheGroup, at: int) -> range:
-        """What the pages of unit `at` are called by: their first tokens, and a state by the number
-        of tokens before it."""
-        first, last = at * self.unit, (at + 1) * self.unit
+        """Positions that name the pages of block `at`: their first tokens. A state is named by the
+        number of tokens before it.
+        """
+        first, last = at * self.block_size, (at + 1) * self.block_size
         if group.kind == STATE:
             return range(last, last + 1)
         return range(first, last, group.page_tokens)
 
-    def _first_given(self, group: CacheGroup, units: int) -> int:
-        """As `first_needed`, of the shortest prefix that the other server may make of it."""
+    def _first_sent(self, group: CacheGroup, blocks: int) -> int:
+        """`first_needed` for the shortest prefix that the decode server may end up with."""
         if group.kind == WINDOW:
-            units = max(0, units - -(-_COARSEST_TOKENS // self.unit))
-        return self.first_needed(group, units)
+            blocks = max(0, blocks - -(-_COARSEST_TOKENS // self.block_size))
+        return group.first_needed(self.block_size, blocks)
 
-    def _passed(self, load: Load, at: int, node: Node | None) -> None:
+    def _on_settled(self, load: PrefixLoad, at: int, node: Node | None) -> None:
         if node is not None:
-            self.came(node)
+            self.on_stored(node)

@@ -19,14 +19,14 @@ from banyan.disaggregation.transfer import End, EndedTransfers, LoopThread, Tran
 from banyan.disaggregation.transfer_engine import Landing, TransferEngine, code_of, write_in_thread
 from banyan.kv_transfer.page_mover import Pages
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
     KVTransferOp,
-    OpenRoom,
-    RoomClosed,
+    OpenTransfer,
+    PrefillResult,
+    TransferClosed,
     replica_of,
 )
-from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
+from banyan.messages.plan import CopyResult, Lookup, PageCopy, transfer_position
 
 log = logger(__name__)
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class _Room:
     """By group and position."""
     sizes: list[int] = field(default_factory=list[int])
     """Tokens of a page of the decode server, by group."""
-    handoff: HandOff | None = None
+    handoff: PrefillResult | None = None
     decoder: wire.Channel | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     lease: asyncio.TimerHandle | None = None
@@ -141,7 +141,7 @@ class PrefillSide:
     def _keep(self, taken: list[tuple[PageCopy, np.ndarray]]) -> None:
         ids, failed = list[int](), list[int]()
         for copy, payload in taken:
-            name, position = place_of(copy.dst.key)
+            name, position = transfer_position(copy.dst.key)
             room = self._rooms.get(name)
             (failed if room is None else ids).append(copy.id)
             if room is not None:
@@ -152,20 +152,20 @@ class PrefillSide:
 
     def _execute(self, op: KVTransferOp) -> None:
         match op:
-            case OpenRoom():
-                self._gone.pop(op.room, None)
-                self._rooms[op.room] = _Room(op.digest, op.tokens)
-                self._notify(op.room)
-            case HandOff():
-                room = self._rooms.get(op.room)
+            case OpenTransfer():
+                self._gone.pop(op.transfer_id, None)
+                self._rooms[op.transfer_id] = _Room(op.digest, op.tokens)
+                self._notify(op.transfer_id)
+            case PrefillResult():
+                room = self._rooms.get(op.transfer_id)
                 if room is None:
                     return
                 room.handoff = op
                 lease_s = self._options.lease_s
-                room.lease = self._thread.loop.call_later(lease_s, self._expire, op.room)
+                room.lease = self._thread.loop.call_later(lease_s, self._expire, op.transfer_id)
                 room.changed.set()
-            case CloseRoom():
-                self._drop(op.room, _ENDED)
+            case CloseTransfer():
+                self._drop(op.transfer_id, _ENDED)
             case _:
                 raise AssertionError(f"a prefill server got {op}")
 
@@ -188,7 +188,7 @@ class PrefillSide:
             room.decoder.abort()
         room.changed.set()
         room.pages.clear()
-        self._ended.put(RoomClosed(name))
+        self._ended.put(TransferClosed(name))
 
     def _notify(self, name: bytes) -> None:
         """Wake connections that wait for a room."""

@@ -1,6 +1,4 @@
-"""What the flags say of servers that share the work, one computing prompts and one continuing them:
-which combinations are refused. Part of `config/resolve.py`; knows no connections.
-"""
+"""The rule of --disaggregation-mode: transfer packages, ports and the shared secret."""
 
 from importlib.util import find_spec
 
@@ -18,15 +16,14 @@ _ENGINES = {
     "nixl": ("nixl", "pip install --no-deps nixl nixl-cu12"),
     "ascend": ("memfabric_hybrid", "pip install 'banyan[memfabric]'"),
 }
-"""Transfer engines: the package that is imported, and what installs it."""
+"""Transfer engine -> its Python package, and the command that installs it."""
 _LAST_PORT = (1 << 16) - 1
 
 
-def check_the_handoff(
+def check_disaggregation(
     config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
-    """Pages are handed over by one replica to one replica, and shared like any prefix."""
-    handoff, parallel, cache = config.handoff, config.parallel, config.cache
+    handoff, parallel = config.handoff, config.parallel
     if not handoff.role:
         return config
     flag = f"--disaggregation-mode {handoff.mode}"
@@ -40,36 +37,30 @@ def check_the_handoff(
     if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "
-            f"replica listens at a port of its own, and the last would be "
+            f"replica needs its own port, and the last one would be "
             f"{handoff.port + parallel.dp - 1}",
-            hint=f"name a port up to {_LAST_PORT + 1 - parallel.dp}",
+            hint=f"choose a port up to {_LAST_PORT + 1 - parallel.dp}",
         )
     if handoff.mode == "prefill" and parallel.uses_dp_attention and parallel.nodes > 1:
         raise ConfigError(
             f"{flag} with --enable-dp-attention and {parallel.nodes_flag} {parallel.nodes}: "
-            "prompts are taken from the address of one server, and some replicas are elsewhere",
+            "decode servers know one address, and some replicas run on other machines",
             hint="start a server on each machine: --nnodes 1 there, and a router before them",
-        )
-    if cache.store:
-        raise ConfigError(
-            f"{flag} and --hicache-storage-backend {cache.store} exclude each other: pages come "
-            "from one place at a time",
-            hint="leave one of them out",
         )
     if (
         model_config.pooling is not None
         or model_config.needs_whole_prompts
         or config.model.is_embedding
     ):
-        raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
+        raise ConfigError(f"{flag}: this model generates no text", hint="leave it out")
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
-        _check_the_secret(flag, config.server.host, environment)
+        _check_secret(flag, config.server.host, environment)
     return config
 
 
-def _check_the_secret(flag: str, host: str, environment: Environment) -> None:
+def _check_secret(flag: str, host: str, environment: Environment) -> None:
     if not environment.dist_secret:
         raise ConfigError(
-            f"{flag} listens at {host}, which others may reach, and has no secret",
+            f"{flag} listens at {host}, which other machines can reach, and has no secret",
             hint="set BANYAN_DIST_SECRET to the same long random text for both servers",
         )

@@ -1,16 +1,17 @@
-"""Handoff: one server computes prompts, another one continues them. The Giver is the first one's
-part of the scheduler, the Taker the second one's.
+"""Prefill/decode disaggregation in the scheduler: PrefillScheduling and DecodeScheduling.
 
-A request that waits for its room never holds up another one. What it gets are whole units of its
-prompt and its first token; the few tokens behind the last unit are computed where it goes on, those
-behind the last one of the server that gives too, whose pages may be longer. A page that does not
-come is computed. Where nothing comes at all the request fails alone.
+A prefill server computes prompts; a decode server continues them. The decode server receives the
+whole blocks of a prompt and the first output token. It computes the few tokens after the last
+block, which may be more when the pages of the prefill server are longer. It also computes every
+page that does not arrive. If the transfer as a whole fails, only that request fails.
 
-A request that gives has its end only once its room is closed. Whoever asked for it can so take it
-back for as long as anything of it is kept, by leaving: pages that nobody will take do not stay.
+A request that waits for its transfer never holds up another one.
 
-    giving: submitted → opened → pages as their steps complete → first token → handed off → closed
-    taking: sought ──RoomFound──► found ──room for it──► loading ──HandOff──► enters like any other
+A prefill request ends for its client only when its transfer is closed. Until then the client can
+cancel it by disconnecting, so pages that nobody will fetch are freed.
+
+    prefill: submitted → opened → pages as their steps complete → first token → sent → closed
+    decode:  searching ──TransferFound──► found ──capacity──► loading ──PrefillResult──► enters
 """
 
 from dataclasses import dataclass, field
@@ -22,380 +23,399 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.ids import NO_STEP, RequestId
 from banyan.disaggregation.peer_pages import PeerTier
-from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, unit_keys
+from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, block_keys
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
+    FindTransfer,
     KVTransferEvent,
     KVTransferOp,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    SeekRoom,
-    TakeRoom,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFound,
 )
 from banyan.messages.events import Event, Finished
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import Generate
-from banyan.scheduler.request import Request, Taking
+from banyan.scheduler.request import IncomingTransfer, Request
 
-GIVES, TAKES = "prefill", "decode"
+PREFILL, DECODE = "prefill", "decode"
 _DIGEST_BYTES = 32
 
 
-class Rooms(Protocol):
-    """A server's part in handing sequences over. Requests without a room pass it by."""
+class DisaggregationSide(Protocol):
+    """Hooks that the scheduler calls on a prefill or decode server. Requests without a transfer id
+    are left alone.
+    """
 
-    orders: list[KVTransferOp]
-    """EndedTransfers towards the mover."""
-    late: list[Event]
-    """Ends of requests that waited for their rooms, for the front."""
+    ops: list[KVTransferOp]
+    """Outbox towards the mover."""
+    delayed_ends: list[Event]
+    """Ends of requests that were held until their transfers closed, for the API process."""
 
     @property
-    def num_open(self) -> int:
-        """Rooms that something is kept for, or waited for."""
+    def num_transfers(self) -> int:
+        """Transfers that hold memory here, or whose result is still missing."""
         ...
 
-    def enter(self, generate: Generate) -> Generate:
-        """What is done for a request that has come; RequestError when its room is in use."""
+    def prepare(self, generate: Generate) -> Generate:
+        """Adapt a new request; RequestError when its transfer id is in use."""
         ...
 
-    def refused(self, generate: Generate) -> None:
-        """It is refused, before or after it was let in here."""
+    def on_refused(self, generate: Generate) -> None:
+        """The request was refused, before or after `prepare`."""
         ...
 
-    def begin(self, request: Request) -> None:
-        """A request waits from now on."""
+    def on_queued(self, request: Request) -> None:
+        """The request joined the queue."""
         ...
 
-    def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
-        """Before each plan."""
+    def before_step(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
+        """Start the sends or loads that are possible now. Called before each plan."""
         ...
 
-    def holds_back(self, request: Request) -> bool:
-        """Whether a waiting request may not enter yet."""
+    def is_blocked(self, request: Request) -> bool:
+        """Whether a waiting request may not be admitted yet."""
         ...
 
-    def copies_ended(self) -> None:
-        """Some copies have ended."""
+    def on_copies_ended(self) -> None:
+        """Some page copies have ended."""
         ...
 
-    def scored(self, request: Request, scores: list[RowScores]) -> None:
-        """Scores were told of a request."""
+    def on_scores(self, request: Request, scores: list[RowScores]) -> None:
+        """Scores were reported for a request."""
         ...
 
-    def completed(self, request: Request) -> None:
-        """A request has come to its end in order, and holds its pages still."""
+    def on_completed(self, request: Request) -> None:
+        """A request is about to finish normally and still holds its pages."""
         ...
 
-    def ended(self, request: Request) -> None:
-        """A request has ended, in whatever way."""
+    def on_ended(self, request: Request) -> None:
+        """A request has ended, for any reason."""
         ...
 
-    def keep_end(self, request: Request, events: list[Event]) -> None:
-        """The last event is the end of a completed request; it may be too early to tell of it."""
+    def delay_end(self, request: Request, events: list[Event]) -> None:
+        """Hold back the last event, the end of a completed request, while its transfer is open."""
         ...
 
-    def abandon(self, request_id: RequestId) -> None:
-        """Nobody waits for a request any more that has ended."""
+    def cancel(self, request_id: RequestId) -> None:
+        """The client of a request whose end is held back has left."""
         ...
 
-    def hear(self, news: KVTransferEvent) -> Request | None:
-        """Take in what the mover tells; a request that something is to be done about."""
+    def on_event(self, event: KVTransferEvent) -> Request | None:
+        """Process an event of the mover; returns the request that the scheduler must act on."""
         ...
 
 
 @dataclass
-class _Gift:
-    """A room that is open."""
+class _Outgoing:
+    """A transfer that is being sent."""
 
-    units: int
+    blocks: int
     pages: int
     is_admitted: bool = False
-    """There is room for its pages beyond the cache."""
-    given: int = 0
-    """Units, from the first one on."""
+    """The host memory for its pages is reserved."""
+    sent: int = 0
+    """Blocks whose copies have been planned, from the first."""
     last: list[Node] = field(default_factory=list[Node])
-    """Units of a request that has ended whose states are still being kept."""
+    """Blocks of an ended request whose state checkpoints are still under way."""
     scores: list[RowScores] = field(default_factory=list[RowScores])
-    handoff: HandOff | None = None
-    """Waits until all pages have been given."""
+    result: PrefillResult | None = None
+    """Set at the end of the request; sent after all pages."""
 
 
-class Giver:
-    """Rooms that this server opens.
+class PrefillScheduling:
+    """Transfers that this server sends.
 
     Args:
-        most_pages: pages that open rooms may take beyond the cache; one room alone may take more.
+        most_pages: pages in host memory that open transfers may hold; a single transfer may exceed
+            it.
     """
 
     def __init__(self, cache: KVCache, peers: PeerTier, most_pages: int) -> None:
-        self.orders: list[KVTransferOp] = []
-        self.late: list[Event] = []
+        self.ops: list[KVTransferOp] = []
+        self.delayed_ends: list[Event] = []
         self._cache = cache
         self._peers = peers
         self._most_pages = most_pages
-        self._gifts: dict[bytes, _Gift] = {}
-        """Those that are being made."""
-        self._kept: dict[bytes, int] = {}
-        """Pages of the rooms that are not closed yet."""
+        self._outgoing: dict[bytes, _Outgoing] = {}
+        """By transfer id, until the PrefillResult is sent."""
+        self._open_pages: dict[bytes, int] = {}
+        """By transfer id, pages in host memory until the transfer closes."""
         self._ends: dict[bytes, Finished] = {}
-        """Of requests that have ended, by rooms that are not closed yet."""
+        """By transfer id, ends that are held back until the transfer closes."""
 
     @property
-    def num_open(self) -> int:
-        return len(self._kept)
+    def num_transfers(self) -> int:
+        return len(self._open_pages)
 
-    def enter(self, generate: Generate) -> Generate:
-        if not generate.room:
+    def prepare(self, generate: Generate) -> Generate:
+        if not generate.transfer_id:
             return generate
-        if self._is_in_use(generate.room):
+        if self._is_in_use(generate.transfer_id):
             raise _in_use()
         sampling = generate.sampling
         one = msgspec.structs.replace(sampling, max_new_tokens=min(1, sampling.max_new_tokens))
         return msgspec.structs.replace(generate, sampling=one)
 
-    def refused(self, generate: Generate) -> None:
-        if generate.room and not self._is_in_use(generate.room):
-            self.orders.append(CloseRoom(generate.room))
+    def on_refused(self, generate: Generate) -> None:
+        if generate.transfer_id and not self._is_in_use(generate.transfer_id):
+            self.ops.append(CloseTransfer(generate.transfer_id))
 
-    def begin(self, request: Request) -> None:
-        room = request.generate.room
-        if not room:
+    def on_queued(self, request: Request) -> None:
+        transfer_id = request.generate.transfer_id
+        if not transfer_id:
             return
-        units = request.prompt_len // self._cache.unit
-        self._gifts[room] = _Gift(units, max(1, self._peers.pages_of(units)))
+        blocks = request.prompt_len // self._cache.block_size
+        self._outgoing[transfer_id] = _Outgoing(blocks, max(1, self._peers.pages_of(blocks)))
         digest = digest_of(request.generate, self._cache)
-        self.orders.append(OpenRoom(room, digest, units * self._cache.unit))
+        self.ops.append(OpenTransfer(transfer_id, digest, blocks * self._cache.block_size))
 
-    def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
-        """Pages wait for whoever takes them in memory of the host, which is bounded: a request
-        whose pages find no room there waits, and those behind it do."""
-        taken = sum(self._kept.values())
+    def before_step(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
+        """Reserve host memory in queue order, and send the blocks that are complete.
+
+        The first request without memory blocks those after it, so that a long prompt is not
+        overtaken for ever.
+        """
+        used = sum(self._open_pages.values())
         for request in waiting:
-            gift = self._gifts.get(request.generate.room)
-            if gift is None or gift.is_admitted:
+            outgoing = self._outgoing.get(request.generate.transfer_id)
+            if outgoing is None or outgoing.is_admitted:
                 continue
-            if taken and taken + gift.pages > self._most_pages:
+            if used and used + outgoing.pages > self._most_pages:
                 break
-            gift.is_admitted = True
-            self._kept[request.generate.room] = gift.pages
-            taken += gift.pages
+            outgoing.is_admitted = True
+            self._open_pages[request.generate.transfer_id] = outgoing.pages
+            used += outgoing.pages
         for request in running:
-            gift = self._gifts.get(request.generate.room)
-            if gift is not None:
-                self._give(request, gift)
+            outgoing = self._outgoing.get(request.generate.transfer_id)
+            if outgoing is not None and request.lease is not None:
+                path = request.lease.path[outgoing.sent : outgoing.blocks]
+                self._send_path(request.generate.transfer_id, outgoing, path)
 
-    def holds_back(self, request: Request) -> bool:
-        gift = self._gifts.get(request.generate.room)
-        return gift is not None and not gift.is_admitted
+    def is_blocked(self, request: Request) -> bool:
+        outgoing = self._outgoing.get(request.generate.transfer_id)
+        return outgoing is not None and not outgoing.is_admitted
 
-    def copies_ended(self) -> None:
-        over = [g for g in self._gifts.values() if g.handoff is not None]
-        for gift in over:
-            handoff = gift.handoff
-            assert handoff is not None
-            if gift.last and not self._cache.states.is_target(gift.last[0]):
-                self._give_path(handoff.room, gift, gift.last)
-                gift.last.clear()
-            if not gift.last and not self._peers.is_giving(handoff.room):
-                self.orders.append(handoff)
-                del self._gifts[handoff.room]
+    def on_copies_ended(self) -> None:
+        over = [outgoing for outgoing in self._outgoing.values() if outgoing.result is not None]
+        for outgoing in over:
+            result = outgoing.result
+            assert result is not None
+            if outgoing.last and not self._cache.states.is_target(outgoing.last[0]):
+                self._send_path(result.transfer_id, outgoing, outgoing.last)
+                outgoing.last.clear()
+            if not outgoing.last and not self._peers.is_sending(result.transfer_id):
+                self.ops.append(result)
+                del self._outgoing[result.transfer_id]
 
-    def scored(self, request: Request, scores: list[RowScores]) -> None:
-        gift = self._gifts.get(request.generate.room)
-        if gift is not None:
-            gift.scores += scores
+    def on_scores(self, request: Request, scores: list[RowScores]) -> None:
+        outgoing = self._outgoing.get(request.generate.transfer_id)
+        if outgoing is not None:
+            outgoing.scores += scores
 
-    def completed(self, request: Request) -> None:
-        room = request.generate.room
-        gift = self._gifts.get(room)
-        if gift is None:
+    def on_completed(self, request: Request) -> None:
+        transfer_id = request.generate.transfer_id
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
             return
         if request.lease is not None:
-            path = request.lease.path[gift.given : gift.units]
-            self._give_path(room, gift, path)
-            gift.last = [node for node in path[:1] if self._cache.states.is_target(node)]
+            path = request.lease.path[outgoing.sent : outgoing.blocks]
+            self._send_path(transfer_id, outgoing, path)
+            outgoing.last = [node for node in path[:1] if self._cache.states.is_target(node)]
         output = bytes(request.tokens[request.prompt_len * TOKEN_BYTES :])
-        gift.handoff = HandOff(room, output, gift.scores, request.cached_tokens)
-        self.copies_ended()
+        outgoing.result = PrefillResult(
+            transfer_id, output, outgoing.scores, request.stats.cached_tokens
+        )
+        self.on_copies_ended()
 
-    def ended(self, request: Request) -> None:
-        gift = self._gifts.get(request.generate.room)
-        if gift is not None and gift.handoff is None:
-            del self._gifts[request.generate.room]
-            self.orders.append(CloseRoom(request.generate.room))
+    def on_ended(self, request: Request) -> None:
+        outgoing = self._outgoing.get(request.generate.transfer_id)
+        if outgoing is not None and outgoing.result is None:
+            del self._outgoing[request.generate.transfer_id]
+            self.ops.append(CloseTransfer(request.generate.transfer_id))
 
-    def keep_end(self, request: Request, events: list[Event]) -> None:
-        if request.generate.room in self._kept:
+    def delay_end(self, request: Request, events: list[Event]) -> None:
+        if request.generate.transfer_id in self._open_pages:
             end = events.pop()
             assert isinstance(end, Finished)
-            self._ends[request.generate.room] = end
+            self._ends[request.generate.transfer_id] = end
 
-    def abandon(self, request_id: RequestId) -> None:
-        found = [room for room, end in self._ends.items() if end.request == request_id]
-        for room in found:
-            self.late.append(self._ends.pop(room))
-            self._gifts.pop(room, None)
-            self.orders.append(CloseRoom(room))
+    def cancel(self, request_id: RequestId) -> None:
+        found = [each for each, end in self._ends.items() if end.request == request_id]
+        for transfer_id in found:
+            self.delayed_ends.append(self._ends.pop(transfer_id))
+            self._outgoing.pop(transfer_id, None)
+            self.ops.append(CloseTransfer(transfer_id))
 
-    def hear(self, news: KVTransferEvent) -> Request | None:
-        if isinstance(news, RoomClosed):
-            self._kept.pop(news.room, None)
-            if news.room in self._ends:
-                self.late.append(self._ends.pop(news.room))
+    def on_event(self, event: KVTransferEvent) -> Request | None:
+        if isinstance(event, TransferClosed):
+            self._open_pages.pop(event.transfer_id, None)
+            if event.transfer_id in self._ends:
+                self.delayed_ends.append(self._ends.pop(event.transfer_id))
         return None
 
-    def _is_in_use(self, room: bytes) -> bool:
-        return room in self._gifts or room in self._kept
+    def _is_in_use(self, transfer_id: bytes) -> bool:
+        return transfer_id in self._outgoing or transfer_id in self._open_pages
 
-    def _give(self, request: Request, gift: _Gift) -> None:
-        """Give the units whose steps are complete."""
-        if request.lease is not None:
-            path = request.lease.path[gift.given : gift.units]
-            self._give_path(request.generate.room, gift, path)
-
-    def _give_path(self, room: bytes, gift: _Gift, path: list[Node]) -> None:
-        """Give units from `gift.given` on, as far as they are there; those leave the list."""
+    def _send_path(self, transfer_id: bytes, outgoing: _Outgoing, path: list[Node]) -> None:
+        """Send the blocks at the start of `path` whose pages are complete, and remove them from
+        it.
+        """
         while path:
             node = path[0]
             if node.promised != NO_STEP or not node.is_attached:
                 return
-            is_last = gift.given == gift.units - 1  # the one whose states are wanted
+            is_last = outgoing.sent == outgoing.blocks - 1  # its states are sent as well
             if is_last and self._cache.states.is_target(node):
                 return
-            self._peers.give(room, node, gift.given, gift.units)
-            gift.given += 1
+            self._peers.send(transfer_id, node, outgoing.sent, outgoing.blocks)
+            outgoing.sent += 1
             del path[0]
 
 
-class Taker:
-    """Rooms that this server takes sequences from."""
+class DecodeScheduling:
+    """Transfers that this server receives."""
 
     def __init__(self, cache: KVCache, peers: PeerTier, chunk_tokens: int) -> None:
-        self.orders: list[KVTransferOp] = []
-        self.late: list[Event] = []
+        self.ops: list[KVTransferOp] = []
+        self.delayed_ends: list[Event] = []
         self._cache = cache
         self._peers = peers
         self._chunk_tokens = chunk_tokens
-        self._takers: dict[bytes, Request] = {}
+        self._requests: dict[bytes, Request] = {}
+        """By transfer id."""
 
     @property
-    def num_open(self) -> int:
-        takings = [request.taking for request in self._takers.values()]
-        return sum(taking is not None and not taking.has_handoff for taking in takings)
+    def num_transfers(self) -> int:
+        incoming = [request.incoming for request in self._requests.values()]
+        return sum(each is not None and not each.has_result for each in incoming)
 
-    def enter(self, generate: Generate) -> Generate:
-        if generate.room in self._takers:
+    def prepare(self, generate: Generate) -> Generate:
+        if generate.transfer_id in self._requests:
             raise _in_use()
         return generate
 
-    def refused(self, generate: Generate) -> None:
-        """The other server has been told the same request."""
+    def on_refused(self, generate: Generate) -> None:
+        """Nothing to do: the prefill server received the same request."""
 
-    def begin(self, request: Request) -> None:
+    def on_queued(self, request: Request) -> None:
         generate = request.generate
-        if not generate.room:
+        if not generate.transfer_id:
             return
-        request.taking = Taking(request.prompt_len // self._cache.unit)
-        self._takers[generate.room] = request
-        digest = digest_of(generate, self._cache)
-        length = request.prompt_len
-        order = SeekRoom(generate.room, generate.peer, digest, length, generate.prefill_replica)
-        self.orders.append(order)
+        request.incoming = IncomingTransfer(request.prompt_len // self._cache.block_size)
+        self._requests[generate.transfer_id] = request
+        self.ops.append(
+            FindTransfer(
+                transfer_id=generate.transfer_id,
+                prefill_address=generate.prefill_address,
+                digest=digest_of(generate, self._cache),
+                prompt_len=request.prompt_len,
+                prefill_replica=generate.prefill_replica,
+            )
+        )
 
-    def go_on(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
-        """Begin to load for those that are next, as many as may soon enter."""
+    def before_step(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
+        """Start to load pages for the next requests, as many as can be admitted soon."""
         reserved = [0] * len(self._cache.groups)
         left = max(1, free_slots)
         for request in waiting:
-            taking = request.taking
+            incoming = request.incoming
             if not left:
                 return
-            if taking is None or not taking.is_found:
+            if incoming is None or not incoming.is_found:
                 continue
             left -= 1
-            if not taking.is_asked and not self._begin_load(request, taking, reserved):
+            if not incoming.is_requested and not self._begin_load(request, incoming, reserved):
                 return
             for g, group in enumerate(self._cache.groups):
                 reserved[g] += group.pages_for(request.known + 1)
 
-    def holds_back(self, request: Request) -> bool:
-        return request.taking is not None and not request.taking.is_over
+    def is_blocked(self, request: Request) -> bool:
+        return request.incoming is not None and not request.incoming.is_over
 
-    def copies_ended(self) -> None:
-        """Nothing follows from it before the next plan."""
+    def on_copies_ended(self) -> None:
+        """Nothing to do before the next plan."""
 
-    def scored(self, request: Request, scores: list[RowScores]) -> None:
-        """Nothing is given on."""
+    def on_scores(self, request: Request, scores: list[RowScores]) -> None:
+        """Nothing is sent on."""
 
-    def completed(self, request: Request) -> None:
-        """Nothing is given on."""
+    def on_completed(self, request: Request) -> None:
+        """Nothing is sent on."""
 
-    def ended(self, request: Request) -> None:
-        taking = request.taking
-        if taking is None:
+    def on_ended(self, request: Request) -> None:
+        incoming = request.incoming
+        if incoming is None:
             return
-        self._takers.pop(request.generate.room, None)
-        if not taking.has_handoff:
-            self.orders.append(CloseRoom(request.generate.room))
+        self._requests.pop(request.generate.transfer_id, None)
+        if not incoming.has_result:
+            self.ops.append(CloseTransfer(request.generate.transfer_id))
 
-    def keep_end(self, request: Request, events: list[Event]) -> None:
-        """Nobody else has a part in it any more."""
+    def delay_end(self, request: Request, events: list[Event]) -> None:
+        """Ends are not held back here."""
 
-    def abandon(self, request_id: RequestId) -> None:
-        """Nothing is kept."""
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends are not held back here."""
 
-    def hear(self, news: KVTransferEvent) -> Request | None:
-        request = self._takers.get(news.room)
-        if request is None or request.taking is None or request.taking.has_handoff:
+    def on_event(self, event: KVTransferEvent) -> Request | None:
+        request = self._requests.get(event.transfer_id)
+        if request is None or request.incoming is None or request.incoming.has_result:
             return None
-        if isinstance(news, RoomFound):
-            taking = request.taking
-            taking.units = min(taking.units, news.tokens // self._cache.unit)
-            taking.is_found = True
+        if isinstance(event, TransferFound):
+            incoming = request.incoming
+            incoming.blocks = min(incoming.blocks, event.tokens // self._cache.block_size)
+            incoming.is_found = True
             return None
-        if isinstance(news, HandOff):
-            request.taking.has_handoff = True
+        if isinstance(event, PrefillResult):
+            request.incoming.has_result = True
         return request
 
-    def _begin_load(self, request: Request, taking: Taking, reserved: list[int]) -> bool:
-        """Ask for what the cache does not have; False (and nothing begun) without room."""
-        unit, units, namespace = self._cache.unit, taking.units, request.namespace
-        match = self._cache.probe(namespace, request.tokens, units * unit).whole
+    def _begin_load(
+        self, request: Request, incoming: IncomingTransfer, reserved: list[int]
+    ) -> bool:
+        """Request the blocks that the cache lacks; False (and nothing begun) without capacity."""
+        block_size, blocks = self._cache.block_size, incoming.blocks
+        tokens = request.tokens
+        match = self._cache.probe(request.namespace, tokens, blocks * block_size).whole_blocks
         depth, copies = len(match.path), 0
-        if depth < units:
-            tokens = request.known + 1
-            if not self._cache.admits(match, tokens, self._chunk_tokens, reserved):
+        if depth < blocks:
+            wanted = request.known + 1
+            if not self._cache.capacity.admits(match, wanted, self._chunk_tokens, reserved):
                 return False
-            keys = list(unit_keys(request.tokens, unit, depth, units))
-            namespace = self._cache.weights + namespace
-            begun = self._peers.load(request.generate.room, namespace, match.path, keys, units)
-            if begun is None and not self._cache.horizon.is_clear:
+            begun = self._peers.load(
+                transfer_id=request.generate.transfer_id,
+                namespace=self._cache.weights + request.namespace,
+                path=match.path,
+                tree_keys=list(block_keys(tokens, block_size, depth, blocks)),
+                blocks=blocks,
+            )
+            if begun is None and not self._cache.epochs.is_clear:
                 return False  # pages are on their way back
             if begun is not None:
-                taking.load, copies = begun
-        taking.is_asked = True
-        self.orders.append(TakeRoom(request.generate.room, copies))
+                incoming.load, copies = begun
+        incoming.is_requested = True
+        self.ops.append(ReceiveTransfer(request.generate.transfer_id, copies))
         return True
 
 
-def open_rooms(role: str, cache: KVCache, chunk_tokens: int) -> Rooms | None:
-    """The part of a server of this role; None for one that does both itself."""
+def disaggregation_side(role: str, cache: KVCache, chunk_tokens: int) -> DisaggregationSide | None:
+    """The hooks of a server's role: PREFILL, DECODE, or "" (None: no disaggregation)."""
     if not role or cache.peers is None:
         return None
-    if role == TAKES:
-        return Taker(cache, cache.peers, chunk_tokens)
-    assert role == GIVES, role
-    return Giver(cache, cache.peers, sum(pool.total for pool in cache.pools) // 2)
+    if role == DECODE:
+        return DecodeScheduling(cache, cache.peers, chunk_tokens)
+    assert role == PREFILL, role
+    return PrefillScheduling(cache, cache.peers, sum(pool.total for pool in cache.pools) // 2)
 
 
 def digest_of(generate: Generate, cache: KVCache) -> bytes:
-    """What two servers must agree about before one takes the other's pages of a sequence: pages of
-    another prompt would become part of answers to this one, and to those that begin like it."""
+    """Hash that both servers must agree on before pages are sent: prompt, embeddings, weights,
+    adapter. Pages of another prompt would corrupt this answer and later ones with the same prefix.
+    """
     made = blake2b(cache.weights, digest_size=_DIGEST_BYTES, person=b"banyan handoff")
-    # An adapter's name, the digest of its matrices and whose request it is are its namespace.
+    # The namespace of a request with an adapter holds the adapter's name, its digest and its owner.
     adapter = generate.namespace if generate.adapter else b""
     for part in (generate.tokens, generate.embeds, adapter):
         made.update(len(part).to_bytes(8, "little") + part)

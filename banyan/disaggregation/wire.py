@@ -21,8 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from banyan.disaggregation.transfer_engine import Landing
-from banyan.messages.disaggregation import HandOff
-from banyan.messages.plan import ROOM_BYTES
+from banyan.messages.disaggregation import PrefillResult
+from banyan.messages.plan import TRANSFER_ID_BYTES
 
 GREETING = b"banyan rooms 3\n"
 SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
@@ -212,14 +212,18 @@ def unpack_wants(body: bytes) -> list[tuple[int, int]]:
     return [(position, group) for position, group in _WANT.iter_unpack(body)]
 
 
-def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> HandOff:
+def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> PrefillResult:
     """Decode a handoff and check every field against what an engine could send.
 
     Raises:
         Broken.
     """
-    handoff = unpack(body, HandOff)
-    if handoff.room != room or len(room) != ROOM_BYTES or len(handoff.tokens) not in (0, 4):
+    handoff = unpack(body, PrefillResult)
+    if (
+        handoff.transfer_id != room
+        or len(room) != TRANSFER_ID_BYTES
+        or len(handoff.tokens) not in (0, 4)
+    ):
         raise Broken("a handoff of another room, or with several tokens")
     if handoff.tokens and not 0 <= int.from_bytes(handoff.tokens, "little") < vocab_size:
         raise Broken("a token that the model does not have")

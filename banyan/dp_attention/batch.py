@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 from banyan.ops.api import Recorder
 
 
@@ -128,9 +128,9 @@ class DPAttentionStep:
     def __init__(self, batch: DPAttentionBatch, chunk: int) -> None:
         self._batch = batch
         self._chunk = chunk
-        self._loads: list[Load] = []
+        self._loads: list[StepLoad] = []
 
-    def begin(self, loads: list[Load]) -> None:
+    def begin(self, loads: list[StepLoad]) -> None:
         """Set the loads of all replicas in this step.
 
         Raises:

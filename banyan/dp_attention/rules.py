@@ -1,7 +1,8 @@
-"""Joined replicas (--enable-dp-attention), and feed-forward blocks that are not cut: what goes
-together with what, decided before anything is loaded."""
+"""Rules of --enable-dp-attention and --moe-dense-tp-size, and the Config of one replica.
 
-import logging
+`config/rules/conflicts.py` lists the features that exclude DP attention.
+"""
+
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
@@ -18,7 +19,10 @@ _FLAG = "--enable-dp-attention"
 def check_dp_attention(
     config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
-    """Check DP attention before the ranks are counted. It is switched off for one replica."""
+    """Check the layout of replicas; one replica needs no DP attention.
+
+    Runs before the rules that count ranks.
+    """
     parallel = config.parallel
     if not parallel.uses_dp_attention:
         return config
@@ -27,79 +31,50 @@ def check_dp_attention(
         return replace(config, parallel=replace(parallel, uses_dp_attention=False))
     if parallel.tp % parallel.dp:
         raise ConfigError(
-            f"{_FLAG}: --tensor-parallel-size {parallel.tp} ranks cannot be shared out among "
+            f"{_FLAG}: --tensor-parallel-size {parallel.tp} ranks cannot be divided among "
             f"--data-parallel-size {parallel.dp} replicas",
-            hint="choose a multiple: with this flag it counts the ranks of all replicas",
+            hint="choose a multiple; with this flag it counts the ranks of all replicas",
         )
     if parallel.dp % parallel.nodes:
         raise ConfigError(
             f"{_FLAG}: --data-parallel-size {parallel.dp} replicas cannot be spread evenly over "
             f"--nnodes {parallel.nodes} nodes",
-            hint="choose a multiple: each replica lies on one node, whole",
+            hint="choose a multiple; each replica runs on one node",
         )
-    for is_there, other, hint in (
-        (parallel.pp > 1, "--pipeline-parallel-size", "use --tensor-parallel-size alone"),
-        (
-            config.model.implementation == "transformers",
-            "--model-impl transformers",
-            "leave --model-impl at auto",
-        ),
-        (
-            config.speculative.borrows_head and not parallel.are_heads_apart,
-            f"--speculative-algorithm {config.speculative.algorithm} without --enable-dp-lm-head",
-            "give that too: each replica drafts by itself, with the logits of the model's head",
-        ),
-        (
-            bool(config.cache.store),
-            "--hicache-storage-backend",
-            "each replica keeps prefixes in memory",
-        ),
-    ):
-        if is_there:
-            raise ConfigError(f"{_FLAG} cannot be combined with {other}", hint=hint)
-    if model_config.pooling is not None:
-        raise ConfigError(
-            f"{_FLAG}: models for vectors are served by replicas that share nothing",
-            hint="leave the flag out",
-        )
-    log.log(
-        logging.INFO,
-        "%d replicas of %d ranks share all feed-forward blocks",
+    log.info(
+        "DP attention: %d replicas of %d ranks share the MLP and expert layers",
         parallel.dp,
         parallel.attention_ranks,
     )
     return config
 
 
-def check_the_dense_blocks(
-    config: Config, model_config: ModelConfig, environment: Environment
-) -> Config:
+def check_dense_tp(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     wanted = config.parallel.dense_tp
     if not wanted:
         return config
     if model_config.experts is None:
         raise ConfigError(
             f"--moe-dense-tp-size {wanted}: this model has no experts",
-            hint="leave the flag out; --tensor-parallel-size cuts its feed-forward blocks",
+            hint="leave the flag out; --tensor-parallel-size shards its MLPs",
         )
     if wanted != 1:
         raise ConfigError(
-            f"--moe-dense-tp-size {wanted}: blocks without experts are cut over all ranks or whole "
-            "on each",
+            f"--moe-dense-tp-size {wanted}: dense MLPs are sharded over all ranks or whole "
+            "on each rank",
             hint="choose 1, or leave the flag out",
         )
     return config
 
 
 def of_replica(config: Config, number: int, meeting: str) -> Config:
-    """The config of one replica.
+    """Return the Config of one replica.
 
     Args:
-        meeting: path of a file that does not exist yet, the rendezvous of the DP attention
-            replicas on one machine.
+        meeting: path of a new file at which DP attention replicas of one machine meet.
     """
     parallel = replace(config.parallel, replica=number)
     if parallel.uses_dp_attention:
-        place = parallel.meeting if parallel.nodes > 1 else f"file://{meeting}"
-        parallel = replace(parallel, meeting=place)
+        address = parallel.meeting if parallel.nodes > 1 else f"file://{meeting}"
+        parallel = replace(parallel, meeting=address)
     return replace(config, parallel=parallel)

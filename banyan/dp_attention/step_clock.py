@@ -21,7 +21,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import DeviceError
 from banyan.base.log import printable
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 
 _LOOK_S = 0.01
 _MAX_MESSAGE_BYTES = 4096
@@ -31,7 +31,7 @@ _MAX_REASON = 300
 class StepAgreement(Protocol):
     """Consulted at every launch; the result is the same on all replicas."""
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         """Announce this replica's load of the next step.
 
         Returns:
@@ -44,7 +44,7 @@ class StepAgreement(Protocol):
 class _Announcement(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Sent to the other replicas once per step, and once when a replica ends."""
 
-    load: Load | None = None
+    load: StepLoad | None = None
     """None: the replica ends."""
     reason: str = ""
     """Why it ends; "" = it was stopped."""
@@ -113,9 +113,9 @@ class StepClock:
         self._peers = dict(peers)
         self._timeout_s = timeout_s
         self._clock = clock or WallClock()
-        self._received: dict[int, deque[Load]] = {number: deque() for number in peers}
+        self._received: dict[int, deque[StepLoad]] = {number: deque() for number in peers}
         """Loads of this step; also of the next one, from replicas that are a step further."""
-        self._offered: Load | None = None
+        self._offered: StepLoad | None = None
         self._offered_s = 0.0
         self._stopped: int | None = None
         """A replica that was stopped."""
@@ -141,7 +141,7 @@ class StepClock:
                 while number in self._peers:
                     self._take(number, peer.receive())
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         """See `StepAgreement`.
 
         Raises:

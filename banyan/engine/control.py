@@ -82,7 +82,7 @@ def unpin(core: EngineCore, control: Control, now: float) -> Reply:
 
 def abort_all(core: EngineCore, control: Control, now: float) -> Reply:
     """End every request."""
-    ids = core.scheduler.request_table.ids()
+    ids = [request.id for request in core.scheduler.request_table.alive]
     for request_id in ids:
         core.receive(Abort(request_id), now)
     return Reply(control.call, True, f"{len(ids)} requests aborted.")
@@ -114,7 +114,7 @@ def requests(core: EngineCore, control: Control, now: float) -> Reply:
     found = islice(
         chain(request_table.running, request_table.waiting), int(control.args.get("limit", 0))
     )
-    body = msgspec.json.encode([request.as_seen(now) for request in found])
+    body = msgspec.json.encode([request.as_live(now) for request in found])
     return Reply(control.call, True, body=body)
 
 
@@ -192,7 +192,7 @@ def detach_store(
         return Reply(control.call, True, "There was no store.")
     if refusal := _while_requests_run(core, control, now):
         return refusal
-    loading, pending = tier.loading, 0 if control.args.get("force") else tier.pending
+    loading, pending = tier.num_loading, 0 if control.args.get("force") else tier.pending
     if loading or pending:
         text = (
             f"{loading} pages are on their way from the store and {pending} on their way to it"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.dp_attention.step_clock import StepAgreement
-from banyan.kv_cache.cache import name_of_weights
+from banyan.kv_cache.cache import weights_id
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.lora.engine import change_adapters, end_adapters, wanted_adapters
 from banyan.messages.control_ops import (
@@ -27,9 +27,15 @@ from banyan.messages.control_ops import (
     TakeAdapter,
     TakeWeights,
 )
-from banyan.messages.disaggregation import HandOff, KVTransferOp, RoomClosed, RoomFound, RoomLost
+from banyan.messages.disaggregation import (
+    KVTransferOp,
+    PrefillResult,
+    TransferClosed,
+    TransferFailed,
+    TransferFound,
+)
 from banyan.messages.events import Event, Reply, Stats
-from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepLoad, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
@@ -48,7 +54,7 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 _Request = (
     Generate | Abort | StopAt | RetractAll | Unpin | RunControlOps | LoadAdapter | UnloadAdapter
 )
-_Report = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
+_Report = CopyResult | Held | TransferFound | PrefillResult | TransferFailed | TransferClosed
 CoreInput = _Request | _Report
 
 
@@ -57,7 +63,7 @@ class CoreRecorder(Protocol):
 
     def received(self, message: CoreInput, now: float) -> None: ...
     def launched(
-        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+        self, plan: StepPlan | None, peers: list[StepLoad] | None, now: float, is_paused: bool
     ) -> None: ...
     def completed(self, result: StepResult, now: float) -> None: ...
     def flushed(self, now: float) -> None: ...
@@ -107,15 +113,15 @@ class EngineCore:
             case StopAt():
                 self.scheduler.stop_at(message.request, message.length, now)
             case CopyResult():
-                self.scheduler.end_copies(message)
+                self.scheduler.on_copies_ended(message)
             case Held():
-                self.scheduler.fetcher.answer(message)
-            case RoomFound() | HandOff() | RoomLost() | RoomClosed():
-                self.scheduler.hear(message, now)
+                self.scheduler.store_fetcher.on_lookup_reply(message)
+            case TransferFound() | PrefillResult() | TransferFailed() | TransferClosed():
+                self.scheduler.on_kv_transfer(message, now)
             case RetractAll():
                 self.scheduler.request_table.retract_all()
             case Unpin():
-                self.scheduler.cache.pins.let_go(message.request)
+                self.scheduler.cache.pins.unpin(message.request)
             case RunControlOps():
                 self._queued_ops.append(message)
             case LoadAdapter() | UnloadAdapter():
@@ -136,8 +142,8 @@ class EngineCore:
             return None
         was_held = self._held is not None
         builder = self._held or self._next_builder(now)
-        peers: list[Load] | None = []
-        if self._step_agreement is not None and not builder.orders:
+        peers: list[StepLoad] | None = []
+        if self._step_agreement is not None and not builder.control_ops:
             peers = self._step_agreement.agree(builder.load)
         self._held = builder if peers is None else None
         plan = None
@@ -151,8 +157,8 @@ class EngineCore:
             self.recorder.launched(plan, peers, now, self.is_paused)
         if plan is not None:
             self._last_step = plan.step
-            self.scheduler.cache.horizon.launched = plan.step
-            self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
+            self.scheduler.cache.epochs.launched = plan.step
+            self._in_flight.append((plan.step, now, bool(plan.rows or plan.replica_loads)))
         return plan
 
     def _queue_adapter_ops(self) -> None:
@@ -175,7 +181,7 @@ class EngineCore:
             return StepPlanBuilder(step, [], 0)
         builder = self.scheduler.schedule(step, now)
         if builder.has_work:
-            self.scheduler.cache.horizon.launched = step
+            self.scheduler.cache.epochs.launched = step
         return builder
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
@@ -198,11 +204,11 @@ class EngineCore:
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the client."""
-        request_table, rooms = self.scheduler.request_table, self.scheduler.rooms
+        request_table, disaggregation = self.scheduler.request_table, self.scheduler.disaggregation
         events, request_table.events = request_table.events, []
-        if rooms is not None:
-            events += rooms.late
-            rooms.late = []
+        if disaggregation is not None:
+            events += disaggregation.delayed_ends
+            disaggregation.delayed_ends = []
         return events
 
     def take_masks(self) -> list[Mask]:
@@ -217,21 +223,21 @@ class EngineCore:
 
     def take_lookups(self) -> list[Lookup]:
         """Drain the outbox towards the store."""
-        fetcher = self.scheduler.fetcher
+        fetcher = self.scheduler.store_fetcher
         lookups, fetcher.lookups = fetcher.lookups, []
         return lookups
 
     def take_cache_events(self) -> Sequence[Stored | Removed]:
         """Drain the cache events; () if they are switched off."""
-        events = self.scheduler.cache.news
+        events = self.scheduler.cache.events
         return () if events is None else events.take()
 
-    def take_room_orders(self) -> list[KVTransferOp]:
+    def take_transfer_ops(self) -> list[KVTransferOp]:
         """Drain the outbox towards other servers."""
-        rooms = self.scheduler.rooms
-        if rooms is None:
+        disaggregation = self.scheduler.disaggregation
+        if disaggregation is None:
             return []
-        orders, rooms.orders = rooms.orders, []
+        orders, disaggregation.ops = disaggregation.ops, []
         return orders
 
     @property
@@ -252,7 +258,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """No request is alive and nothing is in flight."""
-        return self.scheduler.is_idle and self.scheduler.cache.horizon.is_clear
+        return self.scheduler.is_idle and self.scheduler.cache.epochs.is_clear
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of scheduler or cache is broken."""
@@ -261,9 +267,9 @@ class EngineCore:
     def stats(self, now: float) -> Stats:
         request_table, counters = self.scheduler.request_table, self.scheduler.counters
         cache, adapters = self.scheduler.cache, self.scheduler.adapters
-        speculation = self.scheduler.speculation
+        speculation, disaggregation = self.scheduler.speculation, self.scheduler.disaggregation
         drafts = DraftCounts() if speculation is None else speculation.drafts
-        ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
+        ledgers = cache.ledgers
         return Stats(
             steps=counters.steps,
             running=len(request_table.running),
@@ -289,14 +295,14 @@ class EngineCore:
             pinned_pages=cache.pins.pages,
             adapters=0 if adapters is None else adapters.num_loaded,
             adapter_bytes=0 if adapters is None else adapters.used_bytes,
-            open_rooms=0 if self.scheduler.rooms is None else self.scheduler.rooms.num_open,
+            open_rooms=0 if disaggregation is None else disaggregation.num_transfers,
         )
 
     def _may_launch(self) -> bool:
         if self._running_ops is not None:
             return False
         if self._queued_ops:
-            return self.scheduler.cache.horizon.is_clear
+            return self.scheduler.cache.epochs.is_clear
         return (self._may_plan or self.uses_dp_attention) and self.in_flight < self.depth
 
     @property
@@ -308,8 +314,8 @@ class EngineCore:
         """A plan of the oldest queued control ops. If they release pages, requests recompute."""
         self._running_ops = self._queued_ops.popleft()
         builder = StepPlanBuilder(step, [], 0)
-        builder.orders = self._running_ops.orders
-        if any(_takes_pages(order) for order in builder.orders):
+        builder.control_ops = self._running_ops.ops
+        if any(_takes_pages(order) for order in builder.control_ops):
             self.scheduler.request_table.retract_all()
             self.scheduler.flush()
         return builder
@@ -318,9 +324,9 @@ class EngineCore:
         """Apply the control ops that succeeded and queue the reply."""
         self._running_ops = None
         done = [reply for reply in result.replies if reply.ok]
-        for order, reply in zip(ops.orders, done, strict=False):
+        for order, reply in zip(ops.ops, done, strict=False):
             self._apply(order, reply)
-        ok = len(done) == len(ops.orders)
+        ok = len(done) == len(ops.ops)
         shown = done if ok else [reply for reply in result.replies if not reply.ok]
         text = result.error or " ".join(reply.text for reply in shown)
         body = done[-1].body if ok and done else b""
@@ -340,17 +346,17 @@ class EngineCore:
             case TakeWeights():
                 if order.flush:
                     self.scheduler.flush()
-                self.scheduler.cache.pins.let_go()  # pages of other weights are of no use
-                self.scheduler.cache.weights = name_of_weights(order.version)
+                self.scheduler.cache.pins.unpin()  # pages of other weights are of no use
+                self.scheduler.cache.weights = weights_id(order.version)
                 self._mark_resumed([WEIGHTS])
             case ReleaseMemory():
                 self.released += [tag for tag in order.tags if tag not in self.released]
             case ResumeMemory():
                 self._mark_resumed(order.tags)
             case AttachStore(is_trial=False):
-                self.scheduler.fetcher.attach(order)
+                self.scheduler.store_fetcher.attach(order)
             case DetachStore(is_trial=False):
-                self.scheduler.fetcher.detach()
+                self.scheduler.store_fetcher.detach()
             case _:
                 pass
 

@@ -404,7 +404,7 @@ def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEvent
     return KVEventPublisher(
         config,
         replica,
-        block_tokens=core.scheduler.cache.unit,
+        block_tokens=core.scheduler.cache.block_size,
         bare_bytes=WEIGHTS_BYTES,
         adapter_of=names.adapter_of,
     )

@@ -21,8 +21,8 @@ from banyan.kv_cache.sizing import MIB, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
 from banyan.model_config.model_config import ModelConfig
-from banyan.scheduler.budget import Growth, Limits, Priorities
-from banyan.scheduler.queue_order import ORDERS
+from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
+from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
 from banyan.scheduler.scheduler import Scheduler
 
 _GIB = 1 << 30
@@ -36,7 +36,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Plain values; `order` and `eviction` are names in their tables."""
 
     groups: tuple[CacheGroup, ...]
-    limits: Limits
+    limits: SchedulerLimits
     order: str = "fcfs"
     eviction: str = "lru"
     eviction_numbers: dict[str, int] = {}
@@ -69,12 +69,12 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
             eviction,
             share=self.share,
             store=self.store,
-            tells=tells,
+            records_events=tells,
             has_peers=has_peers,
-            has_parts=not self.limits.paid_drafts,
+            has_partial_blocks=not self.limits.paid_drafts,
         )
         adapters = None if self.adapters is None else Adapters(self.adapters)
-        order = ORDERS.load(self.order)
+        order = SCHEDULE_POLICIES.load(self.order)
         scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)
         return EngineCore(scheduler, step_agreement, recorder)
 
@@ -100,7 +100,7 @@ def core_spec(
     most = 0 if are_laid_out else memory_of_adapters(config.lora, memory)
     return CoreSpec(
         groups=memory.groups,
-        limits=Limits(
+        limits=SchedulerLimits(
             max_running=memory.max_running,
             chunk_tokens=schedule.chunk_tokens if is_chunked else schedule.prefill_tokens,
             max_request_tokens=memory.max_request_tokens,

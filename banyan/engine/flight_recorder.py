@@ -13,14 +13,14 @@ from zlib import crc32
 
 from banyan.base.log import logger
 from banyan.base.version import own_version
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine import snapshot
 from banyan.engine.core import CoreInput, CoreRecorder, EngineCore
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HALF, HEAD, RING_MAGIC, half_bytes, mapped
 from banyan.engine.journal import Began, Journal, Records
 from banyan.engine.process_spec import NO_RECORDING
-from banyan.messages.plan import Load, StepPlan, StepResult
+from banyan.messages.plan import StepLoad, StepPlan, StepResult
 
 log = logger(__name__)
 
@@ -121,7 +121,7 @@ class RecorderPair:
             each.received(message, now)
 
     def launched(
-        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+        self, plan: StepPlan | None, peers: list[StepLoad] | None, now: float, is_paused: bool
     ) -> None:
         for each in self._both:
             each.launched(plan, peers, now, is_paused)

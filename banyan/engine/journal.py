@@ -27,7 +27,7 @@ from banyan.engine.core import CoreInput
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HEAD
 from banyan.engine.flight_recorder_memory import JOURNAL_MAGIC as MAGIC
-from banyan.messages.plan import Load, StepPlan, StepResult
+from banyan.messages.plan import StepLoad, StepPlan, StepResult
 
 log = logger(__name__)
 
@@ -47,7 +47,7 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
 
     now: float
     plan_hash: bytes
-    peers: list[Load] | None
+    peers: list[StepLoad] | None
     """None: other replicas had not agreed yet, and the plan was kept for later."""
     is_paused: bool = False
     """The step ran only because other replicas had work."""
@@ -109,7 +109,7 @@ class Records:
         self._store(Received(now, message))
 
     def launched(
-        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+        self, plan: StepPlan | None, peers: list[StepLoad] | None, now: float, is_paused: bool
     ) -> None:
         record = Launched(now, plan_hash(plan), peers, is_paused)
         self.append(self._encoder.encode(record))

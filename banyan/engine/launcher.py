@@ -74,8 +74,8 @@ class Handle:
 
 
 def _tokens_of(plan: StepPlan) -> int:
-    if plan.peers:
-        return sum(load.tokens for load in plan.peers)
+    if plan.replica_loads:
+        return sum(load.tokens for load in plan.replica_loads)
     if plan.steps > 1:
         return len(plan.rows)
     return sum(row.count for row in plan.rows)
@@ -164,7 +164,7 @@ class Threaded:
         except Empty:
             self._wake()
             return self._queue.get()
-        runs = item is not None and item.plan.rows and not item.plan.orders
+        runs = item is not None and item.plan.rows and not item.plan.control_ops
         if not (runs and self._wake_next()):
             self._wake()
         return item

@@ -42,7 +42,7 @@ from banyan.messages.requests import (
     RunControlOps,
     StopAt,
 )
-from banyan.scheduler.multi_step import so_far
+from banyan.scheduler.multi_step import partial_tokens
 
 log = logger(__name__)
 
@@ -315,7 +315,7 @@ class EngineLoop:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
-            self._mover.execute(self._core.take_room_orders())
+            self._mover.execute(self._core.take_transfer_ops())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
         if self._publisher is not None:
@@ -323,7 +323,7 @@ class EngineLoop:
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.execute(self._core.take_room_orders())
+            self._mover.execute(self._core.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
@@ -365,12 +365,12 @@ class EngineLoop:
 
     def _early_tokens(self) -> list[Tokens]:
         """Tokens that the oldest plan in flight has sampled so far."""
-        if self._so_far is None or not self._flying or not self._flying[0].plan.tell:
+        if self._so_far is None or not self._flying or not self._flying[0].plan.report_every:
             return []
         step = self._flying[0].plan.step
         tokens = self._so_far(step)
         flights = self._core.scheduler.flights.get(step, [])
-        return [] if tokens is None else so_far(flights, tokens)
+        return [] if tokens is None else partial_tokens(flights, tokens)
 
     def _collect(self, events: list[Event]) -> None:
         """Commit every step that is done, oldest first."""
@@ -381,7 +381,7 @@ class EngineLoop:
             is_shared = self._ranks is not None or self._step_clock is not None
             if result.error and is_shared:
                 raise self._out_of_step(result)
-            if not handle.plan.orders:
+            if not handle.plan.control_ops:
                 # Launches overlap with the device: the slower of the two decides.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds
                 self._forecast.measured(handle.tokens, took / _ran(handle.plan, result))
@@ -416,7 +416,7 @@ class EngineLoop:
         Control ops have no time limit.
         """
         now, plans = self._clock.now(), self._plans()
-        is_running = any(not plan.orders for plan in plans)
+        is_running = any(not plan.control_ops for plan in plans)
         return max(now - self._turned_s, now - self._started_s if is_running else 0.0)
 
     def _queues(self) -> str:

@@ -19,7 +19,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
-from banyan.config.speculation import longest_branch, what_branches
+from banyan.config.speculation import branching_flag, longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
@@ -31,9 +31,9 @@ from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.models.base import Model
 from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
-from banyan.moe.dispatch_rules import check_the_tokens, is_fused, sends_rows, slot_bytes
 from banyan.moe.expert_location import open_expert_map
 from banyan.moe.routing_record import open_expert_watch
+from banyan.moe.rules import check_exchange_size, is_fused, sends_rows, slot_bytes
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import GroupsConfig, open_groups
@@ -49,7 +49,7 @@ from banyan.runner.weights import (
     load_mtp,
     load_weights,
 )
-from banyan.scheduler.budget import DRAFT_ROOM
+from banyan.scheduler.budget import DRAFT_BUDGET
 
 _DTYPES = {
     "float32": torch.float32,
@@ -145,7 +145,7 @@ def open_model(
             stages=parallel.pp,
             replica=parallel.replica if parallel.uses_dp_attention else 0,
             replicas=parallel.dp if parallel.uses_dp_attention else 1,
-            are_heads_apart=parallel.are_heads_apart,
+            replicates_lm_head=parallel.replicates_lm_head,
             is_dense_whole=parallel.dense_tp == 1,
             shares=parallel.cp,
             split=parallel.cp_split,
@@ -235,18 +235,18 @@ def _open_draft(
 ) -> DraftModel:
     """Open the draft model on the ranks and the device of the target model."""
     model = draft_of(config)
-    is_ahead = config.speculative.is_ahead
-    model_config = served if is_ahead else draft_model_config(config.speculative, model, served)
+    is_mtp = config.speculative.is_mtp
+    model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
     ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.dp_batch is not None:  # other replicas may have nothing to draft for
         own_groups = build.groups.of_one_replica()
         mine = replace(mine, groups=own_groups, sends_rows=False, exchanged=0)
-    if is_ahead:
+    if is_mtp:
         log.info("draft layer=%d", model_config.num_layers)
-        ahead = load_mtp(model, model_config, target, mine, config.cache.page_size)
-        return DraftModel(ahead, mine, ahead)
+        mtp = load_mtp(model, model_config, target, mine, config.cache.page_size)
+        return DraftModel(mtp, mine, mtp)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), model_config.num_layers)
         eagle = load_eagle_drafter(
@@ -337,7 +337,7 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
     sharers = config.parallel.local_world * config.parallel.local_replicas if is_host else 1
     # A state after each draft token, for rollback when drafts are rejected.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
-    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_ROOM
+    running = config.schedule.max_running or config.schedule.running_cap or DRAFT_BUDGET
     rollback_checkpoints = draft_room_of(config, running) * state_bytes
     return plan_memory(
         config.cache,
@@ -352,7 +352,7 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
 
 def draft_room_of(config: Config, running: int) -> int:
     """Most drafts that one step of `running` rows verifies."""
-    return min(DRAFT_ROOM, running * config.speculative.drafts)
+    return min(DRAFT_BUDGET, running * config.speculative.drafts)
 
 
 def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
@@ -360,7 +360,7 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     draft_room = draft_room_of(config, memory.max_running)
-    check_the_tokens(config, memory.max_running + draft_room)
+    check_exchange_size(config, memory.max_running + draft_room)
     return RunnerConfig(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
@@ -428,7 +428,7 @@ def check_drafts(
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
         )
-    if branching := what_branches(speculative):
+    if branching := branching_flag(speculative):
         raise ConfigError(
             f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
             hint="leave it at 1, or use --device cpu",

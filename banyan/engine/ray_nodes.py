@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, printable, start_logging
 from banyan.config.env import read_environment
-from banyan.config.resolve import find_the_model
+from banyan.config.resolve import find_model
 from banyan.config.schema import ParallelConfig
 from banyan.engine.multi_node import check_secret, own_hello, serve_node
 from banyan.engine.process_spec import ProcessSpec
@@ -128,7 +128,7 @@ class KeptNode:
         process_spec = ProcessSpec.decode(told)
         start_logging(f"node{node}", process_spec.config.observe.log_level)
         environment = read_environment()
-        _, model_config = find_the_model(process_spec.config, environment)
+        _, model_config = find_model(process_spec.config, environment)
         parallel = replace(process_spec.config.parallel, node=node)
         check_secret(parallel, environment.dist_secret)
         hello = own_hello(parallel, model_config)

@@ -32,9 +32,9 @@ from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache import (
     cache,
     cache_events,
-    epochs,
     groups,
     hierarchical_cache,
+    lease,
     loads,
     page_pool,
     partial_blocks,
@@ -47,13 +47,13 @@ from banyan.lora import scheduling as lora_scheduling
 from banyan.messages import control_ops, disaggregation, events, plan, requests, sampling_params
 from banyan.pipeline import micro_batches
 from banyan.scheduler import (
+    admission,
     budget,
-    counters,
-    fair_queue,
     hicache_fetch,
-    outputs,
+    output_processor,
     request_table,
     row_planner,
+    schedule_policy,
     scheduler,
     speculation,
     step_plan_builder,
@@ -66,9 +66,9 @@ _MODULES: tuple[ModuleType, ...] = (
     # kv_cache
     cache,
     cache_events,
-    epochs,
     groups,
     hierarchical_cache,
+    lease,
     loads,
     page_pool,
     partial_blocks,
@@ -83,18 +83,18 @@ _MODULES: tuple[ModuleType, ...] = (
     requests,
     sampling_params,
     # scheduler and its parts in other packages
+    admission,
     budget,
-    counters,
-    fair_queue,
     hicache_fetch,
     lora_scheduling,
     micro_batches,
-    outputs,
+    output_processor,
     peer_pages,
     pd_scheduling,
     request_module,
     request_table,
     row_planner,
+    schedule_policy,
     scheduler,
     speculation,
     step_plan_builder,
@@ -254,7 +254,7 @@ class _Encoder:
         return [
             reference(node.parent),
             [reference(child) for child in node.children.values()],
-            [reference(epoch) for epoch in node.stamps],
+            [reference(epoch) for epoch in node.epochs],
             node.pages,
             node.locks,
             *(getattr(node, name) for name in _NODE_VALUES),
@@ -284,7 +284,7 @@ def restore(core: EngineCore, body: bytes, grammars: GrammarFactory | None = Non
         _Decoder(graph).fill(core)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the snapshot is damaged, or of another build: {error}") from None
-    for request in core.scheduler.request_table.alive():
+    for request in core.scheduler.request_table.alive:
         request.grammar = _grammar_of(request, grammars)
 
 
@@ -405,12 +405,12 @@ class _Decoder:
                     object.__setattr__(made, field, self._value(part))
 
     def _fill_node(self, node: radix_tree.Node, content: Any) -> None:
-        parent, children, moments, node.pages, node.locks, *plain = content
+        parent, children, released, node.pages, node.locks, *plain = content
         node.parent = cast("radix_tree.Node | None", self._value(parent))
         node.children = {
             self._key_of(child): cast("radix_tree.Node", self._value(child)) for child in children
         }
-        node.stamps = [cast("epochs.Stamp", self._value(epoch)) for epoch in moments]
+        node.epochs = [cast("page_pool.Epoch", self._value(epoch)) for epoch in released]
         for name, value in zip(_NODE_VALUES, plain, strict=True):
             setattr(node, name, value)
 

@@ -93,8 +93,8 @@ class DataParallelClient:
                 f"There are {len(self._engines)} replicas, and none number {wanted}.",
                 param="routed_dp_rank",
             )
-        if wanted < 0 and self._is_prefill_side and generate.room:
-            wanted = replica_of(generate.room, len(self._engines))
+        if wanted < 0 and self._is_prefill_side and generate.transfer_id:
+            wanted = replica_of(generate.transfer_id, len(self._engines))
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
         alive = self._working() or self._alive() or self._engines

@@ -17,7 +17,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.requests.chunks import Chunks
 from banyan.requests.generation import Finish, Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec

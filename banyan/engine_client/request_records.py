@@ -14,7 +14,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.metrics_observer import MetricsObserver, RequestOutcome
 from banyan.engine_client.request_log import write_line
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from banyan.base.log import logger
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.client import Engines
 from banyan.engine_client.event_stream import EventStream, StreamEvent
 from banyan.engine_client.metrics_observer import MetricsObserver, ObservedGenerator

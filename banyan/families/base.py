@@ -192,7 +192,7 @@ class GgufForm:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MTPForm:
     """A layer for drafting that checkpoints of a family bring (`models/mtp.py`).
 
     Attributes:
@@ -221,7 +221,7 @@ class Family:
             has rotated) | "width" (all heads together).
         has_attention_gate: what a head of attention gives is scaled by the sigmoid of a gate, which
             the query projection makes behind that head's query.
-        ahead: the layer that drafts; None where checkpoints bring none, or none that is run.
+        mtp: the checkpoint's MTP layers; None = there are none, or they are not supported.
     """
 
     hub: HubForm = field(default_factory=HubForm)
@@ -235,4 +235,4 @@ class Family:
     has_single_parts: bool = False
     qk_norm: str = ""
     has_attention_gate: bool = False
-    ahead: Ahead | None = None
+    mtp: MTPForm | None = None

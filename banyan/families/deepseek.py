@@ -6,7 +6,7 @@ The first layers have plain feed-forward blocks; layers past the last one are fo
 
 from dataclasses import replace
 
-from banyan.families.base import Ahead, Family, GgufForm, HubForm
+from banyan.families.base import Family, GgufForm, HubForm, MTPForm
 from banyan.families.experts import (
     deepseek_v2,
     deepseek_v3,
@@ -62,7 +62,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     hub=HubForm(head_dim=64, more=deepseek_v3),
-    ahead=Ahead(
+    mtp=MTPForm(
         {
             "safetensors": (
                 "model.layers.{}.",
@@ -90,22 +90,22 @@ _SPARSE = NameMap(
     paired=_PAIRED,
     has_more_layers=True,
 )
-_SPARSE_AHEAD = replace(_SPARSE, modules={**_SPARSE.modules, **HUB_AHEAD}, has_more_layers=False)
+_SPARSE_MTP = replace(_SPARSE, modules={**_SPARSE.modules, **HUB_AHEAD}, has_more_layers=False)
 DEEPSEEK_V32 = Family(
     hub=HubForm(head_dim=64, more=deepseek_v32),
     names={"safetensors": _SPARSE},
-    ahead=Ahead({"safetensors": ("model.layers.{}.", _SPARSE_AHEAD)}),
+    mtp=MTPForm({"safetensors": ("model.layers.{}.", _SPARSE_MTP)}),
 )
 
 _PAIRED_INDEXER = tuple(f"{_INDEXER}.{name}" for name in ("query", "key", "key_norm"))
 GLM_MOE_DSA = Family(
     hub=HubForm(eps=1e-5, head_dim=64, more=glm_dsa),
     names={"safetensors": replace(_SPARSE, paired=(*_PAIRED, *_PAIRED_INDEXER))},
-    ahead=Ahead(
+    mtp=MTPForm(
         {
             "safetensors": (
                 "model.layers.{}.",
-                replace(_SPARSE_AHEAD, paired=(*_PAIRED, *_PAIRED_INDEXER)),
+                replace(_SPARSE_MTP, paired=(*_PAIRED, *_PAIRED_INDEXER)),
             )
         }
     ),

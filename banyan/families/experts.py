@@ -88,10 +88,12 @@ def deepseek_v2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
 
 def deepseek_v3(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     experts = corrected(facts, model_config, is_normalised=True, scale=2.5)
-    return replace(latent_of(facts, model_config), experts=experts, num_ahead=layers_ahead(facts))
+    return replace(
+        latent_of(facts, model_config), experts=experts, num_mtp_layers=mtp_layers(facts)
+    )
 
 
-def layers_ahead(facts: Facts) -> int:
+def mtp_layers(facts: Facts) -> int:
     """Layers behind the last one, which are for drafting."""
     return facts.integer("num_nextn_predict_layers", 0, 1 << 10, default=0)
 
@@ -331,7 +333,7 @@ def without_drafting_layers(facts: Facts, model_config: ModelConfig) -> ModelCon
     """A file counts the layers that are for drafting among its blocks."""
     most = model_config.num_layers - 1
     more = facts.integer("nextn_predict_layers", 0, most, default=0)
-    return replace(model_config, num_layers=model_config.num_layers - more, num_ahead=more)
+    return replace(model_config, num_layers=model_config.num_layers - more, num_mtp_layers=more)
 
 
 def _has_experts(facts: Facts) -> bool:

@@ -7,11 +7,11 @@ Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5;
 
 from dataclasses import replace
 
-from banyan.families.base import Ahead, Biases, Family, GgufForm, HubForm
+from banyan.families.base import Biases, Family, GgufForm, HubForm, MTPForm
 from banyan.families.experts import (
     corrected,
     gguf_corrected,
-    layers_ahead,
+    mtp_layers,
     without_drafting_layers,
 )
 from banyan.families.names import (
@@ -34,9 +34,9 @@ def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     """The largest models norm q and k."""
     is_normed = facts.flag("use_qk_norm", default=False)
     experts = corrected(facts, model_config, is_normalised=True, scale=1.0)
-    ahead = layers_ahead(facts)
+    mtp = mtp_layers(facts)
     return replace(
-        model_config, experts=experts, qk_norm="head" if is_normed else "", num_ahead=ahead
+        model_config, experts=experts, qk_norm="head" if is_normed else "", num_mtp_layers=mtp
     )
 
 
@@ -95,7 +95,7 @@ GLM4_MOE = Family(
         ),
         "gguf": NameMap(_GGUF_OF_EXPERTS, has_more_layers=True),
     },
-    ahead=Ahead(
+    mtp=MTPForm(
         {
             "safetensors": (
                 "model.layers.{}.",

@@ -140,7 +140,7 @@ class NameMap:
         alone: part of a module's name that falls away where the model has no such module.
         has_more_layers: layers past the model's own are for drafting and not read.
         has_gates_between: a tensor holds all experts, their gate and up taking turns
-            (`models/weights/interleaved.py`).
+            (`models/weights/checkpoint_layouts.py`).
         paired: modules ("module:part") whose rows come in interleaved RoPE pairs.
         rope_divisors: tensor that holds factors for the RoPE frequencies, "" for none.
         norm_offset: added to every norm weight (Gemma stores them minus one).

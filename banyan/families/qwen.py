@@ -5,16 +5,16 @@ from functools import partial
 
 from banyan.families.base import (
     MAX_LENGTH,
-    Ahead,
     Biases,
     Family,
     GgufForm,
     HubForm,
     Kinds,
+    MTPForm,
     window_where,
     without_logits,
 )
-from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, layers_ahead, qwen_moe
+from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, mtp_layers, qwen_moe
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -66,11 +66,12 @@ _MIMO_AHEAD_NAMES = {
 MIMO = replace(
     QWEN2,
     hub=replace(
-        _HUB2, more=lambda facts, model_config: replace(model_config, num_ahead=layers_ahead(facts))
+        _HUB2,
+        more=lambda facts, model_config: replace(model_config, num_mtp_layers=mtp_layers(facts)),
     ),
     gguf=None,
     names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
-    ahead=Ahead(
+    mtp=MTPForm(
         {"safetensors": (_MIMO_AHEAD.format(0), NameMap(_MIMO_AHEAD_NAMES))}, has_states_first=True
     ),
 )

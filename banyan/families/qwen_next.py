@@ -9,7 +9,7 @@ Qwen3.5 have value heads in turns.
 from collections.abc import Container
 from dataclasses import replace
 
-from banyan.families.base import MAX_WIDTH, Ahead, Family, GgufForm, HubForm, Kinds, state_where
+from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, MTPForm, state_where
 from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import (
@@ -26,7 +26,7 @@ from banyan.model_config.facts import Facts
 from banyan.model_config.model_config import FULL, STATE, ModelConfig, StateFacts
 
 _MAX_HEADS = 4096
-_AHEAD = "mtp."
+_MTP = "mtp."
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -49,7 +49,9 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         key_dim=facts.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
         value_dim=facts.integer("linear_value_head_dim", 1, MAX_WIDTH, default=128),
     )
-    model_config = replace(model_config, state=state, num_ahead=_layers_ahead(facts, model_config))
+    model_config = replace(
+        model_config, state=state, num_mtp_layers=_mtp_layers(facts, model_config)
+    )
     if "Qwen3_5" in model_config.architecture:
         model_config = replace(
             model_config, state=replace(state, is_grouped=False, has_grouped_rates=False)
@@ -61,7 +63,7 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     return qwen_moe(facts, model_config, has_shared=True, is_normalised=True)
 
 
-def _layers_ahead(facts: Facts, model_config: ModelConfig) -> int:
+def _mtp_layers(facts: Facts, model_config: ModelConfig) -> int:
     """Layers that draft. Configurations of Qwen3-Next do not speak of the one that there is."""
     usual = int(model_config.architecture.startswith("Qwen3Next"))
     found = facts.integer("mtp_num_hidden_layers", 0, 64, default=usual)
@@ -169,14 +171,14 @@ _APART = _HUB_NAMES | {
     "model.layers.{}.linear_attn.in_proj_a": "layers.{}.attention.rates:a",
 }
 
-_AHEAD_NAMES = NameMap(
+_MTP_NAMES = NameMap(
     {
-        name.replace("model.", _AHEAD): place
+        name.replace("model.", _MTP): place
         for name, place in _HUB_NAMES.items()
         if "layers.{}." in name and "linear_attn" not in name
     }
     | {
-        _AHEAD + name: f"layers.0.{place}"
+        _MTP + name: f"layers.0.{place}"
         for name, place in {
             "fc": "join",
             "pre_fc_norm_embedding": "token_norm",
@@ -201,12 +203,12 @@ QWEN3_NEXT = Family(
                 "model.layers.{}.linear_attn.in_proj_ba": "layers.{}.attention.rates",
             },
             norm_offset=1.0,
-            unread=(_AHEAD,),
+            unread=(_MTP,),
         ),
     },
     qk_norm="head",
     has_attention_gate=True,
-    ahead=Ahead({"safetensors": (_AHEAD, _AHEAD_NAMES)}),
+    mtp=MTPForm({"safetensors": (_MTP, _MTP_NAMES)}),
 )
 
 QWEN35 = replace(
@@ -222,7 +224,7 @@ QWEN35 = replace(
                 for name, place in _APART.items()
             },
             norm_offset=1.0,
-            unread=(_AHEAD, "model.visual."),
+            unread=(_MTP, "model.visual."),
         ),
     },
 )

@@ -20,7 +20,7 @@ from banyan.families.base import (
     Kinds,
     window_where,
 )
-from banyan.families.experts import MAX_EXPERTS, gguf_corrected, layers_ahead
+from banyan.families.experts import MAX_EXPERTS, gguf_corrected, mtp_layers
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -46,7 +46,7 @@ def _layers(facts: Facts) -> int:
 def _by_layer(facts: Facts, key: str) -> list[object]:
     """One value for each layer; lists may speak of the layers for drafting too. [] = no list."""
     listed, count = facts.listed(key), _layers(facts)
-    if listed and len(listed) not in (count, count + layers_ahead(facts)):
+    if listed and len(listed) not in (count, count + mtp_layers(facts)):
         raise facts.error(key, listed, f"a list of {count} values, one for each layer")
     return listed[:count]
 
@@ -200,7 +200,7 @@ def _flash(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         mlp_limits=_limits(facts, "swiglu_limits_shared"),
         has_head_gates=facts.flag("use_head_wise_attn_gate", default=True),
         attention_scale=squared**-0.5,
-        num_ahead=layers_ahead(facts),
+        num_mtp_layers=mtp_layers(facts),
     )
 
 
@@ -291,7 +291,7 @@ def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         experts=replace(gguf_corrected(facts, model_config), limits=limits, group_best=1),
         window_heads=heads if WINDOW in model_config.layer_kinds else 0,
         mlp_limits=_gguf_limits(facts, "swiglu_clamp_shexp", model_config.num_layers),
-        num_ahead=facts.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
+        num_mtp_layers=facts.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
     )
 
 

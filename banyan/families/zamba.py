@@ -101,7 +101,7 @@ _BESIDE = {
 
 
 def _names() -> dict[str, str]:
-    """With blocks by their number, as `models/weights/shared.py` calls them."""
+    """With blocks by their number, as `models/weights/checkpoint_layouts.py` calls them."""
     names = {
         "model.embed_tokens": "embedding",
         "model.final_layernorm": "norm",

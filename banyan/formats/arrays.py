@@ -21,7 +21,7 @@ def write_arrays(path: str, arrays: Mapping[str, np.ndarray], facts: Mapping[str
 
     Args:
         arrays: of 4 or 8 byte whole numbers, or floats.
-        facts: texts beside them.
+        facts: metadata texts.
 
     Raises:
         OSError: it cannot be written.
@@ -35,16 +35,16 @@ def write_arrays(path: str, arrays: Mapping[str, np.ndarray], facts: Mapping[str
         at += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    beside = f"{path}.part"
-    with open(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+    part = f"{path}.part"
+    with open(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
-    os.replace(beside, path)
+    os.replace(part, path)
 
 
 def read_arrays(path: str) -> dict[str, np.ndarray]:
-    """The arrays of a file, copied; those of other types are left out.
+    """The arrays of a file, copied; arrays of other types are skipped.
 
     Raises:
         ModelError: it is none, cut short, or not to be trusted.
@@ -58,7 +58,7 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
                 values = np.frombuffer(file.bytes_of(name), np.dtype(f"<{kind}"))
                 try:
                     found[name] = values.reshape(info.shape).copy()
-                except ValueError:  # nothing in it, and more than fits beside that
+                except ValueError:  # an empty array whose other dimensions are too large
                     raise file.error(f"an array cannot have the shape {info.shape}") from None
         return found
     finally:

@@ -1,7 +1,7 @@
 """GGUF: one file with typed metadata, the vocabulary and block-quantized tensors.
 
 Reads versions 2 and 3, little-endian. Every length is checked against the file before it is used.
-Knows names, shapes and places, not what the numbers mean: no dequantization, no model family.
+Tensors are not dequantised here.
 
 Source: the GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -105,8 +105,8 @@ class GGUFFile(MappedFile):
         """Map the file, or read it whole, and read its header.
 
         Args:
-            has_words: False leaves arrays of strings empty: the vocabulary takes longer to read
-                than all else, and whoever wants the tensors does not need it.
+            has_words: False leaves arrays of strings empty: reading the vocabulary takes longer
+                than everything else, and tensors do not need it.
 
         Raises:
             ModelError: missing, cut short, of another version, or not to be trusted.
@@ -124,7 +124,7 @@ class GGUFFile(MappedFile):
 
     def _read_counts(self) -> tuple[int, int]:
         if self._map[:4] != b"GGUF":
-            # What it starts with instead is not told: whoever asks may not be allowed to read it.
+            # The actual first bytes are not shown: the caller may not be allowed to read the file.
             raise self.error("it does not start with GGUF", "name a GGUF file")
         self._at = 4
         version = self._number(_U32)

@@ -1,7 +1,6 @@
-"""Headers of checkpoint files that are written: which tensors come, where, and of what type.
+"""Headers of checkpoint files to be written: order, type and offset of each tensor.
 
-Sizes follow from types and shapes, so a header is written before the tensors are made. Knows no
-numbers of a model.
+Sizes follow from types and shapes, so a header is written before the tensors exist.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""How much memory the weights of a GGUF file take where compiled CPU kernels keep them in blocks.
+"""Memory of a GGUF file's weights if compiled CPU kernels keep them in blocks.
 
-Types that no packing holds are kept in the nearest one that does, which is up to three times what
-they take in the file. Knows sizes, not layouts (ops/cpu/csrc/linear.h).
+Types without a packed form are converted to the nearest one, which takes up to three times the
+file's size. The layouts are in ops/cpu/csrc/linear.h.
 """
 
 import math
@@ -18,8 +18,8 @@ KEPT_BYTES = {
     **{"IQ2_S": 20, "IQ1_S": 20, "IQ1_M": 28, "TQ1_0": 18, "TQ2_0": 18},
 }
 """Of 32 weights of a matrix, by the type of the file; floats stay as they are."""
-_TOLD_FROM = 1.5
-"""Growth that is worth a line."""
+_LOGGED_FROM = 1.5
+"""Growth that is logged."""
 _EMBEDDING = "token_embd.weight"
 _MIB = 1 << 20
 
@@ -45,7 +45,7 @@ def kept_bytes(type: str, shape: tuple[int, ...]) -> int:
 
 def growths(stored: Mapping[str, int], kept: Mapping[str, int]) -> list[str]:
     """Lines for the types that take much more memory than they do in the file."""
-    grown = Counter({t: kept[t] for t in stored if kept[t] > _TOLD_FROM * stored[t]})
+    grown = Counter({t: kept[t] for t in stored if kept[t] > _LOGGED_FROM * stored[t]})
     return [
         f"{type} weights are kept in {KEPT_BYTES[type] / 4:g} bits each, for which there are "
         f"kernels: {stored[type] / _MIB:,.0f} MiB of the file take {size / _MIB:,.0f} MiB"

@@ -1,7 +1,7 @@
 """A checkpoint file mapped read-only into memory, and the tensors its header names.
 
-Shared by the GGUF and safetensors readers: opening, bounds, zero-copy views and the checks on where
-tensors lie. Knows no format.
+Shared by the GGUF and safetensors readers: opening, bounds, zero-copy views and checks of tensor
+offsets.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """safetensors: a JSON header followed by one buffer of plain tensors.
 
-Reads names, types, shapes and places; checks that the buffer is covered exactly, without holes or
-overlaps, as the format asks. Knows nothing of sharded checkpoints or model families.
+Reads names, types, shapes and offsets; checks that the buffer is covered exactly, without holes or
+overlaps, as the format asks.
 
 Source: the format section of github.com/huggingface/safetensors.
 """

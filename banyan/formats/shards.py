@@ -1,7 +1,5 @@
-"""Which files hold the weights of a safetensors folder, and whether they are whole.
-
-Knows the index that shards come with; knows no models. Headers are read, tensors are not.
-"""
+"""Lists the weight files of a safetensors folder and checks that they are complete, from the index
+and the headers."""
 
 import contextlib
 import json

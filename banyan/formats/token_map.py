@@ -1,6 +1,6 @@
-"""A list of token ids in a file: what a draft model may draft. Knows no vocabulary.
+"""Reads a list of token ids from a file: the tokens that a draft model may draft.
 
-Three forms are read, none of which can run anything: safetensors, JSON, and numpy's .npy.
+Three formats are read, none of which can run code: safetensors, JSON, and numpy's .npy.
 """
 
 import io
@@ -68,5 +68,7 @@ def _read_npy(content: bytes) -> np.ndarray:
         raise ValueError("it is no .npy file")
     try:
         return np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # its header is a Python expression, and numpy's reader tells all
+    except (
+        Exception
+    ) as error:  # its header is a Python expression, and numpy's reader raises any exception
         raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -1,9 +1,8 @@
-"""CacheEvents: which units of prefixes the cache has come to hold and has let go, for those who
-send requests where their prefixes lie.
+"""CacheEvents: blocks added to and removed from the cache, for cache-aware routers.
 
-A unit is told once the step that writes it is complete. It is called by 64 bits of a hash of the
-unit before it and its own tokens, the first one of the namespace, so that equal names mean equal
-prefixes of one tenant and one set of weights.
+A block is reported once the step that writes it is complete. Its name is 64 bits of a hash of the
+previous block's name and its own tokens, starting with the namespace. So equal names mean equal
+prefixes of one tenant and one version of the weights.
 """
 
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ _NAME_BYTES = 8
 
 
 class Stored(msgspec.Struct):
-    """Units that are there now, each the child of the one before it."""
+    """Added blocks, each the child of the one before it."""
 
     names: list[int]
     parent: int | None
-    """None for the first unit of a prefix."""
+    """None for the first block of a prefix."""
     tokens: bytearray
-    """int32 ids of all of them."""
+    """int32 ids of all blocks."""
     namespace: bytes
 
 
@@ -32,44 +31,44 @@ class Removed(msgspec.Struct):
 
 
 class CacheEvents:
-    """What has happened since it was last taken."""
+    """Events since the last `take`."""
 
     def __init__(self) -> None:
-        self._news: list[Stored | Removed] = []
+        self._events: list[Stored | Removed] = []
         self._names: dict[Node, int] = {}
-        """Of the units that were told and are there."""
+        """Names of the reported blocks that are cached."""
 
     def take(self) -> Sequence[Stored | Removed]:
-        taken, self._news = self._news, []
+        taken, self._events = self._events, []
         return taken
 
-    def stored(self, node: Node) -> None:
+    def on_stored(self, node: Node) -> None:
         """The pages of a node are complete."""
         if node in self._names or not node.is_attached:
             return
         assert node.parent is not None
         above = self._name_of(node.parent)
         name = self._names[node] = _name(above, node)
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and last.names[-1] == above:
             last.names.append(name)
             last.tokens += node.key
             return
-        self._news.append(Stored([name], above, bytearray(node.key), _namespace(node)))
+        self._events.append(Stored([name], above, bytearray(node.key), _namespace(node)))
 
-    def gone(self, node: Node) -> None:
+    def on_removed(self, node: Node) -> None:
         """A node has left the tree."""
         name = self._names.pop(node, None)
         if name is None:
             return
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Removed):
             last.names.append(name)
         else:
-            self._news.append(Removed([name]))
+            self._events.append(Removed([name]))
 
     def _name_of(self, node: Node) -> int | None:
-        """None for a namespace; a unit that is not told yet has its name all the same."""
+        """None for a namespace. Also works for blocks that are not reported yet."""
         chain: list[Node] = []
         while node not in self._names and not _is_namespace(node):
             chain.append(node)

@@ -1,6 +1,6 @@
 """Eviction policies: a key function each; the node with the smallest key goes first.
 
-What a policy takes besides the node are whole numbers by name (config/eviction.py).
+Some policies take further numbers (config/eviction.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,19 +28,20 @@ def lfu(node: Node) -> tuple[int, ...]:
 
 
 def slru(node: Node, protected_threshold: int = 2) -> tuple[int, ...]:
-    """Those hit fewer times than that, then the others; of each the least recently used."""
+    """Nodes with fewer hits than the threshold first; the least recently used among equals."""
     return (int(node.hits >= protected_threshold), node.last_used)
 
 
 def tlru(node: Node, threshold: int, next_prompt_estimate: int) -> tuple[int, ...]:
-    """Ends of branches that a next prompt of so many tokens can do without, and still leave no more
-    than `threshold` to compute; then the least recently used (arXiv 2510.15152).
+    """Ends of branches that the next turn can spare first; then least recently used.
 
-    A branch is as long as it ever was, in whole units, so what is left of it stays.
+    A branch end is spare if a next prompt of `next_prompt_estimate` tokens would still leave at
+    most `threshold` tokens to compute without it (arXiv 2510.15152). The length of a branch
+    includes removed blocks, so the rest of it stays.
     """
     assert node.parent is not None
-    behind = node.history - node.parent.end
-    is_spare = not node.children and behind <= threshold - next_prompt_estimate
+    lost = node.history - node.parent.end
+    is_spare = not node.children and lost <= threshold - next_prompt_estimate
     return (int(not is_spare), node.last_used)
 
 
@@ -69,5 +70,5 @@ EVICTION: Table[Callable[..., tuple[int, ...]]] = Table(
 
 
 def eviction_key(name: str, numbers: Mapping[str, int]) -> EvictionKey:
-    """The key of a policy with these numbers; ConfigError when there is no such policy."""
+    """The sort key of a policy with these numbers; ConfigError for an unknown policy."""
     return partial(EVICTION.load(name), **numbers)

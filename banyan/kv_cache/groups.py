@@ -1,6 +1,6 @@
-"""CacheGroup: layers that share one page geometry and one rule for what is kept.
+"""CacheGroup: layers with the same page geometry and the same rule for which positions are kept.
 
-Knows no tensors; `runner/kvstore.py` gives the pages bytes.
+`runner/kvstore.py` holds the tensors of the pages.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class CacheGroup:
     Attributes:
         kind: FULL | WINDOW | STATE.
         page_tokens: tokens per page; for STATE the distance between checkpoints.
-        num_pages: pages in the pool, the padding page 0 included.
-        window: positions that a WINDOW layer reads, its own included.
+        num_pages: pages in the pool, including the padding page 0.
+        window: positions that a WINDOW layer reads, including its own.
     """
 
     kind: str
@@ -31,12 +31,18 @@ class CacheGroup:
         assert (self.window > 0) == (self.kind == WINDOW)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` positions of one request, nothing shared, nothing dropped."""
+        """Pages for `tokens` positions of one request, nothing shared, nothing released."""
         return 1 if self.kind == STATE else -(-tokens // self.page_tokens)
 
     def first_read(self, start: int) -> int:
         """Lowest position that a row starting at `start` reads in a WINDOW group."""
         return max(0, start - self.window + 1)
+
+    def first_needed(self, block_size: int, blocks: int) -> int:
+        """Index of the first block whose pages a prefix of `blocks` blocks needs in this group."""
+        if self.kind == WINDOW:
+            return self.first_read(blocks * block_size) // block_size
+        return 0 if self.kind == FULL else max(0, blocks - 1)
 
     def peak_pages(self, tokens: int, chunk: int) -> int:
         """Most pages a request of `tokens` positions needs at once, in rows of at most `chunk`."""
@@ -45,6 +51,6 @@ class CacheGroup:
         return min(self.pages_for(tokens), self.pages_for(self.window + chunk) + 1)
 
 
-def unit_tokens(groups: tuple[CacheGroup, ...]) -> int:
-    """Tokens per radix node: a multiple of every group's page, so that a node is whole pages."""
+def common_block_size(groups: tuple[CacheGroup, ...]) -> int:
+    """Tokens per radix node: a multiple of every group's page, so that a node has whole pages."""
     return lcm(*(g.page_tokens for g in groups))

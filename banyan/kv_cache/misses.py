@@ -1,8 +1,8 @@
-"""Misses: why the prefix that a request finds in the cache ends where it does.
+"""Misses: why the cached prefix of a request ends where it does.
 
-What is evicted is remembered for a while by the place that it hung at, so that tokens which came
-back too late are told from those that nobody has sent. A place is known by a hash that begins with
-the namespace: nobody learns what others have sent.
+Evicted blocks are remembered for a while by the place they hung at, to tell tokens that were
+evicted from tokens that no request has sent. A place is a hash that begins with the namespace, so
+it reveals nothing about other tenants.
 """
 
 from collections import deque
@@ -14,27 +14,26 @@ from banyan.kv_cache.partial_blocks import shared_tokens
 from banyan.kv_cache.radix_tree import Node, RadixTree
 
 OFF = "disabled"
-"""Prompts are not shared: --disable-radix-cache, or a model that reads prompts whole."""
+"""Prefixes are not shared: --disable-radix-cache, or a model that needs whole prompts."""
 ASKED = "asked"
-"""The request wants log-probabilities or hidden states of positions from there on."""
+"""The request wants log-probabilities or hidden states from that position on."""
 APART = "not_kept"
-"""More of it is in the cache, but layers that keep a window or a state have theirs elsewhere."""
+"""More is cached, but the layers with a window or a state have no pages there."""
 EVICTED = "evicted"
-"""More of it was there, and made room for others."""
+"""More was cached, and has been evicted."""
 PAGE = "page"
-"""More of it is there within a page, and pages are shared as a whole beside what is in use."""
+"""More is cached within a page, but only whole pages can be shared here."""
 LOADING = "loading"
-"""A store was bringing it, or had not told whether it has it, and the request waited no longer."""
+"""The store was loading it, or had not replied, and the request stopped waiting."""
 STORED = "stored"
-"""A store has it, and computing it was expected to take less than reading it, or to read it there
-was no room."""
+"""The store has it, but computing was expected to be faster, or no page was free to load it."""
 UNREADABLE = "unreadable"
-"""A store had it and could not bring it."""
+"""The store had it, but the load failed."""
 UNSEEN = "unseen"
-"""No request that shares a cache with this one has sent what comes there."""
+"""No request of this namespace has sent these tokens."""
 
 _MOST = 1 << 14
-_MOST_AT_ONE = 64
+_MOST_PER_PLACE = 64
 _TOKEN_BYTES = 4
 _PLACE_BYTES = 8
 
@@ -43,30 +42,28 @@ class Miss(NamedTuple):
     """Why no more tokens come from the cache."""
 
     reason: str = ""
-    """ "" where all come that could."""
+    """ "" if nothing was missed."""
     eviction: int = 0
-    """Of what was evicted, which eviction that was: the first of all is 1."""
+    """Number of the eviction, counted from 1; 0 = not evicted."""
 
 
 class Misses:
     """
     Args:
-        unit: tokens of a node.
-        is_on: False where nothing is shared.
+        is_on: False = prefixes are not shared.
     """
 
-    def __init__(self, tree: RadixTree, unit: int, is_on: bool) -> None:
+    def __init__(self, tree: RadixTree, block_size: int, is_on: bool) -> None:
         self._tree = tree
-        self._unit = unit
+        self._block_size = block_size
         self._is_on = is_on
         self.evictions = 0
-        """Units that have been evicted so far."""
+        """Blocks evicted so far."""
         self._gone: dict[bytes, dict[bytes, int]] = {}
-        """Place -> keys of units that were evicted below it, the latest last, and at which
-        eviction."""
+        """Place -> keys of the blocks evicted below it (latest last) -> number of the eviction."""
         self._order: deque[tuple[bytes, bytes, int]] = deque()
 
-    def leaving(self, node: Node) -> None:
+    def on_evict(self, node: Node) -> None:
         """A node is being evicted."""
         assert node.parent is not None
         place = _place_of(node.parent)
@@ -74,7 +71,7 @@ class Misses:
         self.evictions += 1
         keys.pop(node.key, None)
         keys[node.key] = self.evictions
-        if len(keys) > _MOST_AT_ONE:
+        if len(keys) > _MOST_PER_PLACE:
             del keys[next(iter(keys))]
         self._order.append((place, node.key, self.evictions))
         while len(self._order) > _MOST:
@@ -85,7 +82,7 @@ class Misses:
             if not keys:
                 self._gone.pop(place, None)
 
-    def why(
+    def explain(
         self,
         namespace: bytes,
         path: Sequence[Node],
@@ -97,8 +94,9 @@ class Misses:
         """Why no more tokens come from the cache.
 
         Args:
-            path: whole units that come from it; found: tokens that do.
-            limit: tokens that might, of the `wanted` ones of which nothing is asked.
+            path: cached whole blocks; found: cached tokens.
+            limit: most tokens that may come from the cache.
+            wanted: tokens that would have been useful.
         """
         if found >= wanted:
             return Miss()
@@ -106,8 +104,10 @@ class Misses:
             return Miss(OFF)
         if found >= limit:
             return Miss(ASKED)
-        first = len(path) * self._unit
-        rest = bytes(tokens[first * _TOKEN_BYTES : min(limit, first + self._unit) * _TOKEN_BYTES])
+        first = len(path) * self._block_size
+        rest = bytes(
+            tokens[first * _TOKEN_BYTES : min(limit, first + self._block_size) * _TOKEN_BYTES]
+        )
         above = path[-1] if path else self._tree.top(namespace)
         if above is not None and rest in above.children:
             return Miss(APART)
@@ -122,7 +122,7 @@ class Misses:
 
 
 def _place_of(node: Node) -> bytes:
-    """A hash of the namespace and of all units down to a node."""
+    """Hash of the namespace and of all blocks down to a node."""
     below: list[Node] = []
     while not node.place and node.parent is not None:
         below.append(node)

@@ -1,51 +1,32 @@
-"""PartialBlocks: prefixes that end within a unit.
+"""PartialBlocks: prefixes that end within a block.
 
-A page has one writer, so a request that shares only the first tokens of a unit gets a copy of its
-pages, before the step in which it goes on behind them. What it copies is any unit of the tree that
-begins alike, or a tail: the tokens of a finished request behind its last whole unit. A tail is a
-node without children; no walk along whole units meets it, and no store and no peer is given it.
+A page has one writer. So a request that shares only the first tokens of a block gets a copy of the
+block's pages before the step that continues after them. The source is any block of the tree that
+begins alike, or a tail: the tokens of a finished request after its last whole block. A tail is a
+node without children. Walks along whole blocks never meet it, and it is never stored or sent.
 
-The copied unit is locked until the copy has ended, so its pages are not given to others before.
+The source is locked until the copy has ended, so its pages are not reused before.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from banyan.base.ids import NO_STEP, PageId
-from banyan.kv_cache.epochs import Horizon
+from banyan.base.ids import NO_STEP
 from banyan.kv_cache.groups import STATE, CacheGroup
+from banyan.kv_cache.lease import Lease, PartialMatch
+from banyan.kv_cache.page_pool import EpochTracker
 from banyan.kv_cache.radix_tree import Node, RadixTree
 from banyan.messages.plan import PageCopy, device_page
 
 _TOKEN_BYTES = 4
 _MOST_MOVED = 128
-"""Positions that a copy moves for each one that it saves, at most: moving the keys and values of so
-many takes no longer than computing those of one."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The first `tokens` of a unit."""
-
-    node: Node
-    tokens: int
-
-
-class Holder(Protocol):
-    """What a copy needs of a lease."""
-
-    namespace: bytes
-    priority: int
-    path: list[Node]
-    tables: list[list[PageId]]
-    private: list[dict[int, PageId]]
-    part: Part | None
+"""Most positions to copy per position saved: copying K and V of this many positions takes no longer
+than computing one."""
 
 
 @dataclass
 class _Open:
-    """A copy of a unit under way."""
+    """A copy of a block under way."""
 
     node: Node
     left: int
@@ -55,97 +36,102 @@ class _Open:
 class PartialBlocks:
     """
     Args:
-        unit: tokens of a node.
-        held: per group, private pages of all leases; those of a kept tail leave it.
-        is_on: False where whole units alone are shared, or nothing is.
+        held: per group, private pages of all leases; pages of a kept tail are subtracted.
+        is_on: False = only whole blocks are shared, or nothing.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        unit: int,
+        block_size: int,
         tree: RadixTree,
-        horizon: Horizon,
+        epochs: EpochTracker,
         held: list[int],
         is_on: bool,
     ) -> None:
         self._groups = groups
-        self._unit = unit
+        self._block_size = block_size
         self._tree = tree
-        self._horizon = horizon
+        self._epochs = epochs
         self._held = held
-        self._is_on = is_on and unit > 1 and all(group.kind != STATE for group in groups)
+        self._is_on = is_on and block_size > 1 and all(group.kind != STATE for group in groups)
         self._open: dict[int, _Open] = {}
 
     def find(
         self, namespace: bytes, path: Sequence[Node], tokens: bytes | bytearray, limit: int
-    ) -> Part | None:
-        """The unit after `path`, a match of this namespace, that begins with most of the tokens up
+    ) -> PartialMatch | None:
+        """The block after `path`, a match of this namespace, that begins with most of the tokens up
         to `limit`; None where none is worth a copy. Changes nothing."""
-        first = len(path) * self._unit
-        wanted = bytes(tokens[first * _TOKEN_BYTES : min(limit, first + self._unit) * _TOKEN_BYTES])
-        least = -(-self._unit // _MOST_MOVED)
+        first = len(path) * self._block_size
+        wanted = bytes(
+            tokens[first * _TOKEN_BYTES : min(limit, first + self._block_size) * _TOKEN_BYTES]
+        )
+        least = -(-self._block_size // _MOST_MOVED)
         if not self._is_on or len(wanted) < least * _TOKEN_BYTES:
             return None
         parent = path[-1] if path else self._tree.top(namespace)
         best = None if parent is None else self._closest(parent, wanted)
         return best if best is not None and best.tokens >= least else None
 
-    def lock(self, lease: Holder, part: Part) -> None:
-        """The lease begins with a copy of this part."""
-        lease.part = part
+    def lock(self, lease: Lease, partial: PartialMatch) -> None:
+        """The lease will begin with a copy of this block."""
+        lease.partial = partial
         for g in range(len(self._groups)):
-            self._tree.lock(part.node, g)
+            self._tree.lock(partial.node, g)
 
-    def let_go(self, lease: Holder) -> None:
-        """The lease ends, perhaps before its copy has begun."""
-        if lease.part is not None:
-            self._unlock(lease.part.node)
-            lease.part = None
+    def unlock(self, lease: Lease) -> None:
+        """The lease ends; drop the lock if its copy has not begun."""
+        if lease.partial is not None:
+            self._unlock_node(lease.partial.node)
+            lease.partial = None
 
-    def begin(self, lease: Holder, row: int) -> list[PageCopy]:
-        """The copies into the lease's pages behind its path, which it has been granted."""
-        part, lease.part = lease.part, None
-        if part is None:
+    def begin(self, lease: Lease, row: int) -> list[PageCopy]:
+        """The copies into the granted pages after the lease's path."""
+        partial, lease.partial = lease.partial, None
+        if partial is None:
             return []
         copies: list[PageCopy] = []
         for g, group in enumerate(self._groups):
-            first = len(lease.path) * self._unit // group.page_tokens
-            for at, page in enumerate(part.node.pages[g][: group.pages_for(part.tokens)]):
+            first = len(lease.path) * self._block_size // group.page_tokens
+            for at, page in enumerate(partial.node.pages[g][: group.pages_for(partial.tokens)]):
                 ends = device_page(page), device_page(lease.tables[g][first + at])
-                copies.append(PageCopy(self._horizon.open_copy(), g, *ends, "before", row))
-        self._open |= dict.fromkeys((copy.id for copy in copies), _Open(part.node, len(copies)))
+                copies.append(PageCopy(self._epochs.open_copy(), g, *ends, "before", row))
+        self._open |= dict.fromkeys((copy.id for copy in copies), _Open(partial.node, len(copies)))
         return copies
 
     def end(self, ids: Iterable[int]) -> None:
-        """Copies have ended; those that are not of parts are left alone."""
+        """Copies have ended. Ids of other owners are ignored."""
         for copy_id in ids:
             copy = self._open.pop(copy_id, None)
             if copy is None:
                 continue
-            del self._horizon.open_copies[copy_id]
+            del self._epochs.open_copies[copy_id]
             copy.left -= 1
             if not copy.left:
-                self._unlock(copy.node)
+                self._unlock_node(copy.node)
                 self._drop_if_longer(copy.node)
 
-    def keep(self, lease: Holder, tokens: bytes | bytearray, written: int) -> None:
-        """The tree takes over the tokens behind the last whole unit of a lease that ends.
+    def keep(self, lease: Lease, tokens: bytes | bytearray, written: int) -> None:
+        """Move the tokens after the last whole block of an ending lease into the tree, as a tail.
 
-        written: positions, from the first one, that complete steps have written.
+        Args:
+            written: positions, from the first one, that complete steps have written.
         """
         depth, parent = len(lease.path), lease.path[-1] if lease.path else None
-        count = written - depth * self._unit
+        count = written - depth * self._block_size
         is_lost = parent is not None and not parent.is_attached
-        if not self._is_on or not 0 < count < self._unit or is_lost:
+        if not self._is_on or not 0 < count < self._block_size or is_lost:
             return
         places = [
-            range(first := depth * self._unit // group.page_tokens, first + group.pages_for(count))
+            range(
+                first := depth * self._block_size // group.page_tokens,
+                first + group.pages_for(count),
+            )
             for group in self._groups
         ]
         if not all(i in lease.private[g] for g, of in enumerate(places) for i in of):
             return
-        key = bytes(tokens[depth * self._unit * _TOKEN_BYTES : written * _TOKEN_BYTES])
+        key = bytes(tokens[depth * self._block_size * _TOKEN_BYTES : written * _TOKEN_BYTES])
         node, is_new = self._tree.insert(lease.namespace, parent, key)
         if not is_new:
             return
@@ -153,7 +139,7 @@ class PartialBlocks:
         for g, indices in enumerate(places):
             pages = [lease.private[g].pop(i) for i in indices]
             self._held[g] -= len(pages)
-            self._tree.attach(node, g, pages, self._horizon.now())
+            self._tree.attach(node, g, pages, self._epochs.now())
         before = self._tree.neighbours(node.parent, key)[0] if node.parent is not None else None
         if before is not None:
             self._drop_if_longer(before)
@@ -161,32 +147,32 @@ class PartialBlocks:
 
     # -- details ------------------------------------------------------------------------------
 
-    def _closest(self, parent: Node, wanted: bytes) -> Part | None:
-        """The child that begins with most of `wanted`. Among keys in order, it is beside it."""
-        best: Part | None = None
+    def _closest(self, parent: Node, wanted: bytes) -> PartialMatch | None:
+        """The child that shares most tokens with `wanted`: a neighbour in key order."""
+        best: PartialMatch | None = None
         for node in self._tree.neighbours(parent, wanted):
             if node is None or node.promised != NO_STEP or not all(node.pages):
                 continue
             shared = shared_tokens(node.key, wanted)
             if shared and (best is None or shared > best.tokens):
-                best = Part(node, shared)
+                best = PartialMatch(node, shared)
         return best
 
     def _drop_if_longer(self, tail: Node) -> None:
-        """A tail goes when another unit holds all its tokens, and more."""
+        """Remove a tail if another block holds all its tokens and more."""
         if not tail.is_tail or tail.parent is None or any(tail.locks):
             return
         _, _, after = self._tree.neighbours(tail.parent, tail.key)
         if after is not None and after.key.startswith(tail.key) and all(after.pages):
             self._tree.remove(tail)
 
-    def _unlock(self, node: Node) -> None:
+    def _unlock_node(self, node: Node) -> None:
         for g in range(len(self._groups)):
-            self._tree.unlock(node, g, self._horizon.now())
+            self._tree.unlock(node, g, self._epochs.now())
 
 
 def shared_tokens(one: bytes, other: bytes) -> int:
-    """How many first tokens are alike."""
+    """Number of equal tokens at the start."""
     low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

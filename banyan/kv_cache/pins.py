@@ -1,16 +1,14 @@
-"""Pins: prefixes whose pages stay until a time, or until somebody lets them go.
+"""Pins: prefixes whose pages stay cached until a time, or until they are unpinned.
 
-A pin locks the nodes that its prefix consists of, as a running request does, so eviction and
-retraction pass it by. Pins share a bounded part of each pool, and give way when a request could not
-run at all beside them.
+A pin locks the nodes of its prefix, as a running request does, so they are not evicted. Pins may
+use a bounded share of each pool. They are dropped when a request could not run at all otherwise.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banyan.kv_cache.epochs import Horizon
 from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
-from banyan.kv_cache.page_pool import PagePool
+from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.radix_tree import Node, RadixTree
 
 _SHARE = 4
@@ -24,9 +22,9 @@ class Pin:
     tokens: int
     until_s: float
     nodes: list[list[Node]]
-    """Per group, what it locks."""
+    """Per group, the nodes that it locks."""
     priority: int = 0
-    """The lowest gives way first, of equals the one that ends first."""
+    """The lowest is dropped first; among equals the one that expires first."""
 
     @property
     def num_pages(self) -> int:
@@ -36,49 +34,48 @@ class Pin:
 class Pins:
     """
     Args:
-        unit: tokens of a node.
-        first_needed: (group, units) -> the first unit of a prefix of so many whose pages it needs.
-        gets_state: whether a state at the end of this unit is on its way.
+        gets_state: whether a state checkpoint at the end of this block is under way.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        unit: int,
+        block_size: int,
         pools: Sequence[PagePool],
         tree: RadixTree,
-        horizon: Horizon,
-        first_needed: Callable[[CacheGroup, int], int],
+        epochs: EpochTracker,
         gets_state: Callable[[Node], bool],
     ) -> None:
-        self._groups, self._unit, self._pools = groups, unit, pools
-        self._tree, self._horizon = tree, horizon
-        self._first_needed = first_needed
+        self._groups, self._block_size, self._pools = groups, block_size, pools
+        self._tree, self._epochs = tree, epochs
         self._gets_state = gets_state
         self._pins: dict[str, Pin] = {}
 
     @property
     def pages(self) -> int:
-        """Pinned, all groups."""
+        """Pinned pages, all groups."""
         return sum(len(node.pages[g]) for g in range(len(self._groups)) for node in self._pinned(g))
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def add(self, name: str, path: Sequence[Node], until_s: float, priority: int = 0) -> str:
-        """Keep the pages of a prefix; why that cannot be, "" when it is done.
+        """Pin a prefix. Returns "" or the reason why it cannot be pinned.
 
-        path: its whole units, which the caller has locked.
+        Args:
+            path: its whole blocks, which the caller has locked.
         """
         if not path or not all(node.is_attached for node in path):
-            return f"has no whole page of {self._unit} tokens in the prefix cache"
-        units = self._usable(path)
-        if not units:
+            return f"has no whole page of {self._block_size} tokens in the prefix cache"
+        blocks = self._usable(path)
+        if not blocks:
             return "has no state in the prefix cache to go on with"
-        path = path[:units]
+        path = path[:blocks]
         if len(self._pins) >= MOST_PINS:
             return f"cannot be pinned: {MOST_PINS} prefixes are"
-        nodes = [list(path[self._first_needed(group, units) :]) for group in self._groups]
+        nodes = [
+            list(path[group.first_needed(self._block_size, blocks) :]) for group in self._groups
+        ]
         if any(
             group.kind == WINDOW and not all(node.pages[g] for node in nodes[g])
             for g, group in enumerate(self._groups)
@@ -89,57 +86,56 @@ class Pins:
             if wanted > most:
                 return f"cannot be pinned: {wanted} pages would be, and {most} may"
         self.remove(name)
-        self._pins[name] = Pin(name, units * self._unit, until_s, nodes, priority)
+        self._pins[name] = Pin(name, blocks * self._block_size, until_s, nodes, priority)
         for g, mine in enumerate(nodes):
             for node in mine:
                 self._tree.lock(node, g)
         return ""
 
     def remove(self, name: str) -> bool:
-        """Let a prefix go; False where there is none of this name."""
+        """Drop a pin; False if there is none of this name."""
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
-        stamp = self._horizon.now()
+        epoch = self._epochs.now()
         for g, nodes in enumerate(pin.nodes):
             for node in reversed(nodes):
-                self._tree.unlock(node, g, stamp)
+                self._tree.unlock(node, g, epoch)
         return True
 
     def expire(self, now: float) -> None:
-        """Let those go whose time is over."""
+        """Drop the pins whose time is over."""
         for name in [pin.name for pin in self._pins.values() if pin.until_s <= now]:
             self.remove(name)
 
-    def give_way(self) -> bool:
-        """A request cannot run beside what is pinned: let the one go that would go first."""
+    def evict_one(self) -> bool:
+        """Drop the pin of lowest priority so that a request can run; False without pins."""
         order = sorted(self._pins.values(), key=lambda pin: (pin.priority, pin.until_s))
         first = order[0] if order else None
         return first is not None and self.remove(first.name)
 
-    def let_go(self, name: str = "") -> None:
-        """Of one, if there is one of this name; "" = of all."""
+    def unpin(self, name: str = "") -> None:
+        """Drop the pin of this name, if there is one; "" = all pins."""
         for each in [name] if name else list(self._pins):
             self.remove(each)
 
     def alive(self, now: float) -> list[Pin]:
-        """Those whose time is not over."""
+        """Pins whose time is not over."""
         return [pin for pin in self._pins.values() if pin.until_s > now]
 
     def _usable(self, path: Sequence[Node]) -> int:
-        """Units up to the last one with a state; all of them where nothing keeps states."""
+        """Blocks up to the last one with a state; all of them where nothing keeps states."""
         states = [g for g, group in enumerate(self._groups) if group.kind == STATE]
-        for units in range(len(path), 0, -1):
-            end = path[units - 1]
+        for blocks in range(len(path), 0, -1):
+            end = path[blocks - 1]
             if all(end.pages[g] for g in states) or self._gets_state(end):
-                return units
+                return blocks
         return 0
 
     def _most(self, group: int, more: Sequence[Node]) -> int:
-        """Pages of a group that pins and further nodes come to; those of a state may be on their
-        way yet."""
+        """Pages of a group in all pins and these further nodes; a state may be under way yet."""
         geometry = self._groups[group]
-        each = 1 if geometry.kind == STATE else self._unit // geometry.page_tokens
+        each = 1 if geometry.kind == STATE else self._block_size // geometry.page_tokens
         return each * len(self._pinned(group) | dict.fromkeys(more))
 
     def _pinned(self, group: int) -> dict[Node, None]:

@@ -1,12 +1,12 @@
-"""RadixTree: which prefixes are in the cache, one node per unit of tokens.
+"""RadixTree: the cached prefixes, one node per block of tokens.
 
-Keys are opaque bytes: a live key is the int32 token ids of a unit, a replayed trace may use
-salted hashes. Keys are compared whole, so a crafted collision cannot reach another's pages. The
-first level of the tree is the namespace (tenant, adapter, weight version; rule R8).
+Keys are opaque bytes: the int32 token ids of a block, or salted hashes in a replayed trace. Keys
+are compared whole, so a hash collision cannot reach another tenant's pages. The first level is the
+namespace (tenant, adapter, version of the weights; rule R8).
 
-A node holds, per group, the pages of its unit and the number of locks on them. Pages without a
-lock may be evicted. A running request locks every node that it reads, from the root down, so the
-nodes under a lock-free node are lock-free as well.
+A node holds, per group, the pages of its block and the number of locks on them. Pages without a
+lock may be evicted. A running request locks every node that it reads, from the root down, so all
+nodes below an unlocked node are unlocked.
 """
 
 from bisect import bisect_left, insort
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from banyan.base.ids import NO_STEP, PageId
-from banyan.kv_cache.epochs import NEVER_USED, Stamp
 from banyan.kv_cache.groups import FULL, STATE, CacheGroup
+from banyan.kv_cache.page_pool import NEVER_USED, Epoch
 
 
 class Node:
-    """One unit of tokens below a prefix."""
+    """One block of tokens after a prefix."""
 
     __slots__ = (
         "born",
@@ -39,7 +39,7 @@ class Node:
         "place",
         "priority",
         "promised",
-        "stamps",
+        "epochs",
         "writer",
     )
 
@@ -49,27 +49,26 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.pages: list[list[PageId]] = [[] for _ in range(num_groups)]
         self.locks = [0] * num_groups
-        self.stamps: list[Stamp] = [NEVER_USED] * num_groups
-        """Per group, what was in flight when the last lock went."""
+        self.epochs: list[Epoch] = [NEVER_USED] * num_groups
+        """Per group, the epoch in which the last lock was dropped."""
         self.promised = NO_STEP
-        """Step that writes the pages, NO_STEP once it is complete (rule R2)."""
+        """Step that writes the pages; NO_STEP once it is complete (rule R2)."""
         self.writer = ""
         """Request whose row writes the pages, while promised."""
         self.born = self.last_used = self.hits = self.priority = 0
         self.end = self.history = 0
-        """Tokens of the prefix with this unit, and of the longest that ever went on from here and
-        is gone; a unit counts as whole."""
+        """`end`: tokens of the prefix up to this block. `history`: the same for the longest removed
+        branch below it. Blocks count as whole."""
         self.is_tail = False
-        """A request ended within the unit: the key is shorter than others
-        (kv_cache/partial_blocks.py)."""
+        """A request ended within the block: a short key (kv_cache/partial_blocks.py)."""
         self.order: list[bytes] | None = None
-        """The keys of `children`, sorted; None while nobody has asked for neighbours."""
+        """Sorted keys of `children`; built at the first call of `neighbours`."""
         self.is_stored = False
-        """The pages are in the store, or on their way there (kv_cache/hierarchical_cache.py)."""
+        """The pages are in the store or being written (kv_cache/hierarchical_cache.py)."""
         self.place = b""
-        """What kv_cache/misses.py knows it by; b"" while nobody has asked."""
+        """Its name in kv_cache/misses.py; computed on demand."""
         self.key_hash = b""
-        """What the store calls them; b"" while nobody has asked."""
+        """Its key in the store; computed on demand."""
 
     @property
     def is_attached(self) -> bool:
@@ -82,27 +81,27 @@ class RadixTree:
     Args:
         groups: cache groups in plan order.
         eviction_key: see kv_cache/eviction.py.
-        unit: tokens of a node.
-        give_back: called with (group, pages, stamp) when the tree lets pages go.
-        leaving: called with a node before its pages are evicted, while all of them are there.
-        gone: called with a node that has left the tree.
+        give_back: called with (group, pages, epoch) when the tree releases pages.
+        on_evict: called with a node before its pages are evicted.
+        on_removed: called with a node that has left the tree.
+        block_size: tokens per node.
     """
 
     def __init__(
         self,
         groups: tuple[CacheGroup, ...],
         eviction_key: Callable[[Node], tuple[int, ...]],
-        give_back: Callable[[int, list[PageId], Stamp], None],
-        leaving: Callable[[Node], None] = lambda node: None,
-        gone: Callable[[Node], None] = lambda node: None,
-        unit: int = 1,
+        give_back: Callable[[int, list[PageId], Epoch], None],
+        on_evict: Callable[[Node], None] = lambda node: None,
+        on_removed: Callable[[Node], None] = lambda node: None,
+        block_size: int = 1,
     ) -> None:
         self._groups = groups
         self._key_of = eviction_key
         self._give_back = give_back
-        self._leaving = leaving
-        self._gone = gone
-        self._unit = unit
+        self._on_evict = on_evict
+        self._on_removed = on_removed
+        self._block_size = block_size
         self._root = Node(b"", None, len(groups))
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
         self._ticks = 0
@@ -115,7 +114,7 @@ class RadixTree:
         """Pages evicted since the start, all groups."""
 
     def walk(self, namespace: bytes, keys: Iterator[bytes]) -> Iterator[Node]:
-        """The nodes along `keys`, as far as the tree goes. Changes nothing."""
+        """The nodes along `keys`, as far as they are cached. Changes nothing."""
         node = self._root.children.get(namespace)
         if node is None:
             return
@@ -126,8 +125,8 @@ class RadixTree:
             yield node
 
     @property
-    def has_states_alone(self) -> bool:
-        """No group has pages of every node, so a running request may have nodes with none."""
+    def has_only_states(self) -> bool:
+        """All groups are STATE groups, so nodes of a running request may have no pages."""
         return all(group.kind == STATE for group in self._groups)
 
     def insert(self, namespace: bytes, parent: Node | None, key: bytes) -> tuple[Node, bool]:
@@ -143,7 +142,7 @@ class RadixTree:
             return found, False
         node = Node(key, parent, len(self._groups))
         node.born = node.last_used = self._tick()
-        node.end = node.history = parent.end + self._unit
+        node.end = node.history = parent.end + self._block_size
         parent.children[key] = node
         if parent.order is not None:
             insort(parent.order, key)
@@ -151,31 +150,26 @@ class RadixTree:
         return node, True
 
     def top(self, namespace: bytes) -> Node | None:
-        """The node of a namespace, above its first units."""
+        """The node of a namespace, the parent of its first blocks."""
         return self._root.children.get(namespace)
 
     def neighbours(self, parent: Node, key: bytes) -> tuple[Node | None, Node | None, Node | None]:
-        """Children of `parent` in the order of their keys: the one before `key`, the one that has
-        it, the one behind it."""
+        """(child before `key`, child with `key`, child after `key`) in key order."""
         if parent.order is None:
             parent.order = sorted(parent.children)
         order, at = parent.order, bisect_left(parent.order, key)
-        behind = at + (key in parent.children)
+        after = at + (key in parent.children)
         return (
             parent.children[order[at - 1]] if at else None,
             parent.children.get(key),
-            parent.children[order[behind]] if behind < len(order) else None,
+            parent.children[order[after]] if after < len(order) else None,
         )
 
-    def remove(self, node: Node) -> None:
-        """Take a node without children and locks out of the tree."""
-        self._remove(node)
-
-    def attach(self, node: Node, group: int, pages: list[PageId], stamp: Stamp) -> None:
-        """The tree takes over `pages` as the node's part in `group`."""
+    def attach(self, node: Node, group: int, pages: list[PageId], epoch: Epoch) -> None:
+        """Give the node its pages of `group`; the tree owns them now."""
         assert node.is_attached and not node.pages[group]
         node.pages[group] = pages
-        node.stamps[group] = stamp
+        node.epochs[group] = epoch
         self.cached[group] += len(pages)
         if not node.locks[group]:
             self.evictable[group] += len(pages)
@@ -187,30 +181,30 @@ class RadixTree:
             self.evictable[group] -= len(node.pages[group])
         node.locks[group] += 1
 
-    def unlock(self, node: Node, group: int, stamp: Stamp) -> None:
-        """Undo one lock; `stamp` says what may still be reading."""
+    def unlock(self, node: Node, group: int, epoch: Epoch) -> None:
+        """Undo one lock. `epoch`: steps and copies that may still read the pages."""
         assert node.locks[group] > 0
         node.locks[group] -= 1
         if node.locks[group]:
             return
-        node.stamps[group] = stamp
+        node.epochs[group] = epoch
         if node.is_attached:
             self.evictable[group] += len(node.pages[group])
             for each in range(len(self._groups)):
                 self._offer(node, each)
 
     def touch(self, node: Node, priority: int) -> None:
-        """Note a hit."""
+        """Record a use by a request."""
         before = self._key_of(node)
         node.last_used = self._tick()
         node.hits += 1
         node.priority = max(node.priority, priority)
-        if self._key_of(node) < before:  # heaps find a key that grows by themselves
+        if self._key_of(node) < before:  # `evict` handles keys that have grown
             for group in range(len(self._groups)):
                 self._offer(node, group)
 
     def evict(self, group: int, count: int) -> None:
-        """Let at least `count` pages of `group` go, or all that may go."""
+        """Evict at least `count` pages of `group`, or all unlocked ones."""
         target = self.evicted + count
         heap = self._heaps[group]
         while heap and self.evicted < target:
@@ -221,19 +215,19 @@ class RadixTree:
                 self._offer(node, group)
                 continue
             self.evicted += len(node.pages[group])
-            self._leaving(node)
+            self._on_evict(node)
             self.drop_pages(node, group)
 
     def drop_pages(self, node: Node, group: int) -> None:
-        """Let the node's pages in `group` go; a node without any use leaves the tree."""
+        """Release the node's pages of `group`; an unused node leaves the tree."""
         if self._groups[group].kind == FULL:
-            self._remove(node)
+            self.remove(node)
             return
         self._release(node, group)
         self.trim(node)
 
     def trim(self, node: Node) -> None:
-        """Let a node without any use leave the tree, and those above it that had no other."""
+        """Remove a node without pages, locks and children, and its ancestors that become so."""
         while node.parent is not None and not node.children and not any(node.pages):
             if any(node.locks):
                 return
@@ -241,33 +235,33 @@ class RadixTree:
             self._detach(node)
             node = parent
 
-    def replace_pages(self, node: Node, group: int) -> None:
-        """Let the node's pages in `group` go to make place for others of the same content."""
+    def drop_copy(self, node: Node, group: int) -> None:
+        """Release the node's pages of `group`; the caller attaches others with the same content."""
         assert not node.locks[group]
         self._release(node, group)
 
-    def drop_subtree(self, node: Node, stamp: Stamp) -> None:
-        """Take the node and all below it out of the tree, locked or not.
+    def drop_subtree(self, node: Node, epoch: Epoch) -> None:
+        """Take the node and its subtree out of the tree, even if locked.
 
-        For pages whose content is wrong. Whoever holds locks finds its nodes detached.
+        For pages with wrong content. Holders of locks find their nodes detached.
         """
         dropped = [node]
         for member in dropped:
             dropped.extend(member.children.values())
         for member in dropped:
             for group in range(len(self._groups)):
-                member.stamps[group] = stamp
+                member.epochs[group] = epoch
                 self._release(member, group)
         self._detach(node)
         for member in dropped:
             member.children.clear()
             member.order = None
             member.parent = None
-            self._gone(member)
+            self._on_removed(member)
         self.num_nodes -= len(dropped) - 1
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, namespaces left out."""
+        """Every node except namespaces."""
         stack = [n for top in self._root.children.values() for n in top.children.values()]
         while stack:
             node = stack.pop()
@@ -288,7 +282,7 @@ class RadixTree:
                 cached[group] += len(pages)
                 evictable[group] += 0 if node.locks[group] else len(pages)
             is_used = any(node.pages) or node.children or any(node.locks)
-            assert is_used or self.has_states_alone, "a node without use"
+            assert is_used or self.has_only_states, "an unused node"
         assert self.num_nodes == sum(1 for _ in self.nodes())
         assert cached == self.cached, f"cached {self.cached}, counted {cached}"
         assert evictable == self.evictable, f"evictable {self.evictable}, counted {evictable}"
@@ -323,9 +317,10 @@ class RadixTree:
         self.cached[group] -= len(pages)
         if not node.locks[group]:
             self.evictable[group] -= len(pages)
-        self._give_back(group, pages, node.stamps[group])
+        self._give_back(group, pages, node.epochs[group])
 
-    def _remove(self, node: Node) -> None:
+    def remove(self, node: Node) -> None:
+        """Take a node without children and locks out of the tree."""
         assert not node.children and not any(node.locks)
         for group in range(len(self._groups)):
             self._release(node, group)
@@ -339,7 +334,7 @@ class RadixTree:
             del parent.order[bisect_left(parent.order, node.key)]
         parent.history = max(parent.history, node.history)
         node.parent = None
-        self._gone(node)
+        self._on_removed(node)
         self.num_nodes -= 1
         if parent.children or parent is self._root:
             return

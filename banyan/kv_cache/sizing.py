@@ -1,6 +1,6 @@
-"""Sizing: from free bytes to page counts, the same for the live engine and the simulator.
+"""Sizing: page counts from free bytes, for the live engine and the simulator.
 
-Knows bytes per page as a number; `runner/kvstore.py` says what that number is.
+`runner/kvstore.py` computes the bytes per page.
 """
 
 from bisect import bisect_right
@@ -15,9 +15,9 @@ MIB = 1 << 20
 
 FEW_PAGES = 2
 INTERVAL = 256
-"""Tokens between two checkpoints of a state, where nobody says otherwise."""
+"""Default tokens between two state checkpoints."""
 SPARE_WINDOWS = 4
-"""Window groups keep one page for prefixes to come, for this many of the groups beside them."""
+"""A window group keeps one extra page for cached prefixes per this many pages of a full group."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class GroupBytes:
     """One cache group before its pages are counted.
 
     Attributes:
-        kind: of memory.groups.
-        page_bytes: bytes of one page over the group's layers on this rank; of a STATE group, of
-            one state.
-        window: tokens that a position of a WINDOW group reads.
+        kind: FULL | WINDOW | STATE.
+        page_bytes: bytes of one page over the group's layers on this rank; for STATE, bytes of one
+            state.
+        window: positions that a WINDOW layer reads.
     """
 
     kind: str
@@ -47,10 +47,10 @@ class MemoryPlan:
     """
 
     process_bytes: int
-    """What the process held before: its libraries, and the weights that are its own."""
+    """Memory of the process before the cache: libraries and its own weights."""
     cache_bytes: int
     free_bytes: int
-    """Free before the cache was laid out."""
+    """Free before the cache was allocated."""
     groups: tuple[CacheGroup, ...]
     max_total_tokens: int
     max_request_tokens: int
@@ -67,7 +67,7 @@ def plan_memory(
     total_bytes: int,
     free_bytes: int,
 ) -> MemoryPlan:
-    """Lay out the cache; CapacityError when it cannot hold even a short request.
+    """Compute page counts; CapacityError if not even a short request fits.
 
     Args:
         context_length: longest request the model or the user allows, in tokens.
@@ -132,10 +132,10 @@ def plan_memory(
 
 
 def _span_of(group: GroupBytes, cache: CacheConfig) -> int:
-    """Tokens of a page, or between two checkpoints of a state.
+    """Tokens per page, or between two state checkpoints.
 
     Raises:
-        ConfigError: that is no multiple of the page.
+        ConfigError: the interval is not a multiple of the page size.
     """
     size, interval = cache.page_size, cache.state_interval
     if group.kind != STATE:
@@ -155,8 +155,9 @@ def _states_of(
     running: int,
     budget: int,
 ) -> Callable[[int], int]:
-    """States that are held when groups that keep every position have so many pages: no more than
-    all that run and all checkpoints of so many tokens, and room for one of each."""
+    """Number of states as a function of the pages of the other groups: at most one per running
+    request plus one per checkpoint interval, at least FEW_PAGES.
+    """
     if cache.states:
         return lambda pages: cache.states
     interval, size = _span_of(group, cache), cache.page_size
@@ -171,7 +172,7 @@ def _states_of(
 
 
 def _running(schedule: ScheduleConfig, pages: int) -> int:
-    """Requests that run at once over so many pages."""
+    """Requests that may run at the same time with this many pages."""
     found = schedule.max_running or max(1, min(schedule.running_cap, pages // 2))
     return min(found, schedule.micro_batch * (schedule.token_gap + 1) or found)
 
@@ -179,7 +180,7 @@ def _running(schedule: ScheduleConfig, pages: int) -> int:
 def _share_of(
     group: GroupBytes, cache: CacheConfig, context_length: int, chunk: int, running: int
 ) -> Callable[[int], int]:
-    """Pages of one group when groups that keep every position have so many."""
+    """Pages of one group as a function of the pages of a FULL group."""
     if group.kind != WINDOW:
         return lambda pages: pages
     size = cache.page_size

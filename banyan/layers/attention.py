@@ -1,4 +1,5 @@
-"""The attention block: one projection to q, k, v, rotation, attention over pages, one back."""
+"""The attention block: one projection to q, k and v, rotation, attention over pages, and the output
+projection."""
 
 from dataclasses import dataclass
 
@@ -6,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from banyan.layers.build import Build
-from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, Shared
-from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, ShardedAxis
+from banyan.layers.linear import ColumnLinear, Factors, RowLinear
 from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.scale import Factors
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
-from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot
+from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot
 from banyan.model_config.model_config import FULL, WINDOW
 from banyan.ops.pages import stored_width
 from banyan.ops.stored import StoredWeight
@@ -20,19 +20,19 @@ from banyan.ops.stored import StoredWeight
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention block over all ranks; the rest as in AttentionSpec.
+    """Sizes of an attention block over all ranks; other fields as in AttentionSpec.
 
     Attributes:
         rotary_dim: leading dimensions of a head that rotate; 0 = all.
-        qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, each head by itself,
-            before or after it rotates, or all heads together.
-        has_sinks: each head has a learned logit beside those of the keys.
-        is_gated: what a head gives is scaled by the sigmoid of a gate that comes with its query.
-        has_head_gates: it is scaled by the sigmoid of one number, which a projection makes.
-        query_rank: width that queries are squeezed through and normed; 0 = they are not. Every rank
-            holds all of that projection (multi-matrix factorisation, Step-3, arXiv 2507.19427).
-        factor: on what the block gives.
-        reads: width of what it reads; 0 = that of what it gives, `dim`.
+        qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, per head before or after
+            the rotation, or over all heads.
+        has_sinks: each head has a learned attention sink.
+        is_gated: the output of a head is scaled by the sigmoid of a gate that is projected with q.
+        has_head_gates: it is scaled by the sigmoid of one number per head.
+        query_rank: width of the low-rank query projection, which is normed; 0 = none. It is
+            replicated on every rank (multi-matrix factorisation, Step-3, arXiv 2507.19427).
+        factor: on the output of the block.
+        reads: input width; 0 = `dim`.
     """
 
     layer: int
@@ -57,7 +57,7 @@ class AttentionShape:
 
 
 class Sinks(Layer):
-    """A logit of each head that counts in the softmax and has no value (gpt-oss)."""
+    """An attention sink per head: a logit in the softmax without a value (gpt-oss)."""
 
     def __init__(self, heads: int, build: Build) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(Caching):
         whole, width = ShardRule(0, shape.head_dim), shape.heads * shape.head_dim
         shared = ShardRule(0, shape.head_dim, replicate=True)
         kv_width = shape.kv_heads * shape.head_dim
-        gates = 2 if shape.is_gated else 1  # a head of q, and its gate behind it
+        gates = 2 if shape.is_gated else 1  # a head of q, followed by its gate
         outputs = {"q": gates * width, "k": kv_width, "v": kv_width}
         of_query = ShardRule(0, gates * shape.head_dim)
         if shape.query_rank:
@@ -108,9 +108,14 @@ class Attention(Caching):
                 else SpreadNorm(of, shape.head_dim, group, shape.norm_eps, build)
                 for of in (width, kv_width)
             )
-        turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
+        turning = RotaryRows(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
         self.qkv: nn.Module = ColumnLinear(
-            *(shape.reads or shape.dim, outputs, rules, shape.has_bias, group, build),
+            shape.reads or shape.dim,
+            outputs,
+            rules,
+            shape.has_bias,
+            group,
+            build,
             turning={"k": turning} if shape.query_rank else {"q": turning, "k": turning},
             pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,
         )
@@ -130,7 +135,7 @@ class Attention(Caching):
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
-        """x: [tokens, reads]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
+        """x: [tokens, reads]; angles: cos, sin [tokens, pairs] fp32, None without rotation;
         returns [tokens, dim]."""
         q, k, v, gate = self._project(x, angles)
         sinks = None if self.sinks is None else self.sinks.logits
@@ -142,7 +147,7 @@ class Attention(Caching):
         return self.factor(self.out(attended))
 
     def keep(self, x: Tensor, angles: Angles | None, step: StepInputs) -> None:
-        """Only write keys and values, where the step's attention does no more than that; as
+        """Write keys and values without attending; for steps that only fill the cache. As
         `forward`."""
         q, k, v, _ = self._project(x, angles)
         step.attention(self.spec, q, k, v)
@@ -150,8 +155,8 @@ class Attention(Caching):
     def _project(
         self, x: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim], and the gate of what the
-        heads give, if there is one."""
+        """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim], and the output gate if
+        there is one."""
         q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
         if self.query is not None:
             q = self.query(self.query_norm(q))
@@ -170,7 +175,7 @@ class Attention(Caching):
 
 
 def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:
-    """Keys and values of this rank's kv heads, as the kernels store them.
+    """Cache of this rank's keys and values, as the kernels store them.
 
     Args:
         kv_heads: of all ranks.
@@ -178,6 +183,6 @@ def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:
     dtype = build.ops.cache_dtype
     span = ShardRule(0, replicate=True).span(kv_heads, build.groups.attention)
     width = stored_width(spec.head_dim, dtype)
-    kept = CacheTensor((spec.kv_heads, width), dtype, (Shared(kv_heads, *span),))
+    kept = CacheTensor((spec.kv_heads, width), dtype, (ShardedAxis(kv_heads, *span),))
     kind = WINDOW if spec.window else FULL
     return LayerCache(spec.layer, {"k": kept, "v": kept}, kind, spec.window)

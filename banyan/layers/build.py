@@ -1,4 +1,4 @@
-"""Build: what every layer of one rank is made from. Layers take it whole and keep what they use."""
+"""Build: kernels, process groups and features from which every layer of one rank is made."""
 
 from dataclasses import dataclass
 
@@ -14,21 +14,21 @@ from banyan.platform.base import SideStream
 
 @dataclass(frozen=True)
 class Build:
-    """
-    Attributes:
-        ops: the bound kernels.
-        groups: the ranks that share each kind of weight.
-        dtype: of activations and unpacked weights.
-        kv_units: by layer, what its keys and values are kept in units of; () = 1 for all.
-        adapters: what may lie beside the projections; None = nothing ever does.
-        watch: told of the experts that tokens choose; None = nobody is.
-        places: where experts lie; None = in their order, and without copies.
-        sends_rows: rows go to the ranks of their experts alone, instead of to all ranks.
-        exchanged: most tokens of a rank for which they do so in an exchange of a fixed size, by
-            `groups.exchange`; 0 = by their counts.
-        is_fused: one operator makes that exchange and what experts compute, so more rows go in
-            several of them.
-        side_stream: runs the shared experts in parallel with the routed ones; None = one stream.
+    """Attributes:
+    ops: the bound kernels.
+    groups: the ranks that share each kind of weight.
+    dtype: of activations and unpacked weights.
+    kv_units: scale of cached keys and values by layer; () = 1 for all layers.
+    adapters: tables of LoRA adapters; None = LoRA is off.
+    watch: records the experts that tokens choose; None = not recorded.
+    places: location of each expert; None = in order, without copies.
+    sends_rows: each row is sent only to the ranks of its experts (all-to-all), not gathered on
+        all ranks.
+    exchanged: most tokens per rank for an all-to-all of fixed size in `groups.exchange`; 0 =
+        the all-to-all exchanges counts first.
+    is_fused: one operator does the all-to-all and the experts; larger batches take several
+        calls.
+    side_stream: runs the shared experts in parallel with the routed ones; None = one stream.
     """
 
     ops: Ops

@@ -1,7 +1,7 @@
-"""What layers keep between steps: each declares its tensors, and one function makes groups of them.
-
-Knows no page counts and no owners; `kv_cache/sizing.py` counts pages, `runner/kvstore.py` holds
+"""What layers keep between steps: each layer declares its cache tensors; `group_caches` groups
 them.
+
+`kv_cache/sizing.py` counts pages, `runner/kvstore.py` allocates them.
 """
 
 import math
@@ -15,12 +15,12 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Heads or channels that lie one behind another and that ranks share.
+class ShardedAxis:
+    """Consecutive heads or channels that are sharded over ranks.
 
     Attributes:
         size: over all ranks.
-        first, last: those that are here, `last` left out.
+        first, last: range on this rank, `last` excluded.
     """
 
     size: int
@@ -30,16 +30,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """
-    Attributes:
-        shape: of one token; in a STATE cache, of one page.
-        shared: what shape[axis] consists of; () = each rank keeps all there is.
-        is_spread: it is of the whole page, over whose tokens it is spread.
+    """Attributes:
+    shape: per token; in a STATE cache per page.
+    shared: the sharded axes that shape[axis] consists of; () = replicated on every rank.
+    is_spread: the tensor belongs to a page as a whole and is spread over its tokens.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[ShardedAxis, ...] = ()
     axis: int = 0
     is_spread: bool = False
 
@@ -53,8 +52,8 @@ class LayerCache:
     """The cache of one layer on one rank.
 
     Attributes:
-        layer: number of the layer within the model, by which the page store finds its tensors.
-        tensors: name -> what is kept ("k", "v"; "latent" …). All lie in the same pages.
+        layer: number of the layer in the model; the key of its tensors in the page store.
+        tensors: name ("k", "v", "latent" …) -> tensor. All use the same pages.
         kind: FULL | WINDOW | STATE.
         window: positions that a WINDOW layer reads, its own included.
     """
@@ -70,7 +69,7 @@ class PageGroup:
     """Layers whose caches share page tables.
 
     Attributes:
-        caches: theirs on this rank, by layer.
+        caches: on this rank, by layer.
     """
 
     kind: str
@@ -78,28 +77,28 @@ class PageGroup:
     caches: tuple[LayerCache, ...] = ()
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes that one page of `page_size` tokens takes over all layers of the group."""
+        """Bytes of a page of `page_size` tokens over all layers of the group."""
         tokens = 1 if self.kind == STATE else page_size
         sizes = (tensor.size_bytes for cache in self.caches for tensor in cache.tensors.values())
         return tokens * sum(sizes)
 
 
 def caches_of(model: nn.Module) -> list[LayerCache]:
-    """What the layers of a model declare (attribute `cache`), in the order of their numbers."""
+    """The caches that a model's layers declare (attribute `cache`), by layer number."""
     found = [module.cache for module in model.modules() if isinstance(module, Caching)]
     assert len({cache.layer for cache in found}) == len(found), "two caches of one number"
     return sorted(found, key=lambda cache: cache.layer)
 
 
 class Caching(nn.Module):
-    """A layer that keeps something between steps."""
+    """A layer with a cache."""
 
     cache: LayerCache
 
 
 def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
-    """The caches of models whose pages lie beside each other: layers of each are numbered behind
-    those of the ones before."""
+    """The caches of several models in one page store: layers of each model are numbered after those
+    before."""
     found: list[LayerCache] = []
     for caches in models:
         first = 1 + max((cache.layer for cache in found), default=-1)
@@ -108,8 +107,8 @@ def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]
 
 
 def align_groups(model_config: ModelConfig, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
-    """The groups of the whole model, of which this rank may hold no layer; where the card knows
-    of none that is ours, ours are all."""
+    """The page groups of the whole model, which may include groups without a layer on this rank.
+    Falls back to `mine` if the model config does not know one of them."""
     layers = range(0 if model_config.is_encoder else model_config.num_layers)
     kinds = [kind for layer in layers for kind in model_config.kept_by(layer)]
     keys = dict.fromkeys((kind, model_config.window if kind == WINDOW else 0) for kind in kinds)
@@ -120,8 +119,8 @@ def align_groups(model_config: ModelConfig, mine: Sequence[PageGroup]) -> tuple[
 
 
 def group_caches(caches: Iterable[LayerCache]) -> tuple[PageGroup, ...]:
-    """One group per kind and window, in the order of their first layers, which numbers them in
-    plans. A model that keeps nothing has one group without layers."""
+    """One group per kind and window, ordered by their first layers; plans use this order. A model
+    without caches has one empty group."""
     groups: dict[tuple[str, int], list[LayerCache]] = {}
     for cache in caches:
         groups.setdefault((cache.kind, cache.window), []).append(cache)

@@ -1,25 +1,25 @@
-"""What layers with decaying states have in common: the gates of decay, and the name of a state."""
+"""Parts that are shared by layers with decaying states: decay gates and the state matrix."""
 
 import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.cache_spec import CacheTensor, Shared
+from banyan.layers.cache_spec import CacheTensor, ShardedAxis
 from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot
 from banyan.model_config.model_config import StateFacts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
 MATRIX = "matrix"
-"""Name of what a scan keeps: a matrix per head, [heads, key_dim, value_dim] fp32."""
+"""Name of a scan's state: a matrix per head, [heads, key_dim, value_dim] fp32."""
 
 
 class DecayGates(Layer):
-    """A number per head in each slot: the bias of a token's step, the logarithm of how quickly the
-    head forgets, and, where there is one, its factor on what passes by the state.
+    """Per head: the bias of the step size, the logarithm of the decay rate, and optionally the
+    factor of the skip connection.
 
     Args:
-        rule: how ranks share the heads.
+        rule: how ranks shard the heads.
     """
 
     def __init__(self, facts: StateFacts, rule: ShardRule, has_skip: bool, build: Build) -> None:
@@ -44,15 +44,16 @@ class DecayGates(Layer):
             self.skip = values
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [tokens, heads]; returns step and what is left of a state, as `ops.decay_gates`."""
+        """x: [tokens, heads]; returns step sizes and decay factors, as `ops.decay_gates`."""
         return self.ops.decay_gates(x, self.bias, self.rate, *self.bounds)
 
 
 def matrix_of(facts: StateFacts, rule: ShardRule, group: Group) -> CacheTensor:
-    """
+    """The cache of a state matrix per head.
+
     Args:
-        rule: how the ranks of the group share the heads.
+        rule: how the ranks of the group shard the heads.
     """
-    heads = Shared(facts.heads, *rule.span(facts.heads, group))
+    heads = ShardedAxis(facts.heads, *rule.span(facts.heads, group))
     shape = (heads.last - heads.first, facts.key_dim, facts.value_dim)
     return CacheTensor(shape, torch.float32, (heads,))

@@ -1,13 +1,13 @@
-"""Token embedding and logits, cut along the vocabulary: rank r holds the r-th share of the ids.
+"""Token embedding and logits, sharded along the vocabulary: rank r holds the r-th part of the ids.
 
-The shares are equal, but for the last ones, which have what is left.
+The parts are equal, except for the last ones.
 """
 
 import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.step_inputs import Embedded
+from banyan.layers.step_inputs import InputEmbeddings
 from banyan.layers.weight_slot import Layer, WeightSlot, single
 from banyan.ops.api import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
@@ -15,7 +15,7 @@ from banyan.parallel.groups import Group
 
 
 class _VocabularyShare:
-    """Ids of one rank: first … last − 1, and how many every rank makes room for."""
+    """Ids of one rank: first … last − 1; `room` ids are reserved on every rank."""
 
     def __init__(self, vocab_size: int, group: Group) -> None:
         self.room = -(-vocab_size // group.size)
@@ -24,11 +24,10 @@ class _VocabularyShare:
 
 
 class Embedding(Layer):
-    """
-    Args:
+    """Args:
         scale: factor on every row.
 
-    Ranks of later stages take no tokens in, and hold none of it.
+    Only ranks of the first pipeline stage hold it.
     """
 
     def __init__(self, vocab_size: int, dim: int, build: Build, scale: float = 1.0) -> None:
@@ -49,13 +48,15 @@ class Embedding(Layer):
         if self.is_here:
             self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
 
-    def forward(self, tokens: Tensor, embedded: Embedded | None = None) -> Tensor:
-        """embedded: rows to take in place of those of the table; the scale is for both."""
+    def forward(self, tokens: Tensor, input_embeddings: InputEmbeddings | None = None) -> Tensor:
+        """input_embeddings: rows that replace rows of the table, before the scale."""
         assert self.rows is not None
         found = self.group.all_reduce(self.rows(tokens))  # [tokens, dim]
-        if embedded is None:
+        if input_embeddings is None:
             return found
-        return found.index_copy(0, embedded.where, (embedded.rows * self.scale).to(found.dtype))
+        return found.index_copy(
+            0, input_embeddings.where, (input_embeddings.rows * self.scale).to(found.dtype)
+        )
 
 
 class Logits(Layer):
@@ -64,7 +65,7 @@ class Logits(Layer):
     Args:
         scale: factor on the logits.
         soft_cap: logits become cap·tanh(logits/cap); 0 = off.
-        is_normed: columns of the weight are brought to length one.
+        is_normed: columns of the weight are normalised to length one.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
-"""Gated delta net (arXiv 2412.06464), as Qwen3-Next has it: linear attention whose state takes back
-what it held under a key before it writes there. A short convolution over q, k and v goes before.
-"""
+"""Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next: linear attention with the delta rule, after
+a short convolution over q, k and v."""
 
 from collections.abc import Mapping
 
@@ -20,14 +19,13 @@ from banyan.model_config.model_config import STATE, StateFacts
 from banyan.parallel.groups import Group
 
 UNIT_EPS = 1e-6
-"""Beside the sum of squares where q and k get length one."""
+"""Added to the sum of squares when q and k are normalised."""
 
 
 class GatedDeltaNet(Caching):
-    """
-    Args:
-        layer: number of the layer within the model.
-        norm_eps: of the norm of what each head gives.
+    """Args:
+    layer: number of the layer in the model.
+    norm_eps: of the norm over each head's output.
     """
 
     def __init__(
@@ -48,14 +46,18 @@ class GatedDeltaNet(Caching):
         self.tiles = shared if facts.is_tiled else 1
         if self.tiles > 1 and group.size > 1:
             raise ConfigError(
-                f"{group.size} ranks cannot share value heads that lie in turns, as GGUF files of "
+                f"{group.size} ranks cannot share interleaved value heads, as GGUF files of "
                 f"{facts.heads} on {facts.key_heads} key heads have them",
                 hint="take the model's safetensors form, or one rank",
             )
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         self.gates = DecayGates(facts, ShardRule(0, shared), False, build)
         self.norm = PlainNorm(facts.value_dim, norm_eps, build)
@@ -63,7 +65,7 @@ class GatedDeltaNet(Caching):
         self.out = RowLinear(width, dim, ShardRule(1, value), False, group, build)
         kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0, shared), group)}
         self.cache = LayerCache(layer, kept, STATE)
-        # A norm of the root mean square, times this, has length one; q is scaled beside that.
+        # RMS norm times this has length one; q is scaled in addition.
         unit = torch.full((key,), key**-0.5, dtype=build.dtype, device=build.device)
         self.unit, self.scaled_unit = unit, unit * key**-0.5
 

@@ -1,6 +1,5 @@
-"""Kimi's delta attention (arXiv 2510.26692): a gated delta net whose state forgets each key
-dimension at a pace of its own. A short convolution over q, k and v goes before.
-"""
+"""Kimi delta attention (arXiv 2510.26692): a gated delta net with a decay per key dimension, after
+a short convolution over q, k and v."""
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ _UNBOUNDED = (0.0, float("inf"))
 
 
 class KeyDecays(Layer):
-    """Of each key dimension the bias of its step, of each head the logarithm of how quickly it
-    forgets."""
+    """Step bias per key dimension and logarithm of the decay rate per head."""
 
     def __init__(self, facts: StateFacts, build: Build) -> None:
         super().__init__()
@@ -53,7 +51,7 @@ class KeyDecays(Layer):
         return kept.unflatten(-1, (-1, self.facts.key_dim))
 
 
-class DeltaByKey(Caching):
+class KimiDeltaAttention(Caching):
     """
     Args:
         layer: the number under which its states are kept.
@@ -75,8 +73,13 @@ class DeltaByKey(Caching):
         self.query = ColumnLinear(dim, {"": width}, {"": rule}, False, group, build)
         self.mix = ColumnLinear(dim, outputs, rules, False, group, build)
         self.conv = ShortConv(
-            *({"q": width, "k": width, "v": width}, {"q": rule, "k": rule, "v": rule}),
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            {"q": width, "k": width, "v": width},
+            {"q": rule, "k": rule, "v": rule},
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         whole = {"forget": ShardRule(), "gate": ShardRule()}
         self.squeeze = ColumnLinear(
@@ -90,7 +93,7 @@ class DeltaByKey(Caching):
         self.out = RowLinear(width, dim, ShardRule(1, head), False, group, build)
         kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group)}
         self.cache = LayerCache(layer, kept, STATE)
-        # A norm of the root mean square, times this, has length one; q is scaled beside that.
+        # RMS norm times this has length one; q is scaled in addition.
         unit = torch.full((head,), head**-0.5, dtype=build.dtype, device=build.device)
         self.unit, self.scaled_unit = unit, unit * head**-0.5
 

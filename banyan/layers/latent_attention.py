@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
 
-The cache keeps one latent vector and one rotated key of each token for all heads. The matrices that
-would expand it to keys and values per head are moved to the other side of the products: queries are
-brought into the latent space, and values leave it after the weighted sum.
+The cache keeps one latent vector and one rotated key per token for all heads. The expansion to keys
+and values is absorbed: queries are mapped into the latent space, and values are computed from the
+weighted sum of latents.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.step_inputs import LatentSpec, StepInputs
-from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot
+from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot
 from banyan.model_config.model_config import LatentFacts
 from banyan.ops.api import KEYS, LATENT, QUERY, SQUEEZE, PackedHeadLinear, PrologueShape
 from banyan.ops.pages import stored_width
@@ -40,29 +40,29 @@ class LatentShape:
     has_bias: bool = False
 
 
-Tell = Callable[[str, StoredWeight], None]
-"""Hears of a part of the prologue, as `LatentPrologue.take`."""
+OnFill = Callable[[str, StoredWeight], None]
+"""Called with a part of the prologue's weights, as `LatentPrologue.take`."""
 
 
-class ToldLinear(ColumnLinear):
-    """A projection of one part, of whose weight somebody else is told too."""
+class PrologueLinear(ColumnLinear):
+    """A projection of one part whose weight is also passed to a fused prologue."""
 
     part = ""
-    tell: Tell | None = None
+    on_fill: OnFill | None = None
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         super().fill(slot, parts)
-        if slot == "weight" and self.tell is not None:
-            self.tell(self.part, self.rules[""].cut(parts[0], self.group))
+        if slot == "weight" and self.on_fill is not None:
+            self.on_fill(self.part, self.rules[""].cut(parts[0], self.group))
 
 
 class HeadExpansion(Layer):
-    """The matrix that expands latents to keys and values, kept as two matrices per head.
+    """The matrix from latents to keys and values (kv_b_proj), kept as two matrices per head.
 
     Filled with the checkpoint's [heads · (plain_dim + value_dim), rank].
     """
 
-    tell: Tell | None = None
+    on_fill: OnFill | None = None
 
     def __init__(self, shape: LatentShape, build: Build) -> None:
         super().__init__()
@@ -89,15 +89,15 @@ class HeadExpansion(Layer):
             self.ops.pack_head_linear(StoredWeight.from_tensor(part), is_in_blocks)
             for part in (keys.transpose(1, 2), values)
         )
-        if self.tell is not None:
-            self.tell(KEYS, StoredWeight.from_tensor(keys))
+        if self.on_fill is not None:
+            self.on_fill(KEYS, StoredWeight.from_tensor(keys))
 
-    def narrow(self, q: Tensor) -> Tensor:
+    def to_latent(self, q: Tensor) -> Tensor:
         """[tokens, heads, plain_dim] -> [tokens, heads, rank]"""
         assert self.into is not None
         return self.into(q)
 
-    def widen(self, attended: Tensor) -> Tensor:
+    def to_values(self, attended: Tensor) -> Tensor:
         """[tokens, heads, rank] -> [tokens, heads, value_dim]"""
         assert self.back is not None
         return self.back(attended)
@@ -116,30 +116,30 @@ class LatentAttention(Caching):
         self.spec = LatentSpec(shape.layer, shape.scale, facts.index_top)
         self.indexer = Indexer(shape.dim, facts, build) if facts.index_heads else None
         self.cache = _cache(shape, build)
-        self.squeeze: ToldLinear | None = None
+        self.squeeze: PrologueLinear | None = None
         if facts.query_rank:
             outputs = {"": facts.query_rank}
-            self.squeeze = ToldLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
+            self.squeeze = PrologueLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
             self.query_norm = RMSNorm(facts.query_rank, norm_eps, build)
-        self.query = ToldLinear(
+        self.query = PrologueLinear(
             facts.query_rank or shape.dim,
             {"": shape.heads * head},
             {"": ShardRule(0, head)},
             False,
             group,
             build,
-            turning={"": Turning(head, facts.plain_dim, facts.rope_dim)},
+            turning={"": RotaryRows(head, facts.plain_dim, facts.rope_dim)},
             pieces={"": (facts.plain_dim, facts.rope_dim)},
         )
         kept = facts.rank + facts.rope_dim
-        self.latent = ToldLinear(
+        self.latent = PrologueLinear(
             shape.dim,
             {"": kept},
             _WHOLE,
             bias,
             Group(),
             build,
-            turning={"": Turning(kept, facts.rank, facts.rope_dim)},
+            turning={"": RotaryRows(kept, facts.rank, facts.rope_dim)},
         )
         self.latent_norm = RMSNorm(facts.rank, norm_eps, build)
         self.expansion = HeadExpansion(shape, build)
@@ -147,25 +147,25 @@ class LatentAttention(Caching):
         self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
         self.prologue = build.ops.open_prologue(_prologue_shape(shape, self.heads, build))
         self.is_fused = False
-        """The prologue does it all, and alone has the weights for it."""
+        """The prologue computes everything before attention and alone holds the weights for it."""
         if self.prologue is not None:
             assert self.squeeze is not None
-            told = ((SQUEEZE, self.squeeze), (QUERY, self.query), (LATENT, self.latent))
-            for part, layer in told:
-                layer.part, layer.tell = part, self._take
-            self.expansion.tell = self._take
+            parts = ((SQUEEZE, self.squeeze), (QUERY, self.query), (LATENT, self.latent))
+            for part, layer in parts:
+                layer.part, layer.on_fill = part, self._take
+            self.expansion.on_fill = self._take
 
     def _take(self, part: str, weight: StoredWeight) -> None:
         assert self.prologue is not None and self.squeeze is not None
         self.prologue.take(part, weight)
         self.is_fused = self.prologue.is_ready()
-        if self.is_fused:  # nobody else multiplies with these
+        if self.is_fused:  # used by the prologue only
             self.squeeze.weight = self.query.weight = self.latent.weight = None
             self.expansion.into = None
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
-        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None where
-        nothing rotates; returns [tokens, dim]."""
+        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None without
+        rotation; returns [tokens, dim]."""
         kept: tuple[Tensor, Tensor] | None = None
         if self.is_fused:
             q, turned, squeezed = self._together(x, angles, step)
@@ -173,7 +173,7 @@ class LatentAttention(Caching):
             q, turned, squeezed, kept = self._one_by_one(x, angles)
         indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)
         attended = step.attention.latent(self.spec, q, turned, kept, indexed)
-        values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
+        values = self.expansion.to_values(attended)  # [tokens, heads, value_dim]
         return self.out(values.flatten(1))
 
     def _together(
@@ -187,7 +187,8 @@ class LatentAttention(Caching):
     def _one_by_one(
         self, x: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Queries in the latent space, turned ones, squeezed ones; latent and key to keep."""
+        """Queries in the latent space, rotated queries, compressed queries; latent and key for the
+        cache."""
         facts, ops = self.facts, self.ops
         squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
         widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]
@@ -198,7 +199,7 @@ class LatentAttention(Caching):
         key = key.unsqueeze(1)
         if angles is not None:
             turned, key = ops.rotary(turned, key, *angles)
-        q = self.expansion.narrow(plain)  # [tokens, heads, rank]
+        q = self.expansion.to_latent(plain)  # [tokens, heads, rank]
         return q, turned, squeezed, (self.latent_norm(latent), key.squeeze(1))
 
 
@@ -207,7 +208,7 @@ def _prologue_shape(shape: LatentShape, heads: int, build: Build) -> PrologueSha
     eps = facts.norm_eps or shape.norm_eps
     obstacles = {
         "projections have biases": shape.has_bias,
-        "adapters may lie beside projections": build.adapters is not None,
+        "projections may have adapters": build.adapters is not None,
         "ranks compute shares of a step": build.groups.cp_batch is not None,
     }
     return PrologueShape(
@@ -225,7 +226,7 @@ def _prologue_shape(shape: LatentShape, heads: int, build: Build) -> PrologueSha
 
 
 def _cache(shape: LatentShape, build: Build) -> LayerCache:
-    """One vector and one rotated key for all heads; every rank keeps all of it."""
+    """One latent and one rotated key per token for all heads, replicated on every rank."""
     dtype = build.ops.cache_dtype
     widths = {"latent": shape.facts.rank, "key": shape.facts.rope_dim}
     kept = {name: CacheTensor((stored_width(w, dtype),), dtype) for name, w in widths.items()}

@@ -1,6 +1,5 @@
-"""Lightning attention (arXiv 2501.08313): linear attention whose heads forget at fixed rates, some
-faster, some slower, with a gated norm over what they give.
-"""
+"""Lightning attention (arXiv 2501.08313): linear attention with a fixed decay per head and a gated
+norm over the outputs."""
 
 import torch
 from torch import Tensor
@@ -8,30 +7,28 @@ from torch import Tensor
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import Caching, LayerCache
 from banyan.layers.decay import MATRIX, matrix_of
-from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.linear import ColumnLinear, Factors, RowLinear
 from banyan.layers.norm import SpreadNorm
-from banyan.layers.scale import Factors
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import STATE, StateFacts
 
 _STEP = 1.0
-"""Every token moves a state on as far as any other."""
+"""The step size of every token."""
 
 
 def rates_of(layer: int, facts: StateFacts) -> Tensor:
-    """How quickly each head forgets, [heads] fp32: a state keeps exp(−rate) of itself with every
-    token. Powers of one number, as slopes of ALiBi, that sink toward the last layer."""
+    """Decay rate of each head, [heads] fp32: a state is multiplied by exp(−rate) per token. Powers
+    of one number, like ALiBi's slopes, that decrease toward the last layer."""
     slopes = torch.full((facts.heads,), 2 ** (-8 / facts.heads), dtype=torch.float64)
     slower = 1 - layer / (facts.depth - 1 + 1e-5) + 1e-5
     return (slopes ** torch.arange(1, facts.heads + 1) * slower).float()
 
 
 class LightningAttention(Caching):
-    """
-    Args:
-        layer: number of the layer within the model.
-        norm_eps: of the norm of what the heads give, where the facts have none.
+    """Args:
+    layer: number of the layer in the model.
+    norm_eps: of the norm over the heads' outputs, unless the facts have one.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class LightningAttention(Caching):
         self.ops, self.layer, self.heads = build.ops, layer, last - first
         self.head_dim = facts.value_dim
         self.mix = ColumnLinear(
-            *(dim, {"": 3 * width}, {"": whole}, False, group, build), pieces={"": pieces}
+            dim, {"": 3 * width}, {"": whole}, False, group, build, pieces={"": pieces}
         )
         rule = ShardRule(0, facts.value_dim)
         self.gate = ColumnLinear(dim, {"": width}, {"": rule}, False, group, build)
@@ -64,7 +61,7 @@ class LightningAttention(Caching):
         mixed = ops.apply_gate(self.ones.unsqueeze(0).expand_as(mixed), mixed, "silu")
         q, k, v = (part.unflatten(-1, heads) for part in mixed.chunk(3, dim=-1))
         # A step that is held at one number is the same for all tokens, whatever it is made of.
-        held = mixed.narrow(1, 0, self.heads)
+        held = mixed[:, : self.heads]
         moved, kept = ops.decay_gates(held, self.zeros, self.rates, _STEP, _STEP)
         states, rows = step.states(self.layer)
         out = ops.scan(q, k, v, kept, moved, None, False, states[MATRIX], rows).flatten(1)

@@ -1,28 +1,28 @@
-"""Projections, whole or shared between ranks. Kernels and storage hide behind `PackedLinear`."""
+"""Linear layers, replicated or sharded over ranks. `PackedLinear` hides kernels and storage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.pack import pack
-from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot, single
-from banyan.ops.api import PackedLinear
-from banyan.ops.stored import StoredWeight, stack
+from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot, single
+from banyan.ops.api import Ops, PackedLinear
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 from banyan.parallel.groups import Group
 
 
 class ColumnLinear(Layer):
-    """A projection whose outputs are shared out: each rank computes its own.
+    """A projection whose outputs are sharded: each rank computes its own.
 
     Args:
         outputs: part name -> outputs in the checkpoint, in stacking order ("" for one part).
-        rules: part name -> how ranks share the outputs.
-        group: the ranks that share them.
-        turning: part name -> its rows that the rotary embedding turns.
-        pieces: part name -> widths that each of its heads consists of; the first pieces of all
-            heads come out first, then the second ones, so that either may be used alone.
+        rules: part name -> how ranks shard the outputs.
+        group: the ranks that shard them.
+        turning: part name -> rows that the rotary embedding rotates.
+        pieces: part name -> widths that each head consists of. The outputs are reordered: the first
+            pieces of all heads, then the second ones, so that each can be used alone.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ColumnLinear(Layer):
         has_bias: bool,
         group: Group,
         build: Build,
-        turning: Mapping[str, Turning] | None = None,
+        turning: Mapping[str, RotaryRows] | None = None,
         pieces: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
@@ -74,9 +74,10 @@ class ColumnLinear(Layer):
 
 
 class RowLinear(Layer):
-    """A projection whose inputs are shared out: partial sums are added over the ranks.
+    """A projection whose inputs are sharded; partial sums are added over the ranks.
 
-    It may be given the rows of several replicas, and returns this one's (`Group.gather_rows`).
+    With DP attention it may receive the rows of several replicas and returns this one's
+    (`Group.gather_rows`).
     """
 
     def __init__(
@@ -114,7 +115,56 @@ class RowLinear(Layer):
         return self.group.reduce_rows(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's sums, of inputs that are here."""
+        """This rank's partial sums."""
         assert self.weight is not None
         bias = self.bias if self.group.rank == 0 else None  # partial sums: it is added once
         return self.weight(x, bias)
+
+
+class SideBySide:
+    """Several packed weights whose outputs are concatenated."""
+
+    def __init__(self, packed: list[PackedLinear], widths: list[int], ops: Ops) -> None:
+        self.packed = packed
+        self.widths = widths
+        self.ops = ops
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        biases = [None] * len(self.packed) if bias is None else bias.split(self.widths)
+        outs = [weight(x, part) for weight, part in zip(self.packed, biases, strict=True)]
+        return self.ops.concat(outs)
+
+
+def pack(parts: list[StoredWeight], ops: Ops) -> PackedLinear:
+    """Pack the parts [out of the part, in], stacked in this order, into the kernel's form.
+
+    Parts of different types (a file may store v in a finer type than q and k) stay separate if
+    their kernels use blocks, as stacking would mean unpacking.
+    """
+    if all(STORAGE_TYPES[part.type].is_float for part in parts):
+        return ops.pack_linear(stack(parts))
+    runs = [list(run) for _, run in groupby(parts, key=lambda part: part.type)]
+    packed = [ops.pack_linear(stack(run)) for run in runs]
+    widths = [sum(part.shape[0] for part in run) for run in runs]
+    return packed[0] if len(packed) == 1 else SideBySide(packed, widths, ops)
+
+
+class Factors:
+    """Constant factors on the outputs of a projection, one per part.
+
+    Args:
+        parts: (width, factor) of each part. Factors that are all one cost nothing.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, float]], build: Build) -> None:
+        self.ops = build.ops
+        self.values: Tensor | None = None
+        if any(factor != 1.0 for _, factor in parts):
+            values = [factor for width, factor in parts for _ in range(width)]
+            self.values = torch.tensor(values, dtype=build.dtype, device=build.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, sum of the widths]; returns the same shape."""
+        if self.values is None:
+            return x
+        return self.ops.apply_gate(x, self.values.unsqueeze(0).expand(x.shape[0], -1), "")

@@ -1,13 +1,11 @@
-"""Mamba (arXiv 2312.00752): a state per channel, each number of which forgets at a rate of its own,
-behind a short convolution. How far a state moves, and its keys and queries, are made of what
-comes out of that; Jamba (arXiv 2403.19887) norms them.
-"""
+"""Mamba (arXiv 2312.00752): a selective state space per channel after a short convolution. Jamba
+(arXiv 2403.19887) adds norms to step sizes, keys and queries."""
 
 import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, ShardedAxis
 from banyan.layers.decay import MATRIX
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import PlainNorm
@@ -21,9 +19,9 @@ _RULE = ShardRule(0)
 _UNBOUNDED = (0.0, float("inf"))
 
 
-class Rates(Layer):
-    """Of each channel the bias of its step, the logarithms of how quickly its numbers forget, and
-    its factor on what passes by the state."""
+class MambaRates(Layer):
+    """Per channel: the bias of the step size, the logarithms of the decay rates, and the factor of
+    the skip connection."""
 
     def __init__(self, facts: StateFacts, build: Build) -> None:
         super().__init__()
@@ -50,11 +48,10 @@ class Rates(Layer):
             self.bias, self.zeros = values, torch.zeros_like(values)
 
 
-class SelectiveState(Caching):
-    """
-    Args:
-        layer: the number under which its states are kept.
-        norm_eps: of the norms of steps, keys and queries, where the model has them.
+class Mamba(Caching):
+    """Args:
+    layer: number of its states in the cache.
+    norm_eps: of the norms of step sizes, keys and queries, if the model has them.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class SelectiveState(Caching):
         super().__init__()
         group, inner, bias = build.groups.attention, facts.heads, facts.has_bias
         self.ops, self.layer = build.ops, layer
-        channels = Shared(inner, *_RULE.span(inner, group))
+        channels = ShardedAxis(inner, *_RULE.span(inner, group))
         outputs, rules = {"x": inner, "z": inner}, {"x": _RULE, "z": _RULE}
         self.mix = ColumnLinear(dim, outputs, rules, bias, group, build)
         self.conv = ShortConv(
@@ -78,7 +75,7 @@ class SelectiveState(Caching):
             )
             self.norms = [self.step_norm, self.key_norm, self.query_norm]
         self.steps = ColumnLinear(facts.step_rank, {"": inner}, {"": _RULE}, False, group, build)
-        self.rates = Rates(facts, build)
+        self.rates = MambaRates(facts, build)
         self.out = RowLinear(inner, dim, ShardRule(1), bias, group, build)
         shape = (facts.key_dim, channels.last - channels.first)
         matrix = CacheTensor(shape, torch.float32, (channels,), axis=1)

@@ -1,6 +1,5 @@
-"""Mamba-2 (arXiv 2405.21060): a state per head that decays by a step chosen for each token, behind
-a short convolution, with a gated norm over what the heads give.
-"""
+"""Mamba-2 (arXiv 2405.21060): a state per head with a decay per token, after a short convolution,
+and a gated norm over the heads' outputs."""
 
 import torch
 from torch import Tensor
@@ -8,9 +7,8 @@ from torch import Tensor
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import Caching, LayerCache
 from banyan.layers.decay import MATRIX, DecayGates, matrix_of
-from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.linear import ColumnLinear, Factors, RowLinear
 from banyan.layers.norm import SpreadNorm
-from banyan.layers.scale import Factors
 from banyan.layers.short_conv import INPUTS, ShortConv
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot
@@ -19,10 +17,10 @@ from banyan.ops.stored import StoredWeight
 
 
 class GroupedNorm(Layer):
-    """RMSNorm of each of several groups of numbers by itself.
+    """RMSNorm over each of several groups of channels.
 
     Args:
-        dim, groups: over all ranks, which share whole groups.
+        dim, groups: over all ranks, which shard whole groups.
     """
 
     def __init__(self, dim: int, groups: int, eps: float, build: Build) -> None:
@@ -46,11 +44,10 @@ class GroupedNorm(Layer):
         return self.ops.apply_gate(normed.flatten(1), weight, "")
 
 
-class StateSpace(Caching):
-    """
-    Args:
-        layer: the number under which its states are kept.
-        norm_eps: of the norm of what the heads give.
+class Mamba2(Caching):
+    """Args:
+    layer: number of its states in the cache.
+    norm_eps: of the norm over the heads' outputs.
     """
 
     def __init__(
@@ -74,7 +71,11 @@ class StateSpace(Caching):
         self.conv = ShortConv(
             {part: outputs[part] for part in mixed},
             {part: rules[part] for part in mixed},
-            *(facts.taps, facts.has_conv_bias, True, group, build),
+            facts.taps,
+            facts.has_conv_bias,
+            True,
+            group,
+            build,
         )
         self.gates = DecayGates(facts, ShardRule(0), True, build)
         self.norm: SpreadNorm | GroupedNorm | None = None

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ModelError
 from banyan.layers.build import Build
-from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.scale import Factors
+from banyan.layers.linear import ColumnLinear, Factors, RowLinear
 from banyan.layers.weight_slot import ShardRule
 from banyan.ops.api import Ops
 from banyan.parallel.groups import Group
@@ -23,7 +22,7 @@ def gate_of(activation: str, ops: Ops, limit: float = math.inf) -> Callable[[Ten
         limit: of "silu" (`ops.api.Ops.silu_and_mul`).
 
     Raises:
-        ModelError: an activation that is not known.
+        ModelError: an unknown activation.
     """
     limited = ops.silu_and_mul if limit == math.inf else partial(ops.silu_and_mul, limit=limit)
     gates = {
@@ -37,14 +36,13 @@ def gate_of(activation: str, ops: Ops, limit: float = math.inf) -> Callable[[Ten
 
 
 class GatedMLP(nn.Module):
-    """
-    Args:
+    """Args:
         activation: Hugging Face name of the gate's function ("silu", "gelu", "gelu_pytorch_tanh").
-        factors: on what the projections to gate and up make.
+        factors: on the outputs of the gate and up projections.
         limit: as for `gate_of`.
 
     Raises:
-        ModelError: an activation that is not known.
+        ModelError: an unknown activation.
     """
 
     def __init__(
@@ -72,21 +70,20 @@ class GatedMLP(nn.Module):
         return self.of_gathered(self.group.gather_rows(x))
 
     def of_gathered(self, x: Tensor) -> Tensor:
-        """x: rows that the group has gathered already; returns this replica's."""
+        """x: rows that the group has gathered already; returns this replica's rows."""
         return self.group.reduce_rows(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
-        """The same before ranks add up: nothing here asks another rank."""
+        """`of_gathered` without the reduction over ranks."""
         return self.down.partial(self.gate(self.factors(self.gate_up(x))))
 
 
 class PlainMLP(nn.Module):
-    """
-    Args:
+    """Args:
         activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu", "relu2").
 
     Raises:
-        ModelError: an activation that is not known.
+        ModelError: an unknown activation.
     """
 
     def __init__(

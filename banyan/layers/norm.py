@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, alone or together with the residual stream."""
+"""RMSNorm and LayerNorm, alone or fused with the addition to the residual stream."""
 
 from typing import Protocol
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.weight_slot import Layer, ShardRule, Turning, WeightSlot, single
+from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
 
-class Stream(Protocol):
-    """How x joins the residual stream, and what the next block reads of it."""
+class ResidualNorm(Protocol):
+    """Adds x to the residual stream and computes the input of the next block."""
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x joins the residual stream, or begins it: (what is read, new residual)."""
+        """Add x to the residual stream, or start it: (input of the block, new residual)."""
         ...
 
 
@@ -38,14 +38,14 @@ class RMSNorm(Layer):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Stream`."""
+        """See `ResidualNorm`."""
         if residual is None:
             return self.ops.rms_norm(x, self.weight, self.eps), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class PlainNorm(Layer):
-    """RMSNorm whose weight is stored as it counts, also where those around blocks are not
+    """RMSNorm whose stored weight is final, even if other norms of the model have an offset
     (`NameMap.norm_offset`)."""
 
     def __init__(self, dim: int, eps: float, build: Build) -> None:
@@ -64,11 +64,11 @@ class PlainNorm(Layer):
 
 
 class SpreadNorm(RMSNorm):
-    """RMSNorm over what the ranks of a group hold of x, side by side. Where fewer units are there
-    than ranks, some hold the same, and the mean of the squares stays what it is.
+    """RMSNorm over a vector that is sharded over a group's ranks. With fewer units than ranks some
+    ranks hold the same units; the mean of squares is unchanged.
 
     Args:
-        dim: over all ranks, nothing counted twice.
+        dim: over all ranks, each unit counted once.
         unit: values of x that stay together.
     """
 
@@ -84,18 +84,19 @@ class SpreadNorm(RMSNorm):
         self.weight = by_unit.repeat_interleave(self.copies, dim=0).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [tokens, width of this rank]; returns the same of the normed whole."""
+        """x: [tokens, width of this rank]; returns this rank's part of the normed vector."""
         width = x.shape[1]
         whole = self.group.all_gather(x, width * self.group.size)
         normed = self.ops.rms_norm(whole, self.weight, self.eps)
-        return normed.narrow(1, width * self.group.rank, width)
+        first = width * self.group.rank
+        return normed[:, first : first + width]
 
 
 class LayerNorm(Layer):
     def __init__(
-        self, dim: int, eps: float, has_bias: bool, build: Build, turning: Turning | None = None
+        self, dim: int, eps: float, has_bias: bool, build: Build, turning: RotaryRows | None = None
     ) -> None:
-        """turning: what of its inputs rotates."""
+        """turning: rows of its input that rotate."""
         super().__init__()
         self.dim = dim
         self.turning = turning
@@ -122,18 +123,18 @@ class LayerNorm(Layer):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Stream`."""
+        """See `ResidualNorm`."""
         total = x if residual is None else self.ops.add(x, residual)
         return self.forward(total), total
 
 
-class Sum:
-    """The residual stream is read as it is."""
+class ResidualSum:
+    """The residual stream without a norm."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Stream`."""
+        """See `ResidualNorm`."""
         total = x if residual is None else self.ops.add(x, residual)
         return total, total

@@ -2,13 +2,14 @@
 
 RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK, the Llama 3 rule,
 YaRN (Peng et al. 2023) and LongRoPE (Ding et al. 2024). All equal transformers for the same
-numbers. LongRoPE has two sets of frequencies; a server takes the long one for every request when
-its requests may be longer than the original length, because keys that were turned by one set must
-never meet queries turned by the other. Dynamic NTK is the one whose
-angles depend on a length: here a token at position p takes the length p + 1, which is what
-transformers does when a sequence is fed token by token. A prompt's cached keys are then the same
-however it was cut into chunks and whoever shares its prefix; a length taken from the whole prompt
-would make them depend on tokens that come later.
+numbers.
+
+LongRoPE has two sets of frequencies. The server uses the long set for every request if requests may
+be longer than the original length, because keys of one set must not meet queries of the other.
+
+Dynamic NTK depends on a length. A token at position p uses length p + 1, as transformers does when
+a sequence is fed token by token. Cached keys are then independent of chunking and of prefix
+sharing; the length of the whole prompt would make them depend on later tokens.
 """
 
 import math
@@ -26,7 +27,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class RopeNumbers(Protocol):
-    """The facts a checkpoint gives; names and meaning of the Hugging Face `rope_scaling`."""
+    """The checkpoint's RoPE settings, named as in Hugging Face's `rope_scaling`."""
 
     @property
     def theta(self) -> float: ...
@@ -67,11 +68,11 @@ class Rotary:
 
     Args:
         dim: leading dimensions of a head that rotate.
-        context_length: the checkpoint's trained length; dynamic NTK begins beyond it.
-        served_length: longest request; decides which set LongRoPE takes.
+        context_length: the checkpoint's trained length; dynamic NTK starts after it.
+        served_length: longest request; selects LongRoPE's set.
 
     Raises:
-        ModelError: a kind that is not known.
+        ModelError: an unknown kind.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Rotary:
         self.magnitude = _magnitude(numbers, context_length, served_length)
 
     def divide(self, divisors: Tensor) -> None:
-        """Slow each frequency by a factor that the checkpoint gives. divisors: [dim/2]"""
+        """Divide each frequency by a factor from the checkpoint. divisors: [dim/2]"""
         if divisors.shape != self.frequencies.shape:
             raise ModelError(
                 f"the checkpoint has {divisors.numel()} RoPE factors, {self.dim} rotating "
@@ -159,7 +160,7 @@ def _yarn(dim: int, numbers: RopeNumbers) -> Tensor:
 
 
 def _longrope(dim: int, numbers: RopeNumbers, length: int) -> Tensor:
-    """Each frequency has a divisor of its own, in one set per range of lengths."""
+    """Each frequency has its own divisor, in one set per range of lengths."""
     is_long = length > numbers.original_length
     divisors = numbers.long_factor if is_long else numbers.short_factor
     if len(divisors) != dim // 2:
@@ -180,7 +181,7 @@ def _magnitude(numbers: RopeNumbers, context_length: int, served_length: int) ->
 
 
 def _longrope_magnitude(numbers: RopeNumbers, context_length: int) -> float:
-    """LongRoPE, section 3.3: from how far the trained length is stretched."""
+    """LongRoPE, section 3.3: from the ratio by which the trained length is extended."""
     if numbers.attention_factor is not None:
         return numbers.attention_factor
     stretch = numbers.factor if numbers.factor > 1 else context_length / numbers.original_length

@@ -1,6 +1,8 @@
-"""Zamba2's shared blocks (arXiv 2411.15242): a few blocks of attention and feed-forward that layers
-take in turns. A block reads the stream beside what the first layer read; each layer that takes it
-has keys and values of its own, and narrow projections beside the block's.
+"""Zamba2's shared blocks (arXiv 2411.15242): several layers share the weights of a few blocks of
+attention and feed-forward.
+
+A block reads the residual stream and the first layer's input. Each layer has its own KV cache and
+its own low-rank projections on top of the shared ones.
 """
 
 from collections.abc import Mapping
@@ -22,10 +24,10 @@ from banyan.parallel.groups import Group
 
 
 class SharedBlock(nn.Module):
-    """What the layers that take a block have in common; each runs it as a `Taking`.
+    """The weights that layers share; each layer runs them as a `SharedBlockLayer`.
 
     Args:
-        shape: of the attention of any of them.
+        shape: of the attention of any of these layers.
     """
 
     def __init__(self, model_config: ModelConfig, shape: AttentionShape, build: Build) -> None:
@@ -37,13 +39,13 @@ class SharedBlock(nn.Module):
         self.gate_up, self.down = cast(ColumnLinear, mlp.gate_up), mlp.down
 
 
-class Beside(nn.Module):
-    """A projection that several layers share, and what one of them adds to it.
+class SharedLinear(nn.Module):
+    """A shared projection plus a layer's own low-rank projections.
 
     Args:
-        parts: name of a narrow pair of projections -> which parts of the shared one it adds to; all
-            parts in their order.
-        rank: width between the two.
+        parts: name of a low-rank pair -> parts of the shared projection that it adds to; together
+            all parts in order.
+        rank: of the low-rank pairs.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Beside(nn.Module):
                     rank,
                     {part: shared.outputs[part] for part in mine},
                     {part: shared.rules[part] for part in mine},
-                    *(False, shared.group, build),
+                    False,
+                    shared.group,
+                    build,
                 )
                 for name, mine in parts.items()
             }
@@ -73,11 +77,11 @@ class Beside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, inputs]; returns [tokens, outputs of this rank]."""
         added = [self.back[name](into(x)) for name, into in self.into.items()]
-        beside = added[0] if len(added) == 1 else self.ops.concat(added)
-        return self.ops.add(self.shared(x), beside)
+        own = added[0] if len(added) == 1 else self.ops.concat(added)
+        return self.ops.add(self.shared(x), own)
 
 
-class Taking(nn.Module):
+class SharedBlockLayer(nn.Module):
     """A shared block as one layer runs it.
 
     Args:
@@ -96,16 +100,16 @@ class Taking(nn.Module):
         self.attention.qkv = block.qkv
         if facts.has_attention_adapters:
             each = {part: (part,) for part in "qkv"}
-            self.attention.qkv = Beside(block.qkv, each, facts.rank, build)
+            self.attention.qkv = SharedLinear(block.qkv, each, facts.rank, build)
         both = {"gate_up": ("gate", "up")}
-        self.mlp.gate_up = Beside(block.gate_up, both, facts.rank, build)
+        self.mlp.gate_up = SharedLinear(block.gate_up, both, facts.rank, build)
         self.linear = ColumnLinear(size, {"": size}, {"": ShardRule()}, False, Group(), build)
 
     def forward(
         self, stream: Tensor, first: Tensor, angles: Angles | None, step: StepInputs
     ) -> Tensor:
-        """stream, and first, what the first layer read of it: [tokens, dim]; returns the same
-        shape, which the layer reads beside the stream."""
+        """stream, and first, the first layer's input: [tokens, dim]; returns the same shape, which
+        the layer reads in addition to the stream."""
         x = self.norm(self.ops.concat([stream, first]))
         x = self.mlp_norm(self.attention(x, angles, step))
         return self.linear(self.mlp(x))

@@ -1,6 +1,5 @@
-"""Short convolutions along a sequence: each channel by itself, over its last few inputs, which are
-the state that the layer keeps. `GatedConv` is LFM2's block around one (arXiv 2511.23404).
-"""
+"""Short causal convolutions: each channel over its last few inputs, which are the layer's state.
+`GatedConv` is LFM2's block around one (arXiv 2511.23404)."""
 
 from collections.abc import Mapping
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, ShardedAxis
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot
@@ -18,15 +17,14 @@ from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
 INPUTS = "inputs"
-"""Name of what a convolution keeps: its last taps − 1 inputs, [taps − 1, channels] fp32."""
+"""Name of a convolution's state: its last taps − 1 inputs, [taps − 1, channels] fp32."""
 
 
 class ShortConv(Layer):
-    """
-    Args:
-        channels: part name -> channels of the checkpoint, in stacking order.
-        rules: part name -> how ranks share them.
-        has_silu: silu of what comes out.
+    """Args:
+    channels: part name -> channels of the checkpoint, in stacking order.
+    rules: part name -> how ranks shard them.
+    has_silu: apply silu to the output.
     """
 
     def __init__(
@@ -43,7 +41,9 @@ class ShortConv(Layer):
         self.channels, self.rules, self.taps = channels, rules, taps
         self.has_bias, self.has_silu = has_bias, has_silu
         self.group, self.ops = group, build.ops
-        shared = [Shared(size, *rules[part].span(size, group)) for part, size in channels.items()]
+        shared = [
+            ShardedAxis(size, *rules[part].span(size, group)) for part, size in channels.items()
+        ]
         kept = (taps - 1, sum(part.last - part.first for part in shared))
         self.kept = CacheTensor(kept, torch.float32, tuple(shared), axis=1)
         self.weight = torch.empty(0, device=build.device)  # [taps, channels] once filled
@@ -67,7 +67,7 @@ class ShortConv(Layer):
             self.bias = values
 
     def forward(self, x: Tensor, last_inputs: Tensor, rows: StateRows) -> Tensor:
-        """x: [tokens, channels]; last_inputs: pages of what is kept; returns the shape of x."""
+        """x: [tokens, channels]; last_inputs: pages of the state; returns the shape of x."""
         return self.ops.short_conv(x, self.weight, self.bias, self.has_silu, last_inputs, rows)
 
 
@@ -82,8 +82,12 @@ class GatedConv(Caching):
         group, rule = build.groups.attention, ShardRule(0)
         self.ops, self.layer = build.ops, layer
         self.mix = ColumnLinear(
-            *(dim, dict.fromkeys(_PARTS, dim), dict.fromkeys(_PARTS, rule)),
-            *(facts.has_bias, group, build),
+            dim,
+            dict.fromkeys(_PARTS, dim),
+            dict.fromkeys(_PARTS, rule),
+            facts.has_bias,
+            group,
+            build,
         )
         self.conv = ShortConv(
             {"": dim}, {"": rule}, facts.taps, facts.has_conv_bias, False, group, build

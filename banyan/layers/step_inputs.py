@@ -1,7 +1,4 @@
-"""What a forward pass is given: the tensors of one step, and the attention that is bound to it.
-
-Layers see this and nothing of requests, slots or plans.
-"""
+"""StepInputs: the tensors of one forward pass and the attention that is bound to the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +14,15 @@ from banyan.parallel.groups import Group
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Facts of one attention layer that a backend needs.
+    """Properties of one attention layer that a backend needs.
 
     Attributes:
-        layer: number of the layer within the model; the page store keeps K and V per layer.
+        layer: number of the layer in the model; the page store keeps K and V per layer.
         heads, kv_heads, head_dim: sizes on this rank.
         scale: factor on q·k before the softmax.
         window: tokens each position sees, itself included; 0 = all.
         soft_cap: logits become cap·tanh(logits/cap); 0 = off.
-        unit: what numbers in pages of floats of 8 bits are multiples of.
+        unit: scale of 8-bit float values in pages.
     """
 
     layer: int
@@ -40,12 +37,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Facts of one latent attention layer that a backend needs.
+    """Properties of one latent attention layer that a backend needs.
 
     Attributes:
-        layer: number of the layer within the model.
+        layer: number of the layer in the model.
         scale: factor on q·k before the softmax.
-        top: positions that the indexer chooses, 0 = it has none.
+        top: positions that the indexer chooses, 0 = no indexer.
     """
 
     layer: int
@@ -54,11 +51,11 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """What the indexer of sparse attention makes of a step's tokens.
+class IndexerOutput:
+    """Output of the sparse attention indexer for a step's tokens.
 
     Attributes:
-        q, q_turned: [tokens, index heads, part of a head], that rotates not and that does.
+        q, q_turned: [tokens, index heads, part of a head], the parts without and with rotation.
         weights: [tokens, index heads].
         key, key_turned: [tokens, part of a head], one head for all.
     """
@@ -78,8 +75,8 @@ class StepAttention(Protocol):
     ) -> Tensor:
         """Write k, v into the pages of this step's positions, then attend over each row's context.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], rotated already;
-        sinks: [heads] fp32, logits that count in the softmax and have no value.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already rotated;
+        sinks: [heads] fp32, logits in the softmax without values.
         returns: [tokens, heads, head_dim], same dtype as q.
         """
         ...
@@ -90,20 +87,21 @@ class StepAttention(Protocol):
         q: Tensor,
         q_turned: Tensor,
         kept: tuple[Tensor, Tensor] | None,
-        indexed: Indexed | None = None,
+        indexed: IndexerOutput | None = None,
     ) -> Tensor:
-        """Write what is `kept`, latent and key, into the pages of this step's positions, then
-        attend over each row's context: `ops.api.Ops.latent_attention`.
+        """Write `kept`, latent and key, into the pages of this step's positions, then attend over
+        each row's
+        context: `ops.api.Ops.latent_attention`.
 
         q: [tokens, heads, rank]; q_turned: [tokens, heads, rope_dim]; kept: [tokens, rank] and
-        [tokens, rope_dim], rotated already like q_turned; None = they lie in the pages.
+        [tokens, rope_dim], already rotated like q_turned; None = they are in the pages already.
         returns: [tokens, heads, rank], same dtype as q.
         """
         ...
 
     def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Where latents and keys of a layer lie, and the place of each token there, for whoever
-        writes them before `latent`: `ops.prologue_api.LatentPrologue`."""
+        """Pages of a layer's latents and keys, and the location of each token in them, for a
+        prologue that writes them before `latent`: `ops.prologue_api.LatentPrologue`."""
         ...
 
 
@@ -111,28 +109,28 @@ class StepStates(Protocol):
     """The states of one step's rows in the page store."""
 
     def __call__(self, layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
-        """What a layer keeps, by the names that it has declared, and where in it the rows are."""
+        """States of a layer by declared name, and the rows' locations in them."""
         ...
 
 
 @dataclass(frozen=True)
-class Embedded:
+class InputEmbeddings:
     """Tokens of a step that are given as embeddings.
 
     Attributes:
         where: [n] int64, indices along the step's tokens.
-        rows: [n, hidden] fp32, as rows of the checkpoint's embedding table.
+        rows: [n, hidden] fp32, like rows of the checkpoint's embedding table.
     """
 
     where: Tensor
     rows: Tensor
 
 
-class Taps:
-    """Takes the residual stream of a step in front of some layers.
+class AuxHiddenStates:
+    """Collects the inputs of some layers (auxiliary hidden states, read by EAGLE-3 and DFlash).
 
     Args:
-        layers: their numbers.
+        layers: numbers of the layers.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -142,25 +140,29 @@ class Taps:
     def take(
         self, layer: int, x: Tensor, residual: Tensor | None, ops: Ops, context: Group
     ) -> None:
-        """x, residual: [tokens, hidden_size], what the block before adds to the stream, and that;
-        once for each layer, from the first on. context: ranks that share the step's tokens."""
+        """Called before each layer, in order.
+
+        x, residual: [tokens, hidden_size], the output of the previous block, and the stream without
+        it.
+        context: ranks that share the step's tokens.
+        """
         count = self._layers.count(layer)
         if count:
             stream = x if residual is None else ops.add(x, residual)
             self._streams += [context.gather_rows(stream)] * count
 
     def of(self, tokens: Tensor) -> Tensor:
-        """Of some tokens, [n] int64 along the step's: all streams side by side."""
+        """States of some tokens, [n] int64 along the step's: all layers concatenated."""
         assert len(self._streams) == len(self._layers), "the model has no such layers"
         return torch.cat([stream[tokens] for stream in self._streams], dim=-1)
 
 
-class Chosen:
-    """Takes, behind the last attention, what goes on of a step: the tokens whose hidden states
-    anybody reads. What it takes them from stays, so that a program takes others from it later.
+class OutputTokens:
+    """Selects the tokens with outputs after the last attention layer (output-token pruning). Keeps
+    the unpruned tensors, so that a recorded graph can select other tokens later.
 
     Args:
-        tokens: [n] int64, indices along the step's.
+        tokens: [n] int64, indices along the step's tokens.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -175,26 +177,26 @@ class Chosen:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Tensors of one step, on the device. Rows lie one after another along `tokens`.
+    """Tensors of one step, on the device. Rows follow each other along `tokens`.
 
     Attributes:
         tokens: [tokens] int64 ids.
-        positions: [tokens] int64, absolute position of each token in its request.
+        positions: [tokens] int64, position of each token in its request.
         attention: attention bound to this step.
-        states: those of layers that keep one.
-        embedded: tokens whose ids are placeholders.
-        carried: [tokens, width], what the model that is drafted for made of the token before each;
-            None but in steps of a layer that reads it.
-        taps: what is wanted of the layers' inputs beside the hidden states.
-        chosen: the tokens whose hidden states are wanted; None = all. Only of a model that
-            `narrows`.
+        states: states of recurrent layers.
+        input_embeddings: tokens whose ids are placeholders.
+        previous_states: [tokens, width], the target model's hidden state of the token before each
+            (draft models), or the previous pipeline stage's output; None for other models.
+        aux_hidden_states: collects inputs of layers; None = not wanted.
+        output_tokens: the tokens whose hidden states are wanted; None = all. Only for models with
+            `prunes_to_outputs`.
     """
 
     tokens: Tensor
     positions: Tensor
     attention: StepAttention
     states: StepStates
-    embedded: Embedded | None = None
-    carried: Tensor | None = None
-    taps: Taps | None = None
-    chosen: Chosen | None = None
+    input_embeddings: InputEmbeddings | None = None
+    previous_states: Tensor | None = None
+    aux_hidden_states: AuxHiddenStates | None = None
+    output_tokens: OutputTokens | None = None

@@ -1,6 +1,6 @@
-"""What a layer says about its weights: which checkpoint tensors it takes, and this rank's share.
+"""Weight slots: which checkpoint tensors a layer takes, and how ranks shard them.
 
-The loader fills slots; it knows names and files, layers know shapes and cuts.
+The loader fills slots.
 """
 
 from abc import abstractmethod
@@ -16,10 +16,10 @@ from banyan.parallel.groups import Group
 
 @dataclass(frozen=True)
 class ShardRule:
-    """How ranks share one checkpoint tensor.
+    """How ranks shard one checkpoint tensor.
 
     Attributes:
-        dim: dimension that is cut; None = every rank holds all of it.
+        dim: dimension that is cut; None = replicated.
         unit: values along `dim` that stay together (head_dim for heads).
         replicate: with fewer units than ranks, several ranks hold the same unit (kv heads).
     """
@@ -29,7 +29,7 @@ class ShardRule:
     replicate: bool = False
 
     def span(self, size: int, group: Group) -> tuple[int, int]:
-        """First and last + 1 index of this rank's share of `size` values."""
+        """First and last + 1 index of this rank's part of `size` values."""
         units = size // self.unit
         if units % group.size == 0:
             share, first = units // group.size, group.rank * (units // group.size)
@@ -49,12 +49,12 @@ class ShardRule:
 
 
 @dataclass(frozen=True)
-class Turning:
-    """Which rows of a projection are turned by the rotary embedding, in every head.
+class RotaryRows:
+    """Rows of a projection that the rotary embedding rotates, in every head.
 
     Attributes:
         head_dim: rows of a head.
-        first, count: its rows that turn.
+        first, count: rows of a head that rotate.
     """
 
     head_dim: int
@@ -68,22 +68,22 @@ class WeightSlot:
 
     Attributes:
         shapes: part name -> shape in the checkpoint, in stacking order; "" names a single part.
-        rules: part name -> how ranks share it.
-        group: the ranks that do.
-        turning: of the parts whose outputs rotate; a checkpoint may store those rows in pairs.
-        pieces: of parts whose heads are taken apart once they are cut (`ColumnLinear`).
-        elsewhere: parts that other ranks take.
+        rules: part name -> how ranks shard it.
+        group: the ranks that shard it.
+        turning: parts whose outputs rotate; a checkpoint may store those rows in interleaved pairs.
+        pieces: parts whose heads are split after sharding (`ColumnLinear`).
+        elsewhere: parts that only other ranks take.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, ShardRule]
     group: Group = field(default_factory=Group)
-    turning: Mapping[str, Turning] = field(default_factory=dict)
+    turning: Mapping[str, RotaryRows] = field(default_factory=dict)
     pieces: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
 
     def keeps_blocks(self, part: str, weight: StoredWeight) -> bool:
-        """Whether this rank's share of a quantised weight consists of whole blocks."""
+        """Whether this rank's part of a quantised weight consists of whole blocks."""
         rule = self.rules[part]
         if rule.dim is None or self.group.size == 1 or rule.dim < len(weight.shape) - 1:
             return True
@@ -92,11 +92,11 @@ class WeightSlot:
 
 
 class Layer(nn.Module):
-    """A module with weights of its own, empty until the loader has filled every slot."""
+    """A module with its own weights, empty until the loader has filled every slot."""
 
     @abstractmethod
     def slots(self) -> dict[str, WeightSlot]:
-        """Slot name ("weight", "bias") -> what it takes."""
+        """Slot name ("weight", "bias") -> its declaration."""
 
     @abstractmethod
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:

@@ -15,8 +15,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
 _MAX_EXPERTS = 1 << 16
 EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
-    *("embed_tokens", "lm_head", "kv_b_proj", "DoRA"),
-    *("experts", "router"),
+    "embed_tokens",
+    "lm_head",
+    "kv_b_proj",
+    "DoRA",
+    "experts",
+    "router",
 )
 _ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
 """Last parts of routers' names in checkpoints."""
@@ -37,8 +41,7 @@ class LowRank:
         experts: number of experts in these matrices; `rank`, `inputs` and `outputs` are per expert.
             0: a plain projection. Three dimensions: the first is the expert, of size 1 if all
             experts share the matrix. Two dimensions: `down` has its ranks ordered by expert, `up`
-            by
-            rank and then by expert.
+            by rank and then by expert.
         magnitude: tensor with the row norms of weight plus update (DoRA); "" if there is none.
     """
 

@@ -44,8 +44,7 @@ def read_adapter(path: str, max_rank: int = 0) -> AdapterConfig:
 
 def names_token(folder: str, token: int) -> bool:
     """Whether the tokenizer in a model folder has a token with this id or a higher one; False if
-    the
-    model is a single file."""
+    the model is a single file."""
     return os.path.isdir(folder) and token <= highest_token(folder)
 
 

@@ -29,7 +29,7 @@ def wanted_adapters(scheduler: Scheduler) -> RunControlOps | None:
     if adapters is None:
         return None
     wanted = adapters.wanted(request_table.waiting, request_table.running)
-    if wanted is None or wanted.orders:
+    if wanted is None or wanted.ops:
         return wanted
     adapters.has_left(wanted.call)
     request_table.events.append(Reply(wanted.call, True, "The adapter has been unloaded."))

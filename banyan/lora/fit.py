@@ -1,6 +1,5 @@
 """FitCheck: whether an adapter fits a model. Every tensor needs a place, and every projection that
-the
-configuration names needs tensors. Checks names and shapes only."""
+the configuration names needs tensors. Checks names and shapes only."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ from banyan.lora.load_experts import (
 from banyan.lora.load_rows import BODY, MERGE, VocabularyShare, check_end, check_tokens
 from banyan.lora.targets import HEADS, LoRATargets
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.weights.names import Place, place_of
+from banyan.models.weights.names import WeightPlace, place_of
 
 _T = TypeVar("_T")
 _END_KINDS = {"embedding": EMBEDDING, **dict.fromkeys(HEADS, HEAD)}
@@ -64,9 +63,8 @@ class Base:
 
 def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
     """An adapter with the module names of the whole model. An adapter for the body alone
-    (`AutoModel`)
-    lacks their prefix. Changes to the pooler of an encoder without classes have no effect and are
-    dropped."""
+    (`AutoModel`) lacks their prefix. Changes to the pooler of an encoder without classes have no
+    effect and are dropped."""
     names = FAMILIES.load(base.model_config.architecture).names.get(adapter_config.format)
     if names is None:
         return adapter_config
@@ -114,8 +112,7 @@ class FitCheck:
 
     def _check_tokenizer(self) -> None:
         """ConfigError if the adapter's own tokenizer has tokens beyond the base model's vocabulary.
-        Some base
-        tokenizers have such tokens too; those are accepted."""
+        Some base tokenizers have such tokens too; those are accepted."""
         base, highest = self._base.model_config, self._adapter_config.highest_token
         if highest < base.vocab_size or names_token(base.path, highest):
             return
@@ -150,7 +147,7 @@ class FitCheck:
             raise experts_mismatch(name, why, self._folder, self._made_for())
         return place
 
-    def place_of(self, name: str, low_rank: LowRank) -> Place | None:
+    def place_of(self, name: str, low_rank: LowRank) -> WeightPlace | None:
         """Where the matrices of a module go; None if on another rank.
 
         Raises:
@@ -205,7 +202,7 @@ class FitCheck:
             hint=MERGE,
         )
 
-    def place_of_whole(self, name: str, whole: ReplacedWeight) -> Place:
+    def place_of_whole(self, name: str, whole: ReplacedWeight) -> WeightPlace:
         """Where a replaced weight goes.
 
         Raises:
@@ -256,8 +253,7 @@ class FitCheck:
 
     def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
         """Where rows of single tokens go. If embedding and head are tied, to both, as in PEFT,
-        unless the
-        adapter has separate rows for the head.
+        unless the adapter has separate rows for the head.
 
         Raises:
             ConfigError: the base model has no such tokens there.
@@ -284,7 +280,7 @@ class FitCheck:
             self._check_end(name, end, True, (rows, tokens.width))
         return ends
 
-    def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
+    def _end(self, name: str, place: WeightPlace, low_rank: LowRank) -> WeightPlace:
         is_looked_up = place.module == "embedding" or self._base.model_config.tie_embeddings
         if low_rank.magnitude or self._adapter_config.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._adapter_config.format == "gguf" else "DoRA"
@@ -315,10 +311,9 @@ class FitCheck:
 
     def check_claims(self) -> None:
         """ConfigError if a layer lacks a projection that the configuration names, or if the adapter
-        replaces
-        only one of the two projections of a head."""
+        replaces only one of the two projections of a head."""
         there = {module_place(name, self._names) for name in self._adapter_config.modules}
-        claimed: dict[Place | None, str] = {}  # a body may have two names
+        claimed: dict[WeightPlace | None, str] = {}  # a body may have two names
         for name in self._claimed():
             claimed.setdefault(module_place(name, self._names), name)
         lacking = [name for place, name in claimed.items() if place not in there]
@@ -361,7 +356,7 @@ class FitCheck:
                     found.append(name)
         return found
 
-    def _no_such_projection(self, name: str, place: Place | None) -> ConfigError:
+    def _no_such_projection(self, name: str, place: WeightPlace | None) -> ConfigError:
         module = "" if place is None else place.module
         hint = MERGE
         if ".attention.indexer." in module:

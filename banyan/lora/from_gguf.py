@@ -1,6 +1,5 @@
 """Reads LoRA adapters in llama.cpp's format: a GGUF file with `adapter.type` lora and two matrices
-per
-weight. Reads the header only."""
+per weight. Reads the header only."""
 
 import math
 import re

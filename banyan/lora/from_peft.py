@@ -161,8 +161,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
     r"""The value of the first pattern that matches the end of the name, or all of it after "^".
 
     Only plain names, optionally after ".*\\.", are patterns here; PEFT writes that prefix for
-    stacked
-    experts. Regular expressions from strangers are not executed.
+    stacked experts. Regular expressions from strangers are not executed.
     """
     for pattern, value in patterns.items():
         plain = pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$")
@@ -488,8 +487,7 @@ def _is_reversed(
     file: SafetensorsFile, found: Mapping[str, dict[str, str]], layers: list[str]
 ) -> bool:
     """Whether the innermost of two parameters is the down projection, whose inputs are half of the
-    other
-    one's outputs."""
+    other one's outputs."""
     shapes = [
         (file.tensors[both["A"]].shape, file.tensors[both["B"]].shape)
         for both in (found[layer] for layer in layers)

@@ -215,8 +215,7 @@ def own_inputs(weights: ExpertWeights) -> int:
 
 class AdaptedHeadLinear:
     """Packed matrices, one per head, plus the adapters: the absorbed projections of latent
-    attention
-    (MLA), which map queries into the latent space and values out of it.
+    attention (MLA), which map queries into the latent space and values out of it.
 
     Args:
         tables: by head.

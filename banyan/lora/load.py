@@ -59,7 +59,7 @@ from banyan.model_config.model_config import LatentFacts, ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
-from banyan.models.weights.names import Place
+from banyan.models.weights.names import WeightPlace
 from banyan.models.weights.reader import as_tensor
 from banyan.ops.api import Ops
 from banyan.ops.lora import MAX_PARTS, AdapterPart, RowPart
@@ -149,7 +149,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     fit = FitCheck(base, adapter_config)
     found: dict[str, list[AdapterPart]] = {}
     rows: dict[str, RowPart] = {}
-    scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
+    scaled: dict[str, tuple[WeightPlace, Tensor, Tensor]] = {}
     experts: Found = {}
     with _opened(adapter_config) as file:
         for name, low_rank in adapter_config.modules.items():
@@ -200,7 +200,9 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
 
 
 def _gains(
-    adapter_config: AdapterConfig, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
+    adapter_config: AdapterConfig,
+    base: Base,
+    scaled: Mapping[str, tuple[WeightPlace, Tensor, Tensor]],
 ) -> dict[str, RowPart]:
     """Scales that bring the rows of weight plus update to the adapter's magnitudes (DoRA).
 
@@ -267,8 +269,7 @@ def check_fit(adapter_config: AdapterConfig, base: Base) -> None:
 
 def _named(model_config: ModelConfig) -> dict[str, list[str]]:
     """Projections of blocks that take adapters, with {} for the layer -> last parts of their names
-    in
-    checkpoints."""
+    in checkpoints."""
     names = FAMILIES.load(model_config.architecture).names["safetensors"]
     found: dict[str, list[str]] = {}
     for template, target in names.modules.items():
@@ -288,7 +289,7 @@ def _template(module: str) -> str:
 
 
 def _parts(
-    slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
+    slot: WeightSlot, place: WeightPlace, down: StoredWeight, up: StoredWeight, scale: float
 ) -> list[AdapterPart]:
     """This rank's part of a projection's matrices, by part of the projection."""
     found: list[AdapterPart] = []

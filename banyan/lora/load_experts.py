@@ -18,7 +18,7 @@ from banyan.lora.adapter_config import AdapterConfig, LowRank
 from banyan.lora.layers import (
     expert_blocks,
 )
-from banyan.models.weights.names import Place, place_of
+from banyan.models.weights.names import WeightPlace, place_of
 from banyan.moe.layer import ExpertWeights
 from banyan.ops.lora import ExpertPart
 from banyan.parallel.groups import Group
@@ -90,10 +90,9 @@ def expert_slots(model: nn.Module) -> dict[str, ExpertSlot]:
     return found
 
 
-def module_place(name: str, names: NameMap) -> Place | None:
+def module_place(name: str, names: NameMap) -> WeightPlace | None:
     """The place of an adapter's module. Newer models name an MoE block `mlp` where checkpoints have
-    another
-    name."""
+    another name."""
     place = place_of(f"{name}.weight", names)
     if place is None and ".mlp." in name:
         place = place_of(f"{name.replace('.mlp.', '.block_sparse_moe.')}.weight", names)
@@ -186,8 +185,7 @@ def lacking_experts(
     adapter_config: AdapterConfig, names: NameMap, slots: Mapping[str, ExpertSlot]
 ) -> Iterator[str]:
     """Names that the configuration claims and that have no tensors: stacks of whole layers, and
-    single
-    experts of a layer."""
+    single experts of a layer."""
     stacks, single = set[tuple[str, str]](), dict[tuple[str, str], set[int]]()
     for name in adapter_config.modules:
         place = expert_place(name, names)

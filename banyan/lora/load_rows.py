@@ -16,7 +16,7 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.bert import ClassHead, EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
-from banyan.models.weights.names import Place
+from banyan.models.weights.names import WeightPlace
 from banyan.ops.lora import GAIN, LOOKED_UP, PRODUCT, SOME_LOOKED_UP, SOME_OUTPUTS, RowPart
 from banyan.ops.stored import RawTensor, StoredWeight
 
@@ -42,8 +42,7 @@ class VocabularyShare:
 
 def shares_of(model: DecoderLM | EncoderLM) -> dict[str, VocabularyShare]:
     """Shares of the embedding and the head, whose ids may be classes. An encoder's head can have
-    two
-    projections."""
+    two projections."""
     embedding = model.embedding
     found = {
         "embedding": VocabularyShare(embedding.share.first, embedding.share.last, embedding.scale),
@@ -59,7 +58,8 @@ def shares_of(model: DecoderLM | EncoderLM) -> dict[str, VocabularyShare]:
 
 
 def check_tokens(model_config: ModelConfig, count: int) -> None:
-    """ConfigError, without the adapter's name, if the base model has fewer than `count` tokens."""
+    """ConfigError, without the adapter's name, if `count` tokens are more than the base model
+    has."""
     if count > model_config.vocab_size:
         raise ConfigError(
             f"it adds {count - model_config.vocab_size} tokens to the {model_config.vocab_size} "
@@ -155,8 +155,7 @@ def token_part(
     module: str, share: VocabularyShare, weight: Tensor, ids: Sequence[int]
 ) -> RowPart | None:
     """weight: [tokens, width], replaces the base model's rows of these ids; None if this rank has
-    none of
-    them."""
+    none of them."""
     mine = sorted((token, at) for at, token in enumerate(ids) if share.first <= token < share.last)
     if not mine:
         return None
@@ -168,11 +167,10 @@ def token_part(
 
 
 def own_rows(
-    slot: WeightSlot, place: Place, whole: StoredWeight
+    slot: WeightSlot, place: WeightPlace, whole: StoredWeight
 ) -> Iterator[tuple[str, int, StoredWeight]]:
     """This rank's rows of a matrix over a projection's outputs: for each part its name, its first
-    output
-    on this rank, and its rows."""
+    output on this rank, and its rows."""
     firsts, first = {}, 0
     for part, shape in slot.shapes.items():
         rule = slot.rules[part]
@@ -199,7 +197,7 @@ class Gains:
         self._biases = biases
         self._found: dict[str, Tensor] = {}
 
-    def add(self, place: Place, gain: Tensor) -> None:
+    def add(self, place: WeightPlace, gain: Tensor) -> None:
         """gain: [outputs], in the checkpoint's order."""
         slot = self._slots[place.module]
         if place.module not in self._found:

@@ -1,6 +1,5 @@
 """LoRAPool: the adapters that are loaded on one rank, by number. The scheduler
-(`lora/scheduling.py`)
-decides which adapters are loaded and when."""
+(`lora/scheduling.py`) decides which adapters are loaded and when."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -75,8 +74,7 @@ def open_lora_pool(
     lora: LoraConfig, model: Model, build: Build, stream: Stream = nullcontext
 ) -> "LoRAPool | None":
     """Open the pool of one rank and load the adapters of --lora-paths; None without LoRA. All ranks
-    must
-    call this.
+    must call this.
 
     Args:
         stream: as for LoRAPool.
@@ -113,8 +111,8 @@ class LoRAPool:
 
     Args:
         base: the model that adapters must fit, with the tables that its layers read.
-        stream: the stream that orders the steps of the device; matrices are copied in order
-            with them.
+        stream: the stream that orders the steps of the device; matrices are copied in order with
+            them.
     """
 
     def __init__(self, base: Base, stream: Stream = nullcontext) -> None:
@@ -127,8 +125,7 @@ class LoRAPool:
         """The adapters of --lora-paths."""
         self._read: _Read | None = None
         """The adapter that was read last and has not been loaded for lack of memory, so that it is
-        read only
-        once."""
+        read only once."""
 
     def load_first(self, places: Sequence[AdapterPlace]) -> None:
         """Load the adapters of --lora-paths as numbers 1, 2 …
@@ -143,7 +140,9 @@ class LoRAPool:
             self.first.append(FirstLoad(loaded.digest, placed.size_bytes))
             log.info(
                 "adapter=%s rank=%d memory=%s path=%s",
-                *(place.name, loaded.rank, megabytes(placed.size_bytes)),
+                place.name,
+                loaded.rank,
+                megabytes(placed.size_bytes),
                 printable(place.path, 200),
             )
 
@@ -214,8 +213,7 @@ class LoRAPool:
 
     def _read_again(self, order: TakeAdapter) -> "_Read | None":
         """The adapter that was read last and not loaded, if its files are unchanged and it is the
-        one that
-        is loaded now."""
+        one that is loaded now."""
         read, self._read = self._read, None
         if read is None or order.digest not in ("", read.digest):
             return None

@@ -1,6 +1,5 @@
 """AdapterSlots: the adapter of each request slot, and so of each token of a step. A device that is
-not
-the host has its own copy."""
+not the host has its own copy."""
 
 import numpy as np
 import torch

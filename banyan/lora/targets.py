@@ -66,8 +66,7 @@ class LoRATargets:
         """Adapters of the current step; a recorded step keeps the object it was recorded with."""
         self.gathered: AdapterTokens | None = None
         """Adapters of the tokens of all replicas or context-parallel ranks of the step; None if
-        layers
-        gather no rows (`Group.gather_rows`)."""
+        layers gather no rows (`Group.gather_rows`)."""
         self.outputs = AdapterTokens(1)
         """Adapters of the tokens whose logits are computed."""
 

@@ -1,11 +1,14 @@
-"""Rooms: where a server that computes prompts hands sequences over to one that continues them.
+"""KV transfers of prefill/decode disaggregation: messages between an engine core and its mover.
 
-A room is one sequence, called so by both servers. What a core tells its mover and hears from it
-goes between plans, like lookups of a store; pages travel as copies of plans, to and from the tier
-PEER.
+A transfer is one sequence that a prefill server computes and a decode server continues. Both name
+it by its transfer id (`bootstrap_room` on the wire). These messages pass between plans, like
+lookups of a store. Pages travel as copies of plans, to and from the tier PEER.
 
-    giving:  OpenRoom → copies → HandOff            ⇢ RoomClosed: taken, expired or closed
-    taking:  SeekRoom ⇢ RoomFound → TakeRoom, copies ⇢ HandOff, or RoomLost at any time
+    prefill side: OpenTransfer → copies → PrefillResult ⇢ TransferClosed: read, expired or closed
+    decode side:  FindTransfer ⇢ TransferFound → ReceiveTransfer, copies ⇢ PrefillResult,
+                  or TransferFailed at any time
+
+The encoded names of fields and the tags are those of older journals.
 """
 
 import msgspec
@@ -13,82 +16,84 @@ import msgspec
 from banyan.messages.plan import RowScores
 
 
-class OpenRoom(msgspec.Struct, frozen=True, tag="open_room"):
-    """A sequence is about to be computed; whoever asks for it may wait."""
+class OpenTransfer(msgspec.Struct, frozen=True, tag="open_room"):
+    """Prefill side: a sequence will be computed; a decode server that asks for it may wait."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
     digest: bytes
-    """Of what the pages depend on beside the model: prompt, weights, embeddings."""
+    """Hash of everything the pages depend on besides the model: prompt, weights, embeddings."""
     tokens: int
-    """Of the prompt, from its first one on, whose pages will come."""
+    """Number of prompt tokens, from the first, whose pages will be sent."""
 
 
-class SeekRoom(msgspec.Struct, frozen=True, omit_defaults=True, tag="seek_room"):
-    """Find the room at the server that gives. Answered by RoomFound or RoomLost."""
+class FindTransfer(msgspec.Struct, frozen=True, omit_defaults=True, tag="seek_room"):
+    """Decode side: find the transfer at the prefill server. Answered by TransferFound or
+    TransferFailed.
+    """
 
-    room: bytes
-    peer: str
+    transfer_id: bytes = msgspec.field(name="room")
+    prefill_address: str = msgspec.field(name="peer")
     """host:port."""
     digest: bytes
     prompt_len: int
-    giver: int = -1
-    """Which replica there was told to compute it; -1 = the one that the room belongs to."""
+    prefill_replica: int = msgspec.field(name="giver", default=-1)
+    """Replica of the prefill server that computes it; -1 = the one that `replica_of` returns."""
 
 
-class TakeRoom(msgspec.Struct, frozen=True, tag="take_room"):
-    """Bring the pages that so many copies from the room name, then the rest of the handoff."""
+class ReceiveTransfer(msgspec.Struct, frozen=True, tag="take_room"):
+    """Decode side: fetch the pages that `copies` page copies name, then the PrefillResult."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
     copies: int
 
 
-class HandOff(msgspec.Struct, frozen=True, omit_defaults=True, tag="hand_off"):
-    """What a sequence is beside its pages, once its prompt has been computed."""
+class PrefillResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="hand_off"):
+    """Everything the decode server needs besides the pages, once the prompt has been computed."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
     tokens: bytes = b""
-    """int32: the first token of the output; none when none was asked for."""
+    """int32: the first output token; empty when none was requested."""
     scores: list[RowScores] = []
-    """Log-probabilities that were asked for, up to that token."""
+    """Requested log-probabilities, up to that token."""
     cached_tokens: int = 0
-    """Of the prompt, those that the giving server found in its cache."""
+    """Prompt tokens that the prefill server found in its cache."""
 
 
-class CloseRoom(msgspec.Struct, frozen=True, omit_defaults=True, tag="close_room"):
-    """The sequence has ended here: nothing more is given, or nothing more is wanted."""
+class CloseTransfer(msgspec.Struct, frozen=True, omit_defaults=True, tag="close_room"):
+    """The sequence has ended here: nothing more is sent, or nothing more is needed."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
 
 
-class RoomFound(msgspec.Struct, frozen=True, tag="room_found"):
-    """The room is open at the other server, which runs the same model."""
+class TransferFound(msgspec.Struct, frozen=True, tag="room_found"):
+    """The transfer is open at the prefill server, which runs the same model."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
     tokens: int
-    """Of the prompt, whose pages come from there: whole pages of that server's size."""
+    """Prompt tokens whose pages it sends: whole pages of its own page size."""
 
 
-class RoomLost(msgspec.Struct, frozen=True, tag="room_lost"):
-    """Nothing more comes from the room: why, and the HTTP status that says so."""
+class TransferFailed(msgspec.Struct, frozen=True, tag="room_lost"):
+    """Nothing more arrives for the transfer. Carries the reason and its HTTP status."""
 
-    room: bytes
+    transfer_id: bytes = msgspec.field(name="room")
     status: int
     text: str
     code: str = "handoff_failed"
 
 
-class RoomClosed(msgspec.Struct, frozen=True, tag="room_closed"):
-    """The memory that an opened room took is free again."""
+class TransferClosed(msgspec.Struct, frozen=True, tag="room_closed"):
+    """Prefill side: the host memory of an open transfer is free again."""
 
-    room: bytes
-
-
-def replica_of(room: bytes, replicas: int) -> int:
-    """Which replica of a server that gives has a room; all sequences of a prompt have the same."""
-    return int.from_bytes(room[:8], "little") % replicas
+    transfer_id: bytes = msgspec.field(name="room")
 
 
-KVTransferOp = OpenRoom | SeekRoom | TakeRoom | HandOff | CloseRoom
-"""From a core to its mover."""
-KVTransferEvent = RoomFound | HandOff | RoomLost | RoomClosed
-"""From a mover to its core."""
+def replica_of(transfer_id: bytes, replicas: int) -> int:
+    """The prefill replica of a transfer. All sequences of one prompt map to the same replica."""
+    return int.from_bytes(transfer_id[:8], "little") % replicas
+
+
+KVTransferOp = OpenTransfer | FindTransfer | ReceiveTransfer | PrefillResult | CloseTransfer
+"""From an engine core to its mover."""
+KVTransferEvent = TransferFound | PrefillResult | TransferFailed | TransferClosed
+"""From a mover to its engine core."""

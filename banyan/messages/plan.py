@@ -1,10 +1,11 @@
-"""The step border: what the engine tells the runner (StepPlan), and what comes back (StepResult).
+"""The step border: StepPlan from engine to runner, StepResult back. Nothing else passes between
+them.
 
-Ranks apply a plan in this order: orders, leaves, joins, grants, copies "before", rows, copies
-"after". A plan with orders runs alone: nothing is in flight before it, nothing until it has ended.
-Nothing else may pass between engine and runner. Token ids travel as int32 little-endian bytes,
-log-probabilities as float32 little-endian bytes, masks as little-endian bits (bit i of the string =
-token i allowed).
+Ranks apply a plan in this order: control ops, leaves, joins, grants, copies "before", rows, copies
+"after". A plan with control ops runs alone: no other plan is in flight with it.
+
+Token ids travel as int32 little-endian bytes, log-probabilities as float32 little-endian bytes,
+masks as little-endian bits (bit i of the string = token i is allowed).
 """
 
 import struct
@@ -24,41 +25,40 @@ POOL = 4
 HIDDEN = 8
 """Row.want: report the hidden states of the row's positions ≥ Row.hidden_from."""
 EXPERTS = 16
-"""Row.want: report the experts that those positions chose, in the place of their states."""
+"""Row.want: report the experts chosen at those positions instead of their states."""
 DEVICE = "device"
 """PageAt.tier: the pages that rows read and write."""
 STORE = "store"
 """PageAt.tier: pages that outlive the process."""
 PEER = "peer"
-"""PageAt.tier: pages that one server gives to another (messages/disaggregation.py)."""
+"""PageAt.tier: pages sent from a prefill to a decode server (messages/disaggregation.py)."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one request does in one step: run positions start … start+count−1 of its slot.
+    """One request in one step: run positions start … start+count−1 of its slot.
 
-    Positions below the slot's known length take the tokens that Join or `given` brought; the
-    position after the last known one takes the runner's own last sampled token. With drafts in
-    flight `start` is an upper bound, used only to grant pages: the true length is the runner's.
+    Positions below the slot's known length take the tokens from Join or `given`. The position after
+    the last known one takes the token that the runner sampled last. With drafts in flight `start`
+    is an upper bound that only serves to grant pages: the runner keeps the true length.
     """
 
     slot: SlotId
     start: int
     count: int
     drafts: int = 0
-    """How many of `count` are draft tokens to verify: the first of the runner's own, from its last
-    result, whether they branch or not. An upper bound like `start`: the row is shorter where the
-    runner had fewer. In a burst
-    (StepPlan.steps) they are what the model itself samples, one step after another."""
+    """How many of `count` are draft tokens to verify: the first ones of the runner's last result,
+    chain or tree. An upper bound like `start`: the row is shorter if the runner had fewer. In a
+    multi-step plan (StepPlan.steps) they are the tokens that the model samples step by step."""
     given: bytes = b""
-    """int32 ids for positions start …; only when nothing of this slot is in flight."""
+    """int32 ids for positions start …; only while nothing of this slot is in flight."""
     want: int = 0
     score_from: int = 0
     masked: bool = False
-    """Sampling waits for this row's masks (one more than it verifies drafts)."""
+    """Sampling waits for this row's masks: drafts + 1 of them."""
     hidden_from: int = 0
     propose: int = 0
-    """Tokens to draft behind what the row samples, at most; told with its result. A drafter that
-    keeps pages of its own writes them there: the slot has pages for so many positions more."""
+    """Most tokens to draft after the sampled ones; they come with the row's result. The slot has
+    pages for this many extra positions, which a drafter with its own KV cache writes."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -72,9 +72,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     score_ids: tuple[int, ...] = ()
     adapter: int = 0
     embeds: bytes = b""
-    """float32 [prompt_len, hidden] in place of the prompt's tokens; b"" when these count."""
+    """float32 [prompt_len, hidden] that replaces the prompt's tokens; b"" = use the tokens."""
     namespace: bytes = b""
-    """Of the prefix cache: drafts are made from what requests of the same one have held."""
+    """Prefix-cache namespace. N-gram drafts come only from requests of the same namespace."""
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -87,8 +87,8 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageAt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Where one page of a group lies: DEVICE by its number, STORE by a key of its content, PEER by
-    its room and its place there."""
+    """Location of one page of a group: DEVICE by page number, STORE by content key, PEER by
+    transfer id and position."""
 
     tier: str
     page: PageId = PADDING_PAGE
@@ -96,14 +96,15 @@ class PageAt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Copy one page of `group`. "before" is visible to this plan's rows, "after" sees their writes.
+    """Copy one page of `group`. Rows of this plan see a "before" copy; "after" copies see their
+    writes.
 
-    Its end is reported by CopyResult, possibly later than the step's own result. When a copy bound
-    to a row fails "before", the runner reports that row as failed too.
+    CopyResult reports the end, possibly later than the step's own result. If a "before" copy that
+    is bound to a row fails, the runner reports that row as failed too.
 
-    A copy to or from a store or a peer is always "before" and bound to no row. To it: the page's
-    bytes are taken at once, so the plan's rows may write the page, and the end comes when they
-    are kept there. From it: nobody uses the page until the end is told.
+    A copy to or from a store or a peer is always "before" and bound to no row. On the way out the
+    bytes are read at once, so the plan's rows may write the page; the copy ends when the bytes are
+    stored. On the way in no request uses the page before the copy has ended.
     """
 
     id: int
@@ -116,20 +117,20 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
     @property
     def is_on_device(self) -> bool:
-        """It ends with its step; other copies end when their mover says so."""
+        """The copy ends with its step. The mover reports the end of all others."""
         return self.src.tier == self.dst.tier == DEVICE
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
-    """Which pages the store holds. Goes to the mover between plans, answered by one Held."""
+    """Ask the store which pages it holds. Sent to the mover between plans; one Held replies."""
 
     id: int
     keys: list[bytes]
 
 
 class Held(msgspec.Struct, frozen=True, omit_defaults=True, tag="held"):
-    """Answer to a Lookup: how many of its keys, from the first on, are in the store in every
-    group. Reaches the engine through receive(); needs no step."""
+    """Reply to a Lookup: how many keys, from the first, the store holds in every group. Reaches the
+    engine through receive(); needs no step."""
 
     id: int
     count: int
@@ -138,7 +139,7 @@ class Held(msgspec.Struct, frozen=True, omit_defaults=True, tag="held"):
 class Mask(msgspec.Struct, frozen=True, array_like=True):
     """Allowed tokens of one masked row: drafts + 1 bit masks, one after another.
 
-    b"" means no constraint: the row has become void while it waited.
+    b"" means no constraint: the row became void while it waited.
     """
 
     step: StepId
@@ -146,18 +147,18 @@ class Mask(msgspec.Struct, frozen=True, array_like=True):
     bits: bytes
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one replica brings to a step that several of them work on."""
+class StepLoad(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The load of one replica in a step that several replicas run together (DP attention)."""
 
     tokens: int
     outputs: int = 0
-    """Tokens that it may sample."""
+    """Most tokens it may sample."""
     scores: int = 0
-    """Most positions of known tokens that it scores."""
+    """Most positions of known tokens it scores."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One step's order sheet. Slots, pages and row order are the engine's decision alone."""
+    """The work of one step. Only the engine assigns slots and pages and orders the rows."""
 
     step: StepId
     leaves: list[SlotId] = []
@@ -166,24 +167,25 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     copies: list[PageCopy] = []
     rows: list[Row] = []
     masks: list[Mask] = []
-    """Masks already known; those that depend on tokens in flight come from complete()."""
-    peers: list[Load] = []
-    """What each replica brings to this step, as they have agreed; [] when it is not joint."""
-    orders: list[ControlOp] = []
-    """One after another; when one cannot be carried out, those behind it are left out."""
+    """Masks that are known already. EngineCore.complete() returns those that depend on tokens in
+    flight."""
+    replica_loads: list[StepLoad] = []
+    """With DP attention: the load of each replica, as agreed; [] otherwise."""
+    control_ops: list[ControlOp] = []
+    """Run in order; after one fails, the rest are skipped."""
     steps: int = 1
-    """A burst: at most so many decode steps, one after another and without a word in between. Each
-    row is its request's newest token and steps - 1 drafts at most. All rows end together: with the
-    shortest of them, where one samples a stop id or fails, or when the engine is in a hurry."""
-    tell: int = 0
-    """Of a burst: the engine is told after each so many of its steps; 0 = at its end alone."""
+    """More than 1 = multi-step decode: at most this many decode steps without the engine. Each row
+    is its request's newest token and at most steps - 1 drafts. All rows end together: with the
+    shortest row, at a sampled stop id, at a failure, or when the engine interrupts."""
+    report_every: int = 0
+    """Multi-step decode: report tokens after every this many steps; 0 = only at the end."""
 
 
 class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Log-probabilities of consecutive positions of one request."""
 
     row: int
-    """Index into StepPlan.rows (-1 once the engine has passed it on)."""
+    """Index into StepPlan.rows; -1 in events to the API process."""
     first: int
     """Absolute position of the first scored token."""
     logprobs: bytes
@@ -197,52 +199,52 @@ class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 
 NOT_FINITE = "the model gave logits that are not finite numbers"
-"""RowFailure.text of a row that nothing can be chosen from for that reason."""
+"""RowFailure.text of a row with NaN or infinite logits."""
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
-    """One row failed; the others of the step are good."""
+    """One row failed; the other rows of the step are valid."""
 
     row: int
     text: str
     status: int = 500
-    """HTTP status of the request's end: 400 when what it asked for cannot be."""
+    """HTTP status for the client: 400 when the request itself is at fault."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Outcome of one plan. A whole-step failure has `error` and nothing else."""
+    """Outcome of one plan. If the whole step failed, only `error` is set."""
 
     step: StepId = NO_STEP
     tokens: list[bytes] = []
-    """int32 ids per row: empty without SAMPLE, 1 … drafts+1 after a verify row: the drafts that
-    stand, then the model's own next token."""
+    """int32 ids per row: empty without SAMPLE; 1 … drafts+1 ids after a verify row: the accepted
+    drafts, then the model's next token."""
     drafts: list[bytes] = []
-    """int32 ids per row that the runner will verify next; [] when nothing drafts."""
+    """int32 ids per row that the runner will verify next; [] without a drafter."""
     scores: list[RowScores] = []
     failed: list[RowFailure] = []
     error: str = ""
     seconds: float = 0.0
     vectors: list[bytes] = []
-    """float32 per row, empty without POOL; [] when no row of the step has it."""
+    """float32 per row, empty without POOL; [] when no row wants it."""
     hidden: list[bytes] = []
     """Per row, empty without HIDDEN and EXPERTS: float32 [n, hidden], or int32 [n, layers,
-    per_token], 0 in layers without experts. [] when no row of the step has them."""
+    per_token], 0 in layers without experts. [] when no row wants them."""
     draft_seconds: float = 0.0
     """The part of `seconds` that drafting took."""
     replies: list[ControlOpReply] = []
-    """Of the plan's orders, up to the first that could not be carried out."""
+    """One per control op, up to the first that failed."""
     parents: list[bytes] = []
-    """int32 per row, for each of its `drafts` which of them it follows, one before it, or -1, the
-    newest token (base/draft_tree.py); empty for a chain; [] when no row's drafts branch."""
+    """int32 per row: for each of its `drafts` the index of its parent draft, or -1 for the newest
+    token (base/draft_tree.py). Empty for a chain; [] when no row has a tree."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):
-    """Copies that ended. Reaches the engine through receive(); needs no step."""
+    """Copies that have ended. Reaches the engine through receive(); needs no step."""
 
     ids: list[int]
     failed: list[int] = []
     seconds: float = 0.0
-    """What reading those of `ids` from the store took; 0 for other copies."""
+    """Time to read `ids` from the store; 0 for other copies."""
 
 
 def device_page(page: PageId) -> PageAt:
@@ -253,18 +255,18 @@ def stored_page(key: bytes) -> PageAt:
     return PageAt(STORE, key=key)
 
 
-_PLACE = struct.Struct("<Q")
-ROOM_BYTES = 12
-"""Of the name of a room."""
+_POSITION = struct.Struct("<Q")
+TRANSFER_ID_BYTES = 12
 
 
-def peer_page(room: bytes, position: int) -> PageAt:
-    """The page of a group that begins with this token of the sequence of a room; of a STATE group,
-    what was behind so many tokens."""
-    return PageAt(PEER, key=room + _PLACE.pack(position))
+def peer_page(transfer_id: bytes, position: int) -> PageAt:
+    """The page of a transfer that begins with token `position` of the sequence. In a STATE group:
+    the state after `position` tokens.
+    """
+    return PageAt(PEER, key=transfer_id + _POSITION.pack(position))
 
 
-def place_of(key: bytes) -> tuple[bytes, int]:
-    """(room, position) of a peer's page."""
-    (position,) = _PLACE.unpack_from(key, ROOM_BYTES)
-    return key[:ROOM_BYTES], position
+def transfer_position(key: bytes) -> tuple[bytes, int]:
+    """(transfer id, position) from the key of a peer page."""
+    (position,) = _POSITION.unpack_from(key, TRANSFER_ID_BYTES)
+    return key[:TRANSFER_ID_BYTES], position

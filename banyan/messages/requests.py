@@ -1,4 +1,4 @@
-"""Messages from a front to an engine."""
+"""Messages from the API process to an engine."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ NO_HIDDEN = -1
 
 
 NO_CALL = 0
-"""`RunControlOps.call` of orders that nobody asked for: calls are counted from 1."""
+"""`RunControlOps.call` of operations that need no reply. Calls are counted from 1."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
@@ -24,11 +24,11 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Prompt, int32 little-endian."""
     sampling: SamplingParams
     origin: str = ""
-    """Which front asked, when an engine serves several."""
+    """Which API process sent it, when an engine serves several."""
     namespace: bytes = b""
     """Prefix-cache namespace (tenant salt, extra key): only equal namespaces share pages."""
     adapter: str = ""
-    """Name of the adapter that answers; "" = the model by itself."""
+    """Name of the LoRA adapter; "" = the base model."""
     priority: int = 0
     score_from: int = NO_SCORES
     """First position whose token's log-probability is wanted; prompt length = output only."""
@@ -37,68 +37,69 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     score_ids: tuple[int, ...] = ()
     """Token ids whose log-probability is reported at each scored position."""
     grammar: str = ""
-    """What the output must look like (messages/constraint.py); "" for anything."""
+    """Encoded constraint on the output (messages/constraint.py); "" = unconstrained."""
     pool: bool = False
-    """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
+    """Return the pooled vector of the prompt; max_new_tokens is then 0."""
     hidden_from: int = NO_HIDDEN
     """First position whose hidden state is wanted."""
     wants_experts: bool = msgspec.field(name="tells_experts", default=False)
-    """The experts chosen at the positions from `hidden_from` on are wanted, not their states."""
+    """From `hidden_from` on, return the chosen experts of each position instead of its state."""
     caller: bytes = b""
-    """Whose share of the steps, and of the time that constraints take to compile, it is part of."""
+    """Key of the caller for fair scheduling and for its share of grammar compile time."""
     weight: float = 1.0
-    """Of that share against those of others."""
+    """The caller's share relative to other callers."""
     embeds: bytes = b""
-    """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
-    room: bytes = b""
-    """Where one server hands it over to another (messages/disaggregation.py); b"" = nowhere."""
-    peer: str = ""
-    """host:port of the server that hands it over."""
+    """float32 [prompt, hidden] that replaces the prompt's tokens, which are then placeholders."""
+    transfer_id: bytes = msgspec.field(name="room", default=b"")
+    """Id of the KV transfer between a prefill and a decode server (messages/disaggregation.py);
+    b"" = no disaggregation."""
+    prefill_address: str = msgspec.field(name="peer", default="")
+    """host:port of the prefill server."""
     replica: int = -1
-    """Which replica takes it; -1 = whichever is chosen."""
+    """Index of the replica that runs the request; -1 = load balancing decides."""
     prefill_replica: int = msgspec.field(name="giver", default=-1)
-    """Replica of the prefill server that computes the prompt; -1 = chosen by the room."""
+    """Index of the replica on the prefill server; -1 = the one that `transfer_id` maps to."""
     stream_interval: int = msgspec.field(name="stride", default=0)
-    """Least tokens per chunk for its reader; 0 = everything at the end."""
+    """Report tokens in pieces of at least this many; 0 = only at the end."""
     pin_s: float = 0.0
-    """Once it has ended, the whole pages of its prompt stay for so long; 0 = as any others."""
+    """Seconds that the whole pages of the prompt stay cached after the end; 0 = not pinned."""
     pin_priority: int = 0
-    """What is pinned with a lower one gives way first."""
+    """Pins with a lower priority are dropped first when a request needs their pages."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The client has gone or asked to stop: end it at any state. Unknown ids do nothing."""
+    """End a request in any state; the client left or asked to stop. Unknown ids are ignored."""
 
     request: RequestId
 
 
 class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
-    """The front's verdict on stop strings and regexes: keep `length` output tokens and finish."""
+    """A stop string or regex matched: keep `length` output tokens and finish."""
 
     request: RequestId
     length: int
 
 
 class RetractAll(msgspec.Struct, frozen=True, tag="retract_all"):
-    """Take the pages of every running request back; each waits and recomputes later."""
+    """Retract every running request; each returns to the queue and recomputes later."""
 
 
 class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
-    """Let the pages go that a request had pinned; "" = those of all."""
+    """Drop the pin of a request; "" = all pins."""
 
     request: RequestId = RequestId("")
 
 
 class RunControlOps(msgspec.Struct, frozen=True, tag="give_orders"):
-    """Let every rank carry these out between two steps; answered by one `Reply`."""
+    """Run these operations on every rank between two steps; answered by one `Reply`."""
 
     call: int
-    """NO_CALL = nobody is answered."""
-    orders: list[ControlOp]
+    """NO_CALL = no reply."""
+    ops: list[ControlOp] = msgspec.field(name="orders")
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Take an adapter that requests may name from then on; answered by one `Reply`."""
+    """Register a LoRA adapter that requests may then name; answered by one `Reply`."""
 
     call: int
     name: str
@@ -107,14 +108,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """Forget an adapter once its requests have ended; answered by one `Reply`."""
+    """Unregister an adapter after its requests have ended; answered by one `Reply`."""
 
     call: int
     name: str
 
 
 class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):
-    """An administrative verb (engine/control.py), answered by one `Reply` with the same call."""
+    """An administrative verb (engine/control.py); answered by one `Reply` with the same call."""
 
     call: int
     verb: str

@@ -14,7 +14,7 @@ from banyan.base.log import logger, printable
 from banyan.config.schema import Config, LoadConfig
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import FULL, EagleFacts, ModelConfig
+from banyan.model_config.model_config import FULL, DraftModelFields, ModelConfig
 
 log = logger(__name__)
 
@@ -69,7 +69,7 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
     source = told if told.has("block_size") else facts
     block = source.integer("block_size", 2, _MOST_BLOCK, default=_USUAL_BLOCK)
     mask = told if told.has("mask_token_id") else facts
-    eagle = EagleFacts(
+    eagle = DraftModelFields(
         served.vocab_size,
         _taps_of(told if told.has("target_layer_ids") else facts, model_config, served, name),
         block=block,

@@ -26,7 +26,7 @@ def draft_of(config: Config) -> LoadConfig:
     """How the draft model is read. What the flags say about the served model's files does not hold
     for it, and what they say about numbers does."""
     speculative = config.speculative
-    if speculative.is_ahead:
+    if speculative.is_mtp:
         return config.model
     return replace(
         config.model,
@@ -62,11 +62,11 @@ def draft_model_config(
     return read_model_config(model.path, model.load_format)
 
 
-def find_the_draft(
+def find_draft_model(
     config: Config,
     model_config: ModelConfig,
     environment: Environment,
-    check_the_quantization: Rule,
+    check_quantization: Rule,
 ) -> Config:
     """Fetch the draft model and see whether it goes with the one of `model_config`.
 
@@ -79,8 +79,8 @@ def find_the_draft(
     if not speculative.is_model:
         return config
     flag = f"--speculative-algorithm {speculative.algorithm}"
-    if speculative.is_ahead:
-        _check_the_ahead(config, model_config, flag)
+    if speculative.is_mtp:
+        _check_mtp_layers(config, model_config, flag)
         return config
     if not speculative.draft_source:
         raise ConfigError(
@@ -94,7 +94,7 @@ def find_the_draft(
     draft = draft_model_config(speculative, model, model_config)
     _check_the_pair(config, model_config, draft, model.source)
     try:
-        checked = check_the_quantization(replace(config, model=model), draft, environment)
+        checked = check_quantization(replace(config, model=model), draft, environment)
     except ConfigError as error:
         raise ConfigError(
             error.text.replace("--quantization", "--speculative-draft-model-quantization"),
@@ -112,7 +112,7 @@ def find_the_draft(
     return replace(config, speculative=found)
 
 
-def _check_the_ahead(config: Config, model_config: ModelConfig, flag: str) -> None:
+def _check_mtp_layers(config: Config, model_config: ModelConfig, flag: str) -> None:
     """Refuse what brings no layer for drafting, and flags about models that are elsewhere."""
     speculative = config.speculative
     given = {
@@ -129,7 +129,7 @@ def _check_the_ahead(config: Config, model_config: ModelConfig, flag: str) -> No
     another = "use --speculative-algorithm STANDALONE with a small model, or NGRAM"
     if config.model.implementation == "transformers":
         raise ConfigError(f"{flag} and --model-impl transformers exclude each other", hint=another)
-    if not model_config.num_ahead:
+    if not model_config.num_mtp_layers:
         raise ConfigError(
             f"{flag}: {printable(model_config.path)} says nothing of a layer for drafting "
             "(num_nextn_predict_layers, nextn_predict_layers)",
@@ -137,8 +137,8 @@ def _check_the_ahead(config: Config, model_config: ModelConfig, flag: str) -> No
             "takes a model that was trained to draft as --speculative-draft-model-path; or "
             f"{another}",
         )
-    ahead = FAMILIES.load(model_config.architecture).ahead
-    if ahead is None or model_config.format not in ahead.names:
+    mtp = FAMILIES.load(model_config.architecture).mtp
+    if mtp is None or model_config.format not in mtp.names:
         raise ConfigError(
             f"{flag}: the layer for drafting of {model_config.architecture} is not run here from "
             f"{model_config.format}",

@@ -13,7 +13,7 @@ from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.families.base import MAX_WIDTH
 from banyan.model_config.checkpoint import PICKLED, read_model_config
 from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import EagleFacts, ModelConfig
+from banyan.model_config.model_config import DraftModelFields, ModelConfig
 
 _PLAIN = "LlamaForCausalLM"
 _THIRD = "EAGLE3"
@@ -64,7 +64,7 @@ def eagle_model_config(
     if kind != _THIRD:
         tokens = _mapped(speculative.token_map, served.vocab_size)
         return (
-            replace(model_config, eagle=EagleFacts(len(tokens), tokens=tokens))
+            replace(model_config, eagle=DraftModelFields(len(tokens), tokens=tokens))
             if tokens
             else model_config
         )
@@ -118,7 +118,7 @@ def _is_pickled(folder: str) -> bool:
 
 def _eagle_facts(
     facts: Facts, model_config: ModelConfig, served: ModelConfig, name: str
-) -> EagleFacts:
+) -> DraftModelFields:
     """What a draft model of EAGLE3 says beside the sizes of its block."""
     known = facts.integer(
         "draft_vocab_size", 1, model_config.vocab_size, default=model_config.vocab_size
@@ -152,7 +152,7 @@ def _eagle_facts(
             f"model has {served.num_layers:,}",
             hint="name the draft model that was trained for this model",
         )
-    return EagleFacts(known, tuple(numbers))
+    return DraftModelFields(known, tuple(numbers))
 
 
 def check_the_eagle(

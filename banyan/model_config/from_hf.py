@@ -15,15 +15,15 @@ from banyan.base.json_types import is_object
 from banyan.base.log import printable
 from banyan.families import FAMILIES, known_classes
 from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
-from banyan.model_config.encoders import (
+from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
+from banyan.model_config.pooling import (
     is_bare,
     is_classifier,
     labels_of,
     read_pooling,
     separator_of,
 )
-from banyan.model_config.facts import Facts, read_json
-from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.quantization import form_of
 
 MAX_LAYERS = 1024

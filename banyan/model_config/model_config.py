@@ -226,20 +226,20 @@ class QuantFacts:
 
 
 @dataclass(frozen=True)
-class EagleFacts:
+class DraftModelFields:
     """Of a model that was trained to draft for another one.
 
     Attributes:
         num_tokens: of the other model's vocabulary, those that it knows.
-        taps: the other model's layers whose inputs it reads, from the first on; () = it reads the
-            hidden states.
+        aux_layers: layers of the target model whose inputs it reads, in order; () = it reads the
+            last hidden states.
         tokens: ids of what it knows, where the checkpoint does not say so.
         block: tokens that it reads at once, the newest one and masks; 0 = it reads one by one.
         mask: id of a mask.
     """
 
     num_tokens: int
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     block: int = 0
     mask: int = 0
@@ -347,8 +347,8 @@ class ModelConfig:
     quant: QuantFacts | None = None
     """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
     dtype: str = "float32"
-    eagle: EagleFacts | None = None
-    num_ahead: int = 0
+    eagle: DraftModelFields | None = None
+    num_mtp_layers: int = 0
     """Layers behind the last one that the checkpoint brings for drafting; what is answered is not
     theirs."""
     bos_id: int | None = None

@@ -17,7 +17,7 @@ from banyan.model_config.model_config import FULL, WINDOW, ExpertFacts, ModelCon
 _SOFTMAX, _SIGMOID = 1, 2
 _OTHER_NAMES = {"MixtralForCausalLM": "llama", "MistralForCausalLM": "llama"}
 """Classes whose files are of another one's architecture."""
-_NOT_HELD = ("path", "format", "model_type", "dtype", "quant", "num_ahead")
+_NOT_HELD = ("path", "format", "model_type", "dtype", "quant", "num_mtp_layers")
 _EOS_KEYS = ("eos", "eot", "eom")
 _WITH_PERIODS = ("ernie4_5-moe",)
 """Whose files say every how many layers there are experts."""

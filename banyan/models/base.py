@@ -1,4 +1,4 @@
-"""What the runner needs of a model, whatever it is made of."""
+"""The interface between the runner and a model."""
 
 from typing import Protocol
 
@@ -10,19 +10,19 @@ from banyan.model_config.model_config import ModelConfig
 
 
 class Model(Protocol):
-    """One rank's share of a model, filled with weights.
+    """One rank's part of a model, with weights.
 
     Attributes:
-        caches: what its layers keep between steps, by layer number.
-        narrows: it goes on with some tokens alone behind its last attention, `StepInputs.chosen`.
+        caches: caches of its layers, by layer number.
+        prunes_to_outputs: supports `StepInputs.output_tokens`.
     """
 
     model_config: ModelConfig
     caches: list[LayerCache]
-    narrows: bool
+    prunes_to_outputs: bool
 
     def forward(self, step: StepInputs) -> Tensor:
-        """returns: hidden states after the last norm, of the step's tokens or of those chosen,
+        """returns: hidden states after the last norm, of all tokens or of `output_tokens`,
         [tokens, hidden_size]."""
         ...
 
@@ -31,5 +31,6 @@ class Model(Protocol):
         ...
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        """pooled: [n, hidden_size]; returns scores [n, classes], or `pooled` if there are no
+        classes."""
         ...

@@ -1,7 +1,7 @@
 """EncoderLM: BERT (arXiv 1810.04805) and RoBERTa / XLM-R, which differ in names and positions.
 
-A prompt is read whole, every token sees every other; the hidden states are pooled by the runner.
-With classes, the first token's state goes through one dense layer with tanh and a last projection.
+A prompt is read at once and every token sees every other. The runner pools the hidden states. With
+classes, the first token's state goes through a dense layer with tanh and an output projection.
 """
 
 import torch
@@ -21,7 +21,7 @@ from banyan.parallel.groups import Group
 
 
 class EncoderLayer(nn.Module):
-    """Norms stand behind attention and feed-forward, on the sum with what went in."""
+    """A block with norms after attention and feed-forward, on the sum with the input."""
 
     def __init__(self, model_config: ModelConfig, layer: int, build: Build) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class EncoderLayer(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """out(tanh(dense(x))): scores of the card's classes, every rank all of it."""
+    """out(tanh(dense(x))): class scores, replicated on every rank."""
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class ClassHead(nn.Module):
 
 
 class EncoderLM(nn.Module):
-    """One rank's share of an encoder. Empty until `models.weights.loader` has filled it."""
+    """One rank's part of an encoder. Empty until `models.weights.loader` has filled it."""
 
-    narrows = False
+    prunes_to_outputs = False
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -98,14 +98,15 @@ class EncoderLM(nn.Module):
         return x
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        """pooled: [n, hidden_size]; returns scores [n, classes], or `pooled` if there are no
+        classes."""
         return pooled if self.head is None else self.head(pooled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError("an encoder has no next token")
 
     def _segments_of(self, step: StepInputs) -> Tensor:
-        """Segment of each token, [tokens]: 1 behind the first separator of its row, else 0.
+        """Segment of each token, [tokens]: 1 after the first separator of its row, else 0.
 
         A prompt starts at position 0, so counts restart there.
         """

@@ -1,8 +1,9 @@
-"""DecoderLM: the common decoder-only transformer, its sizes from the card, its form from a family.
+"""DecoderLM: the common decoder-only transformer; sizes come from the model config, the form from
+the family.
 
-Blocks of attention and feed-forward around a residual stream. Constants that only scale are folded
-where they cost nothing: a factor r on what joins the stream is a stream that is r times smaller,
-which a norm does not see but for its eps. Knows no files.
+Blocks of attention and feed-forward around a residual stream. Constant factors are folded where
+they cost nothing: a factor r on what is added to the stream becomes a stream that is r times
+smaller, which norms ignore except for their eps.
 """
 
 from typing import cast
@@ -15,40 +16,39 @@ from banyan.layers.build import Build
 from banyan.layers.cache_spec import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.gated_delta_net import GatedDeltaNet
-from banyan.layers.kimi_delta_attention import DeltaByKey
+from banyan.layers.kimi_delta_attention import KimiDeltaAttention
 from banyan.layers.latent_attention import LatentAttention, LatentShape
 from banyan.layers.lightning_attention import LightningAttention
 from banyan.layers.linear import ColumnLinear
-from banyan.layers.mamba import SelectiveState
-from banyan.layers.mamba2 import StateSpace
+from banyan.layers.mamba import Mamba
+from banyan.layers.mamba2 import Mamba2
 from banyan.layers.mlp import GatedMLP, PlainMLP
-from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
+from banyan.layers.norm import LayerNorm, ResidualNorm, ResidualSum, RMSNorm
 from banyan.layers.rotary import Angles, Rotary
-from banyan.layers.shared_block import SharedBlock, Taking
+from banyan.layers.shared_block import SharedBlock, SharedBlockLayer
 from banyan.layers.short_conv import GatedConv
-from banyan.layers.step_inputs import Chosen, StepInputs
+from banyan.layers.step_inputs import OutputTokens, StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelConfig
 from banyan.moe.layer import ExpertBlock
 from banyan.parallel.groups import Group
 
-Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState | LightningAttention
-"""What mixes tokens by a state."""
+StateLayer = GatedConv | Mamba2 | GatedDeltaNet | KimiDeltaAttention | Mamba | LightningAttention
+"""Layers that mix tokens through a recurrent state."""
 _MIXERS = {
-    "scan": StateSpace,
+    "scan": Mamba2,
     "delta": GatedDeltaNet,
-    "delta by key": DeltaByKey,
-    "selective": SelectiveState,
+    "delta by key": KimiDeltaAttention,
+    "selective": Mamba,
     "lightning": LightningAttention,
 }
 
 
 class DecoderLayer(nn.Module):
-    """
-    Args:
-        card, family: of the whole model.
-        layer: index of this block.
-        block: that it shares with others; None = it has all weights for itself.
+    """Args:
+    model_config, family: of the whole model.
+    layer: index of this block.
+    block: weights that it shares with other layers; None = all weights are its own.
     """
 
     def __init__(
@@ -64,20 +64,18 @@ class DecoderLayer(nn.Module):
         self.rope = model_config.rope_of(layer)
         self.is_parallel = family.parallel
         self.is_normed = model_config.normed_stream is not None
-        before, between = _joins_before(model_config, layer)
+        before, between = _stream_factors(model_config, layer)
         self.attention_norm = _stream(model_config, family, build, before)
         self.attention = None
         if model_config.kind_of(layer) != NONE and block is None:
             self.attention = _attention(model_config, family, layer, build)
-        beside = (
-            model_config.num_layers + layer
-        )  # numbers its states apart from the keys and values
+        number = model_config.num_layers + layer  # keys and values of the layer have `layer`
         is_both = model_config.kind_of(layer) == BOTH
-        state = _keeping(model_config, beside, build) if is_both else None
+        state = _state_layer(model_config, number, build) if is_both else None
         self.shared, self.state = None, state
         if block is not None:
             shape = attention_shape(model_config, family, layer)
-            self.shared = Taking(model_config, shape, block, build)
+            self.shared = SharedBlockLayer(model_config, shape, block, build)
             self.attention, self.state = state, None
         self.attention_post_norm = _post_norm(model_config, family, build)
         self.mlp = _feed_forward(model_config, family, layer, build)
@@ -93,17 +91,18 @@ class DecoderLayer(nn.Module):
         angles: Angles | None,
         step: StepInputs,
         first: Tensor | None = None,
-        chosen: Chosen | None = None,
+        output_tokens: OutputTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x: what the block before adds to the residual stream, None before the first block;
-        first: what the first layer read; returns the same two, of those chosen where some are."""
+        """x: output of the previous block, None before the first block; residual: the stream
+        without it;
+        first: the first layer's input; returns the same two, for `output_tokens` only if given."""
         attended, x, residual = self._mix(x, residual, angles, step, first)
-        if chosen is not None:
-            residual = chosen.of(residual, self.ops)
+        if output_tokens is not None:
+            residual = output_tokens.of(residual, self.ops)
             if attended is not None:
-                attended = chosen.of(attended, self.ops)
+                attended = output_tokens.of(attended, self.ops)
             if self.mlp_norm is None:
-                x = chosen.of(x, self.ops)
+                x = output_tokens.of(x, self.ops)
         return self._feed(attended, x, residual)
 
     def _mix(
@@ -114,8 +113,8 @@ class DecoderLayer(nn.Module):
         step: StepInputs,
         first: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What reads other tokens: what it makes of them (None where nothing does), what it read,
-        and the residual stream."""
+        """Attention or state layer: its output (None if the layer has neither), its input, and the
+        residual stream."""
         if self.shared is not None:
             stream = x if residual is None else self.ops.add(x, residual)
             assert self.attention is not None and first is not None
@@ -131,9 +130,9 @@ class DecoderLayer(nn.Module):
         return attended, x, residual
 
     def _feed(self, attended: Tensor | None, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What follows, in which each token is by itself."""
+        """The rest of the layer, which processes each token by itself."""
         if attended is None:
-            assert self.mlp is not None, "a layer of nothing"
+            assert self.mlp is not None, "a layer without any part"
             return self.mlp(x), residual
         if self.mlp is None:
             return attended, residual
@@ -149,13 +148,13 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderLM(nn.Module):
-    """One rank's share of a model. Empty until `models.weights.loader` has filled it.
+    """One rank's part of a model. Empty until `models.weights.loader` has filled it.
 
     Args:
-        served_length: longest request in tokens; 0 = the card's context length.
+        served_length: longest request in tokens; 0 = the model's context length.
     """
 
-    narrows = True
+    prunes_to_outputs = True
 
     def __init__(
         self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
@@ -191,7 +190,7 @@ class DecoderLM(nn.Module):
             for rope in dict.fromkeys(model_config.rope_of(layer) for layer in self.stage)
             if rope.kind != "none"
         }
-        last = _stream_eps(model_config, _joins_before(model_config, model_config.num_layers)[0])
+        last = _stream_eps(model_config, _stream_factors(model_config, model_config.num_layers)[0])
         self.norm = _norm(model_config, family, last, build)
         self.head: Logits | ColumnLinear | None = None
         if model_config.labels:
@@ -201,27 +200,34 @@ class DecoderLM(nn.Module):
             )
         elif model_config.pooling is None:
             self.head = Logits(
-                *(vocab, size, build, model_config.logit_scale, model_config.logit_cap),
-                *(model_config.head_bias, model_config.has_normed_head),
+                vocab,
+                size,
+                build,
+                model_config.logit_scale,
+                model_config.logit_cap,
+                model_config.head_bias,
+                model_config.has_normed_head,
             )
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
-        share the step's tokens, or of those chosen; of a stage before the last one what the next
-        one goes on with, as `step.carried`."""
+        share the step's tokens, or of `output_tokens` only. A stage before the last returns the
+        input of the next stage (`step.previous_states`)."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
         stages = self.stages
-        x, residual = step.carried, None
+        x, residual = step.previous_states, None
         if stages.rank == 0:
-            x = self.embedding(step.tokens, step.embedded)
-        assert x is not None, "nothing has come from the stage before"
+            x = self.embedding(step.tokens, step.input_embeddings)
+        assert x is not None, "the previous stage sent nothing"
         first = x
         for number in self.stage:
-            if step.taps is not None:
-                step.taps.take(number, x, residual, self.ops, self.context)
+            if step.aux_hidden_states is not None:
+                step.aux_hidden_states.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
-            chosen = step.chosen if number == self.model_config.num_layers - 1 else None
-            x, residual = layer(x, residual, angles.get(layer.rope), step, first, chosen)
+            output_tokens = (
+                step.output_tokens if number == self.model_config.num_layers - 1 else None
+            )
+            x, residual = layer(x, residual, angles.get(layer.rope), step, first, output_tokens)
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)
@@ -233,12 +239,13 @@ class DecoderLM(nn.Module):
         return cast(SharedBlock, self.shared[takers.index(layer) % len(self.shared)])
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        """pooled: [n, hidden_size]; returns scores [n, classes], or `pooled` if there are no
+        classes."""
         return pooled if self.head is None else self.head(pooled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
-        assert self.head is not None, "a model for vectors has no logits"
+        assert self.head is not None, "an embedding model has no logits"
         return self.head(hidden)
 
 
@@ -248,13 +255,13 @@ def stage_of(num_layers: int, stages: Group) -> range:
 
 
 def layers_of(num_layers: int, stage: int, stages: int) -> range:
-    """The layers of one of so many stages."""
+    """The layers of one of `stages` stages."""
     first, last = (num_layers * at // stages for at in (stage, stage + 1))
     return range(first, last)
 
 
 def _shared(model_config: ModelConfig, family: Family, build: Build) -> list[SharedBlock]:
-    """The blocks that layers take in turns."""
+    """The blocks whose weights layers share."""
     if model_config.shared is None:
         return []
     shape = attention_shape(model_config, family, model_config.takers[0])
@@ -264,7 +271,7 @@ def _shared(model_config: ModelConfig, family: Family, build: Build) -> list[Sha
 def _feed_forward(
     model_config: ModelConfig, family: Family, layer: int, build: Build
 ) -> GatedMLP | PlainMLP | ExpertBlock | None:
-    """None where a layer does nothing but mix tokens."""
+    """None if a layer only mixes tokens."""
     mixes_only = family.has_single_parts and model_config.kind_of(layer) != NONE
     if not model_config.intermediate_size or mixes_only:
         return None
@@ -292,10 +299,10 @@ def _feed_forward(
 
 def _attention(
     model_config: ModelConfig, family: Family, layer: int, build: Build
-) -> Attention | LatentAttention | Keeping:
-    """What mixes tokens in this layer."""
+) -> Attention | LatentAttention | StateLayer:
+    """The layer that mixes tokens."""
     if model_config.kind_of(layer) == STATE:
-        return _keeping(model_config, layer, build)
+        return _state_layer(model_config, layer, build)
     if model_config.latent is not None:
         shape = LatentShape(
             layer=layer,
@@ -311,7 +318,7 @@ def _attention(
 
 
 def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> AttentionShape:
-    """Of a layer that keeps keys and values per head."""
+    """Attention sizes of a layer that keeps keys and values per head."""
     return AttentionShape(
         layer=layer,
         dim=model_config.hidden_size,
@@ -334,19 +341,19 @@ def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> At
     )
 
 
-def _keeping(model_config: ModelConfig, layer: int, build: Build) -> Keeping:
-    """What mixes tokens by a state."""
+def _state_layer(model_config: ModelConfig, layer: int, build: Build) -> StateLayer:
+    """The layer that mixes tokens through a state."""
     facts, dim = model_config.state, model_config.hidden_size
-    assert facts is not None, f"layer {layer} keeps a state of which the card says nothing"
+    assert facts is not None, f"layer {layer} keeps a state that the model config does not describe"
     if facts.mixer == "conv":
         return GatedConv(layer, dim, facts, build)
     mixer = _MIXERS[facts.mixer]
     return mixer(layer, dim, facts, model_config.norm_eps, build)
 
 
-def _joins_before(model_config: ModelConfig, layer: int) -> tuple[float, float]:
-    """Factors on a normed stream where blocks have joined it: before a layer, and between what
-    mixes tokens in it and its feed-forward block."""
+def _stream_factors(model_config: ModelConfig, layer: int) -> tuple[float, float]:
+    """Factors on a normed residual stream: before a layer, and between its attention and its
+    feed-forward block."""
     facts = model_config.normed_stream
     if facts is None:
         return 1.0, 1.0
@@ -355,14 +362,14 @@ def _joins_before(model_config: ModelConfig, layer: int) -> tuple[float, float]:
 
 
 def _stream_eps(model_config: ModelConfig, factor: float = 1.0) -> float:
-    """eps of norms of the residual stream, which is kept 1/residual_scale times as large, and
-    as much smaller as a factor on all of it says."""
+    """eps of norms of the residual stream, which is stored divided by residual_scale and by
+    `factor`."""
     return model_config.norm_eps / (model_config.residual_scale * factor) ** 2
 
 
-def _stream(model_config: ModelConfig, family: Family, build: Build, factor: float) -> Stream:
+def _stream(model_config: ModelConfig, family: Family, build: Build, factor: float) -> ResidualNorm:
     if not family.pre_norm:
-        return Sum(build.ops)
+        return ResidualSum(build.ops)
     return _norm(model_config, family, _stream_eps(model_config, factor), build)
 
 

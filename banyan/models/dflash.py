@@ -1,10 +1,9 @@
-"""A model that drafts a block at once for another one (DFlash, arXiv 2602.06036).
+"""DFlashLM: a draft model that predicts a block of tokens at once (DFlash).
 
-Its blocks are those of Qwen3. What it knows of a request are states made of what came to some
-layers of the other model: each of its layers takes keys and values from them, the same states in
-every layer. Behind those it reads the newest token and masks, all of which read each other, and
-what it makes of a mask tells the token in the mask's place. Embedding and head are the other
-model's. Position j keeps what was made of the state of token j.
+Its layers read keys and values computed from auxiliary hidden states of the target model, the same
+states in every layer. The newest token and the masks after it attend to each other; the output at a
+mask predicts the token at its position. Embedding and head are the target model's. Position j keeps
+keys and values of token j's state.
 """
 
 from dataclasses import replace
@@ -26,8 +25,9 @@ from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 
 
-class BlockLM(DecoderLM):
-    """Satisfies `models.base.Model`; a step is blocks, whose tokens read each other."""
+class DFlashLM(DecoderLM):
+    """Satisfies `models.base.Model`; a step consists of blocks whose tokens attend to each
+    other."""
 
     def __init__(
         self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
@@ -37,45 +37,46 @@ class BlockLM(DecoderLM):
         del self.embedding, self.head
         self.facts, self.width = model_config.eagle, model_config.hidden_size
         outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
-        inputs = len(model_config.eagle.taps) * model_config.hidden_size
+        inputs = len(model_config.eagle.aux_layers) * model_config.hidden_size
         self.join = ColumnLinear(inputs, outputs, rules, False, Group(), build)
         self.state_norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
 
-    def borrow(self, model: DecoderLM) -> None:
-        """Take the embedding and the head of the model that it drafts for."""
+    def share_embeddings(self, model: DecoderLM) -> None:
+        """Use the target model's embedding and head."""
         assert isinstance(model.head, Logits)
         self.embedding, self.head = model.embedding, model.head
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the other model whose inputs it reads."""
-        return self.facts.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target model whose inputs it reads."""
+        return self.facts.aux_layers
 
-    def take_in(self, states: Tensor) -> Tensor:
-        """states: [n, taps · hidden_size]; returns what its layers know of them, [n, width]."""
+    def project_states(self, states: Tensor) -> Tensor:
+        """states: [n, aux layers · hidden_size]; returns the input of its layers' keys and values,
+        [n, width]."""
         return self.state_norm(self.join(states))
 
     @property
-    def reader(self) -> "StateReader":
-        return StateReader(self)
+    def state_writer(self) -> "DFlashStateWriter":
+        return DFlashStateWriter(self)
 
 
-class StateReader(nn.Module):
-    """Satisfies `models.base.Model`: writes what a BlockLM keeps of the other model's tokens, whose
-    states come as `StepInputs.carried`. It tells no tokens."""
+class DFlashStateWriter(nn.Module):
+    """Satisfies `models.base.Model`: writes keys and values of the target model's tokens, whose
+    projected states arrive as `StepInputs.previous_states`. Has no logits."""
 
-    narrows = False
+    prunes_to_outputs = False
 
-    def __init__(self, blocks: BlockLM) -> None:
+    def __init__(self, blocks: DFlashLM) -> None:
         super().__init__()
         self.model_config = replace(blocks.model_config, pooling=Pooling())
         self.caches: list[LayerCache] = blocks.caches
-        self._blocks = [blocks]  # not its own: no weights are its
+        self._blocks = [blocks]  # in a list, so that it is not registered as a submodule
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: [tokens, hidden_size], the states."""
-        (blocks,), states = self._blocks, step.carried
-        assert states is not None, "the states are what is read"
+        (blocks,), states = self._blocks, step.previous_states
+        assert states is not None, "the states are its input"
         angles = {rope: rotary(step.positions) for rope, rotary in blocks.rotaries.items()}
         for module in blocks.layers:
             layer = cast(DecoderLayer, module)
@@ -87,4 +88,4 @@ class StateReader(nn.Module):
         return pooled
 
     def logits(self, hidden: Tensor) -> Tensor:
-        raise AssertionError("states tell no tokens")
+        raise AssertionError("this model has no logits")

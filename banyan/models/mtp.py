@@ -1,10 +1,10 @@
-"""MTPModel: a layer that a checkpoint brings for drafting (multi-token prediction: DeepSeek-V3,
+"""MTPModel: a checkpoint's multi-token prediction layer, used for drafting (DeepSeek-V3,
 arXiv 2412.19437, section 2.2).
 
-It reads a token together with what the whole model made of the token before, and tells the token
-after. Behind its own drafts it reads what it made itself. Embedding and head are the model's.
-Position j holds the token j and the state of j − 1, so that position 0 holds nothing, and a page
-depends on nothing behind it.
+It reads a token together with the model's hidden state of the token before and predicts the next
+token. After its own drafts it reads its own hidden states. Embedding and head are the model's.
+Position j holds token j and the state of j − 1. Position 0 therefore holds nothing, and a page does
+not depend on later tokens.
 """
 
 from dataclasses import replace
@@ -28,12 +28,12 @@ from banyan.parallel.groups import Group
 FIRST = 1
 """The first position that holds anything."""
 END = "end"
-"""Name of what a page keeps of its last token."""
+"""Name of a page's state of its last token."""
 
 
-class PageEnds(Caching):
-    """What the model made of the last token of each page: whoever finds a page in the cache begins
-    behind it. The numbers of one token lie spread over the page."""
+class PageEndCache(Caching):
+    """The model's hidden state of the last token of each page. A request that continues after a
+    cached page needs it. The state of one token is spread over the page."""
 
     def __init__(self, layer: int, width: int, page_size: int, build: Build) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PageEnds(Caching):
 
 
 class MTPLayer(DecoderLayer):
-    """A block, what brings tokens and states together before it, and the norm behind it."""
+    """A block with the projection that joins tokens and states before it, and the norm after it."""
 
     def __init__(self, model_config: ModelConfig, family: Family, build: Build) -> None:
         super().__init__(model_config, family, 0, build)
@@ -52,28 +52,29 @@ class MTPLayer(DecoderLayer):
         outputs, rules = {"": size}, {"": ShardRule()}
         self.join = ColumnLinear(2 * size, outputs, rules, False, Group(), build)
         self.norm = RMSNorm(size, eps, build)
-        assert family.ahead is not None
-        self.has_states_first = family.ahead.has_states_first
+        assert family.mtp is not None
+        self.has_states_first = family.mtp.has_states_first
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
     ) -> Tensor:
-        """tokens, states: [tokens, hidden_size]; returns the same of what comes behind the norm."""
+        """tokens, states: [tokens, hidden_size]; returns the output after the norm, same shape."""
         both = [self.token_norm(tokens), self.state_norm(states)]
         x = self.join(self.ops.concat(both[::-1] if self.has_states_first else both))
         return self.norm.add(*self(x, None, angles, step))[0]
 
 
-class FollowingLM(nn.Module):
-    """Satisfies `models.base.Model`; steps bring `StepInputs.carried`.
+class DraftLM(nn.Module):
+    """Base of draft models that read hidden states of a target model from
+    `StepInputs.previous_states`. Satisfies `models.base.Model`.
 
     Args:
-        card: of the layers that draft.
+        model_config: of the draft layers.
         layers: by their names in the checkpoint.
         page_size: tokens of a page.
     """
 
-    narrows = False
+    prunes_to_outputs = False
 
     def __init__(
         self,
@@ -87,51 +88,52 @@ class FollowingLM(nn.Module):
         self.model_config = model_config
         self.width = model_config.hidden_size
         self.layers = nn.ModuleDict(layers)
-        self.ends = PageEnds(len(layers), self.width, page_size, build)
+        self.ends = PageEndCache(len(layers), self.width, page_size, build)
         self.caches: list[LayerCache] = caches_of(self)
         self.rotary: Rotary | None = None
         if self.model_config.rope.kind != "none":
             self.rotary = Rotary(
-                *(
-                    model_config.rotary_dim or model_config.head_dim,
-                    model_config.rope,
-                    model_config.context_length,
-                ),
-                *(served_length or model_config.context_length, build.ops, build.device),
+                model_config.rotary_dim or model_config.head_dim,
+                model_config.rope,
+                model_config.context_length,
+                served_length or model_config.context_length,
+                build.ops,
+                build.device,
             )
         self.ops, self.context = build.ops, build.groups.context
         self.embedding: Embedding | None = None
         self.head: Logits | None = None
-        self.known: Tensor | None = None
+        self.vocabulary_ids: Tensor | None = None
         """[ids of its head], the id of each in the model's vocabulary; None = the same."""
 
-    def borrow(self, model: DecoderLM) -> None:
-        """Take the embedding and the head of the model that it drafts for."""
+    def share_embeddings(self, model: DecoderLM) -> None:
+        """Use the target model's embedding and head."""
         assert isinstance(model.head, Logits)
         self.embedding, self.head = model.embedding, model.head
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the model whose inputs it reads; () = the model's hidden states."""
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target model whose inputs it reads; () = it reads the last hidden
+        states."""
         return ()
 
-    def take_in(self, states: Tensor) -> Tensor:
-        """[n, hidden_size], what it reads of the model's states: [n, hidden_size] for each tap, or
-        one for the model's hidden states."""
+    def project_states(self, states: Tensor) -> Tensor:
+        """Project the target model's states, [n, hidden_size] or [n, aux layers · hidden_size], to
+        [n, hidden_size]."""
         return states
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: [tokens, hidden_size], what logits are made of and what it reads next, of all
         ranks that share the step's tokens."""
-        assert self.embedding is not None and step.carried is not None
+        assert self.embedding is not None and step.previous_states is not None
         angles = None if self.rotary is None else self.rotary(step.positions)
-        read = self.read(self.embedding(step.tokens), step.carried, angles, step)
+        read = self.read(self.embedding(step.tokens), step.previous_states, angles, step)
         return self.context.gather_rows(read)
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
     ) -> Tensor:
-        """tokens, states: [tokens, hidden_size]; returns what the layers make of them, alike."""
+        """tokens, states: [tokens, hidden_size]; returns the output of the layers, same shape."""
         raise NotImplementedError
 
     def classify(self, pooled: Tensor) -> Tensor:
@@ -139,18 +141,17 @@ class FollowingLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
-        assert self.head is not None, "it has not borrowed a head"
+        assert self.head is not None, "share_embeddings was not called"
         logits = self.head(hidden)
-        if self.known is None:
+        if self.vocabulary_ids is None:
             return logits
-        return self.ops.spread_columns(logits, self.known, self.model_config.vocab_size)
+        return self.ops.spread_columns(logits, self.vocabulary_ids, self.model_config.vocab_size)
 
 
-class MTPModel(FollowingLM):
-    """
-    Args:
-        card: of the whole model.
-        name: number of the layer in the checkpoint.
+class MTPModel(DraftLM):
+    """Args:
+    model_config: of the whole model.
+    name: number of the layer in the checkpoint.
     """
 
     def __init__(

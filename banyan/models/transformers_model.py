@@ -1,9 +1,9 @@
-"""A causal model of the transformers library, run by our runner: its attention is replaced by ours.
+"""A causal model of the transformers library, run by this engine with its own attention.
 
-For architectures that have no spec here. The library builds and loads the model; every projection
-becomes a packed weight of our kernels, and each attention call goes to the step's pages. What could
-make a token depend on its company, or attention that does not go through the library's interface,
-is refused at load by a trial pass.
+Used for architectures without a family here (--model-impl transformers). The library builds and
+loads the model. Every projection becomes a packed weight, and each attention call goes to the
+step's pages. A trial pass at load refuses models whose tokens could depend on their batch or whose
+attention does not use the library's interface.
 """
 
 from typing import Any, Protocol, cast
@@ -27,23 +27,23 @@ _ELSEWHERE = "serve it with the library itself, or with an engine that has this 
 
 
 class _Call(Protocol):
-    """What stands behind one attention call of the library."""
+    """One attention call of the library."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; returns as q."""
         ...
 
 
-class _Desk:
-    """Where the attention modules of one model find the call of the step that runs."""
+class _CurrentCall:
+    """Holds the attention call of the current step for all attention modules of a model."""
 
     call: _Call
 
 
-class _HasDesk(Protocol):
-    """An attention module of the library that has got a desk."""
+class _HasCurrentCall(Protocol):
+    """An attention module of the library with a `_CurrentCall`."""
 
-    desk: _Desk
+    current: _CurrentCall
 
 
 class _HasHead(Protocol):
@@ -76,14 +76,14 @@ def _attention(
         window=sliding_window or 0,
         soft_cap=softcap or 0.0,
     )
-    return cast(_HasDesk, module).desk.call(spec, q, k, v).unsqueeze(0), None
+    return cast(_HasCurrentCall, module).current.call(spec, q, k, v).unsqueeze(0), None
 
 
-class _Given(nn.Module):
-    """Stands for the body of the library's model when only its head shall run."""
+class _FixedBody(nn.Module):
+    """Replaces the body of the library's model when only its head is run."""
 
     hidden: Tensor
-    """What the body shall have given, [1, n, hidden_size]."""
+    """Output of the body, [1, n, hidden_size]."""
 
     def forward(self, *inputs: object, **named: object) -> object:
         from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -91,8 +91,8 @@ class _Given(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=self.hidden)
 
 
-class _Packed(nn.Module):
-    """A projection in the form of our kernel."""
+class _PackedProjection(nn.Module):
+    """A projection with a packed weight."""
 
     def __init__(self, weight: PackedLinear, bias: Tensor | None) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Packed(nn.Module):
         return self.packed(rows, self.bias).view(*x.shape[:-1], -1)
 
 
-class ForeignLM(nn.Module):
+class TransformersLM(nn.Module):
     """
     Args:
         model: a causal model of the library, built with the attention interface above.
@@ -113,7 +113,7 @@ class ForeignLM(nn.Module):
         ModelError: its attention cannot be replaced.
     """
 
-    narrows = False
+    prunes_to_outputs = False
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -121,13 +121,13 @@ class ForeignLM(nn.Module):
         self.model_config = model_config
         self.dtype = build.dtype
         self.body = model.get_submodule(prefix)
-        self.given = _Given()
-        setattr(model, prefix, self.given)
+        self.fixed_body = _FixedBody()
+        setattr(model, prefix, self.fixed_body)
         self.head = model
-        self.desk = _Desk()
+        self.current = _CurrentCall()
         for module in self.body.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                cast(_HasDesk, module).desk = self.desk
+                cast(_HasCurrentCall, module).current = self.current
         _pack_projections(self, cast(_HasHead, model).get_output_embeddings(), build.ops)
         self.caches = [paged_cache(spec, build, spec.kv_heads) for spec in self._try()]
 
@@ -137,12 +137,12 @@ class ForeignLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32."""
-        self.given.hidden = hidden.unsqueeze(0)
+        self.fixed_body.hidden = hidden.unsqueeze(0)
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         return self.head(input_ids=ids, use_cache=False).logits[0].float()
 
     def _run(self, tokens: Tensor, positions: Tensor, call: _Call) -> Tensor:
-        self.desk.call = call
+        self.current.call = call
         out = self.body(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )
@@ -152,9 +152,10 @@ class ForeignLM(nn.Module):
         return pooled
 
     def _try(self) -> list[AttentionSpec]:
-        """One pass over two tokens: does every layer ask us, and as the card says?
+        """Run one pass over two tokens to check that every layer calls our attention with the
+        configured sizes.
 
-        returns: what each layer asks for.
+        returns: the spec of each layer's call.
         """
         seen: dict[int, AttentionSpec] = {}
 
@@ -198,21 +199,23 @@ def _check_layer(model_config: ModelConfig, layer: int, spec: AttentionSpec | No
 
 
 def _pack_projections(model: nn.Module, head: nn.Module | None, ops: Ops) -> None:
-    """Put packed weights in the place of plain projections; other modules stay the library's."""
+    """Replace plain projections by packed weights; other modules stay the library's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 stored = StoredWeight.from_tensor(child.weight.detach())
                 packed = ops.pack_linear(stored, is_head=child is head)
                 bias = None if child.bias is None else child.bias.detach()
-                setattr(parent, name, _Packed(packed, bias))
+                setattr(parent, name, _PackedProjection(packed, bias))
 
 
-def load_foreign(model_config: ModelConfig, build: Build, load_format: str = "auto") -> ForeignLM:
-    """Build and fill a model of the library.
+def load_transformers_model(
+    model_config: ModelConfig, build: Build, load_format: str = "auto"
+) -> TransformersLM:
+    """Build a model with the library and load its weights.
 
     Raises:
-        ConfigError: the library is missing, several ranks, or a load format it has not.
+        ConfigError: the library is missing, several ranks, or an unsupported load format.
         ModelError: weights that do not fit, or a model that cannot be served this way.
     """
     if build.groups.world.size > 1:
@@ -248,7 +251,7 @@ def load_foreign(model_config: ModelConfig, build: Build, load_format: str = "au
             found = ", ".join(printable(str(key)) for key in sorted(account[kind], key=str)[:5])
             raise ModelError(f"the checkpoint has {kind.replace('_', ' ')}: {found}")
     with torch.inference_mode():
-        return ForeignLM(model.to(build.device).eval(), model_config, build).eval()
+        return TransformersLM(model.to(build.device).eval(), model_config, build).eval()
 
 
 def _check_ropes(parameters: object, model_config: ModelConfig) -> None:

@@ -1,9 +1,9 @@
-"""ExpertBalancer: counts the choices of experts and says when, and how, they should move.
+"""ExpertBalancer and ExpertMover: expert parallel load balancing (EPLB) while serving.
 
-On rank 0, which routes as all ranks do. It gives orders, one chunk of layers at a time, with a step
-between two of them; what an order does is `expert_mover.py`'s. Where replicas work on one batch, or
-stages on several plans, there is one on every rank: the ranks that share experts run the same steps
-and count the same, so each carries out between two of them what the others do at that moment.
+Rank 0 counts the experts that tokens choose, and moves experts by control ops, one chunk of layers
+at a time with a step between. With DP attention or pipeline parallelism no single plan reaches all
+ranks: each rank has a balancer, and the ranks that share experts run the same steps, count the same
+and move at the same time.
 """
 
 import logging
@@ -36,10 +36,10 @@ log = logger(__name__)
 def open_balancer(
     config: Config, model_config: ModelConfig, build: Build, wake: Callable[[], None]
 ) -> "ExpertBalancer | None":
-    """None where experts stay where they are.
+    """The balancer of rank 0; None if experts are not balanced, or if each rank balances by itself.
 
     Args:
-        ring: called, from any thread, when an order is due.
+        wake: called, from any thread, when an op is due.
     """
     facts = model_config.experts
     if not config.experts.balances or facts is None or build.watch is None or build.places is None:
@@ -56,9 +56,10 @@ def open_balancer(
 def balance_between_steps(
     config: Config, model_config: ModelConfig, build: Build, model: Callable[[], Model | None]
 ) -> None:
-    """Let this rank move experts by itself, where that is how they move. model: the one that runs.
+    """Let this rank move experts between steps, if ranks balance by themselves. All ranks that
+    share experts do the same.
 
-    All ranks that share experts do so.
+    model: the one that runs.
     """
     facts, watch, places, loaded = model_config.experts, build.watch, build.places, model()
     if not balances_by_itself(config) or facts is None or watch is None or places is None:
@@ -67,7 +68,10 @@ def balance_between_steps(
     mine = tuple(sorted(m.layer for m in loaded.modules() if isinstance(m, Experts)))
     layers = ExpertLayers(facts.count, facts.per_token, model_config.num_layers, mine)
     balancer = ExpertBalancer(
-        *(config.experts, layers, places, groups_and_nodes(config, facts)),
+        config.experts,
+        layers,
+        places,
+        groups_and_nodes(config, facts),
         is_reporting=not build.groups.experts.rank,
     )
     mover = ExpertMover(build, model)
@@ -82,11 +86,10 @@ def balance_between_steps(
 
 
 class ExpertBalancer:
-    """
-    Args:
-        places: where experts are; read here, changed by orders.
-        groups: of experts that stay together, and the nodes that they stay on.
-        tells: what it finds stands in the log.
+    """Args:
+    places: location of experts; read here, changed by ops.
+    groups: number of expert groups and of nodes, for `eplb.balanced`.
+    is_reporting: log results at level INFO.
     """
 
     def __init__(
@@ -102,13 +105,13 @@ class ExpertBalancer:
         self._experts, self._layers, self._places = experts, layers, places
         self._groups, self._ring = groups, wake
         self._waiting: deque[PlaceExperts] = deque()
-        """Chunks to come; the loop's thread takes them, the runner's adds them."""
+        """Chunks to move; the engine loop's thread takes them, the runner's adds them."""
         self._has_run = False
-        """A step has run since the last order."""
+        """A step has run since the last op."""
         self._begin()
 
     def ran(self, chosen: np.ndarray, positions: np.ndarray) -> None:
-        """Count a pass. chosen: [layers with experts, tokens, per_token]."""
+        """Count a step. chosen: [layers with experts, tokens, per_token]."""
         self._has_run = True
         if self._waiting:
             self._ring()
@@ -123,19 +126,19 @@ class ExpertBalancer:
             self._begin()
 
     def due(self) -> list[ControlOp]:
-        """The order that the next plan should be, if any."""
+        """The op for the next plan, if any."""
         if not self._waiting or not self._has_run:
             return []
         self._has_run = False
         return [self._waiting.popleft()]
 
     def _begin(self) -> None:
-        """Count from nothing."""
+        """Reset the counts."""
         self._passes, self._busy = 0, 0.0
         self._sum = np.zeros((len(self._layers.sparse), self._layers.count), np.int64)
 
     def _utilization(self, counts: np.ndarray) -> float:
-        """Mean load of the ranks over the largest, averaged over the layers."""
+        """Mean load of ranks over the largest, averaged over layers."""
         places = self._places
         at = places.logical[list(self._layers.sparse)]
         copies = np.stack([table.copies.numpy() for table in places.tables])
@@ -162,7 +165,11 @@ class ExpertBalancer:
         log.log(
             self._level,
             "experts move: layers=%d utilization=%.3f passes=%d busiest rank %.2f -> %.2f of mean",
-            *(len(changed), busy, self._passes, before, after),
+            len(changed),
+            busy,
+            self._passes,
+            before,
+            after,
         )
         size = experts.chunk_layers or len(changed) or 1
         for first in range(0, len(changed), size):
@@ -174,10 +181,12 @@ class ExpertBalancer:
 
 
 class ExpertMover:
-    """
+    """Moves weights of experts between ranks, layer by layer. Every rank derives its sends and
+    receives from the op alone.
+
     Args:
-        build: of the model; its places tell where experts are.
-        model: the one that runs, None while its weights are released.
+        build: of the model, with the locations of experts.
+        model: the model that runs; None while its weights are released.
     """
 
     def __init__(self, build: Build, model: Callable[[], Model | None]) -> None:
@@ -186,9 +195,8 @@ class ExpertMover:
         self._model = model
 
     def prepare(self, order: ControlOp) -> Finish:
-        """
-        Raises:
-            DeviceError: the weights are not there, or the order is not for this model.
+        """Raises:
+        DeviceError: the weights are released, or the op does not fit the model.
         """
         assert isinstance(order, PlaceExperts)
         model = self._model()
@@ -218,8 +226,7 @@ class ExpertMover:
 def move_experts(
     packed: PackedExperts, places: ExpertMap, layer: int, wanted: list[int], group: Group
 ) -> int:
-    """Bring the experts of a layer to their places, on every rank of `group` at once; how many
-    were not there before."""
+    """Move the experts of a layer, on every rank of `group` at once; returns how many moved."""
     staged: dict[int, list[Tensor]] = {}
     changes = list(moves(places.logical[layer], wanted, places.of_rank))
     for source, target in changes:
@@ -242,8 +249,8 @@ def move_experts(
 
 
 def moves(present: np.ndarray, wanted: list[int], of_rank: int) -> Iterator[tuple[int, int]]:
-    """From which place to which an expert goes: from one of the same rank if there is one, else
-    from the first that has it."""
+    """(source, target) places of experts that move: from the same rank if possible, else from the
+    first place with the expert."""
     for target, expert in enumerate(wanted):
         if int(present[target]) == expert:
             continue

@@ -1,12 +1,11 @@
-"""Whether a device sends rows to the ranks of their experts as it was asked to."""
+"""Checks whether a device supports the requested all-to-all of expert parallelism."""
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.schema import Config
 from banyan.lora.adapter_config import EXPERTS
 from banyan.model_config.model_config import ModelConfig
-from banyan.moe.dispatch_rules import LIMIT, is_fused, sends_rows
-from banyan.moe.rules import are_placed
+from banyan.moe.rules import LIMIT, are_placed, is_fused, sends_rows
 from banyan.platform.base import Traits
 
 log = logger(__name__)
@@ -16,20 +15,19 @@ _MIB = 1 << 20
 
 
 def exchanged_tokens(config: Config, traits: Traits) -> int:
-    """Most tokens of a rank that travel at once, by operators of the device; 0 = none do."""
+    """Most tokens per rank of an all-to-all of fixed size; 0 = it is not used."""
     is_asked = sends_rows(config) and config.experts.a2a_mode != "normal"
     return config.experts.a2a_tokens if is_asked and traits.dispatch is not None else 0
 
 
 def fused_mode(config: Config) -> int:
-    """Which operator sends rows and runs the experts; 0 = several do."""
+    """The operator that does all-to-all and experts at once; 0 = separate operators."""
     return config.experts.fuse_mode if sends_rows(config) and is_fused(config) else 0
 
 
 def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
-    """
-    Raises:
-        ConfigError: no operator of this device sends rows and runs the experts of this model.
+    """Raises:
+    ConfigError: no operator of this device fuses all-to-all and experts for this model.
     """
     experts, facts = config.experts, model_config.experts
     flag, hint = f"--moe-a2a-backend {experts.a2a} on {traits.name}", "give deepep"
@@ -50,14 +48,15 @@ def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Trai
             f"{flag}: {why}" + (bound if experts.a2a_tokens > limits.tokens else ""), hint=hint
         )
     needed = limits.buffer_bytes(experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
-    told = "rows of %d tokens a rank are sent and computed in one over %d ranks: a buffer of %d MB"
-    log.info(told, experts.a2a_tokens, ranks, -(-needed // _MIB))
+    message = (
+        "rows of %d tokens a rank are sent and computed in one over %d ranks: a buffer of %d MB"
+    )
+    log.info(message, experts.a2a_tokens, ranks, -(-needed // _MIB))
 
 
 def check_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
-    """
-    Raises:
-        ConfigError: this device, which is not the host, does not do it so.
+    """Raises:
+    ConfigError: this device, which is not the host, does not support the all-to-all.
     """
     mode = config.experts.a2a_mode
     if is_fused(config):
@@ -90,17 +89,17 @@ def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
         bound = f"; {LIMIT} is {experts.a2a_tokens}"
         return why + (bound if experts.a2a_tokens > traits.dispatch.tokens else "")
     needed = -(-traits.dispatch.buffer_bytes(*size) // _MIB)
-    told = "rows of %d tokens a rank travel at once over %d ranks, which needs a buffer of %d MB"
-    log.info(told, experts.a2a_tokens, ranks, needed)
+    message = "rows of %d tokens a rank travel at once over %d ranks, which needs a buffer of %d MB"
+    log.info(message, experts.a2a_tokens, ranks, needed)
     return ""
 
 
 def _incompatible_feature(config: Config) -> str:
-    """What rows that travel at once do not go together with."""
+    """A feature that is incompatible with an all-to-all of fixed size; "" if there is none."""
     if are_placed(config):
         return "experts that move or have copies are sent by their counts only"
     if EXPERTS in config.lora.kinds:
-        return "adapters of experts lie beside those that rows are sent to by their counts only"
+        return "experts with adapters are sent by their counts only"
     if config.parallel.cp > 1:
         return "the shares of a divided step are not of one size"
     return ""

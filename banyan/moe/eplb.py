@@ -1,28 +1,28 @@
-"""Where to put experts and copies of them so that ranks have equal loads: counts in, places out.
+"""EPLB: places experts and their copies so that ranks have equal loads.
 
 Greedy, as published with DeepSeek's EPLB: the most loaded expert is copied next, and the heaviest
-goes to the least loaded rank that has room. Pure: the same counts give the same places.
+goes to the least loaded rank with a free place. Deterministic.
 """
 
 import numpy as np
 
 
 def trivial(layers: int, experts: int, places: int) -> np.ndarray:
-    """[layers, places]: experts in their order, and then the first of them again."""
+    """[layers, places]: experts in order, then the first ones again."""
     return np.tile(np.arange(places) % experts, (layers, 1))
 
 
 def balanced(
     loads: np.ndarray, places: int, ranks: int, groups: int = 1, nodes: int = 1
 ) -> np.ndarray:
-    """The expert at each place: [layers, places] from loads [layers, experts].
+    """The expert at each place, [layers, places], from loads [layers, experts].
 
-    Every expert has a place; the places of a rank follow each other, and so do the ranks of a node.
+    Every expert has a place. The places of a rank follow each other, and so do the ranks of a node.
 
     Args:
-        places: in all, a multiple of `ranks`, and at least as many as experts.
-        groups: of experts that follow each other, of which a token uses few. Where nodes divide
-            them, each group lies on one node, copies included.
+        places: total, a multiple of `ranks`, and at least the number of experts.
+        groups: number of groups of consecutive experts; a token uses few groups. If nodes divide
+            them, each group is placed on one node, copies included.
     """
     layers, experts = loads.shape
     assert places >= experts and places % ranks == 0 and ranks % nodes == 0
@@ -49,7 +49,8 @@ def _layer(loads: np.ndarray, places: int, ranks: int, groups: int, nodes: int) 
 
 
 def copied(loads: np.ndarray, places: int) -> np.ndarray:
-    """[places]: every index of `loads`, and again those whose copies would have most to do."""
+    """[places]: every index of `loads`, then indices again whose copies would have the highest
+    load."""
     copies = np.ones(len(loads), np.int64)
     found = list(range(len(loads)))
     for _ in range(places - len(loads)):
@@ -60,8 +61,8 @@ def copied(loads: np.ndarray, places: int) -> np.ndarray:
 
 
 def packed(loads: np.ndarray, packs: int) -> list[list[int]]:
-    """Indices of `loads` in packs of equal number: the heaviest first, each to the lightest pack
-    that has room, the first of equals."""
+    """Indices of `loads` in packs of equal size: the heaviest first, each to the lightest pack that
+    is not full."""
     room = len(loads) // packs
     found: list[list[int]] = [[] for _ in range(packs)]
     sums = np.zeros(packs)
@@ -75,7 +76,7 @@ def packed(loads: np.ndarray, packs: int) -> list[list[int]]:
 
 
 def kept_in_place(wanted: np.ndarray, present: np.ndarray, ranks: int) -> np.ndarray:
-    """`wanted` with the places of each rank in such an order that what is there already stays.
+    """`wanted` with the places of each rank reordered so that experts that are there already stay.
     Both [places]."""
     found = wanted.reshape(ranks, -1).copy()
     for rank, before in enumerate(present.reshape(ranks, -1).tolist()):
@@ -90,7 +91,7 @@ def kept_in_place(wanted: np.ndarray, present: np.ndarray, ranks: int) -> np.nda
 
 
 def unevenness(loads: np.ndarray, logical: np.ndarray, ranks: int) -> float:
-    """The busiest rank's load over the mean, the worst of all layers; copies share a load equally.
+    """Load of the busiest rank over the mean, the worst of all layers. Copies share a load equally.
     loads: [layers, experts]; logical: [layers, places]."""
     worst = 1.0
     for of_layer, at in zip(loads.astype(np.float64), logical, strict=True):

@@ -1,7 +1,7 @@
-"""ExpertMap: which expert lies at each place of each layer, on every rank alike.
+"""ExpertMap: the expert at each place of each layer, the same on every rank; and its initial value:
+in order, from a file, or balanced by counts from a file.
 
-Places are more than experts where some have copies; those of a rank follow each other. Knows
-nothing of why an expert lies where it does.
+There are more places than experts if some have copies. The places of a rank follow each other.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,12 @@ from banyan.platform.base import Traits
 
 
 class ExpertMap:
-    """
-    Args:
-        logical: [layers, places], the expert at each place; each expert at one at least.
-        experts: how many a layer has.
-        rank, ranks: this one among those that share the places.
-        dispatch: which of an expert's places a token goes to: "static", "dynamic" or "fake", which
-            takes other experts, each as often as the others.
+    """Args:
+    logical: [layers, places], the expert at each place; every expert has a place.
+    experts: number per layer.
+    rank, ranks: this one among those that share the places.
+    dispatch: which copy of an expert a token uses: "static", "dynamic", or "fake", which
+        replaces the chosen experts by others so that loads are equal.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class ExpertMap:
         self.dispatch = "dynamic" if self.is_fake else dispatch
         self.of_rank = places // ranks
         self.home = experts // ranks
-        """Experts of a rank where nothing was moved: sums are in the order that they have there."""
+        """Experts per rank before any move: sums are computed in that order."""
         room = places - experts + 1
         self.tables = [
             ExpertPlaces(
@@ -65,7 +64,7 @@ class ExpertMap:
         return self.logical[layer, self.first : self.first + self.of_rank].tolist()
 
     def enter(self, layer: int, logical: Sequence[int] | np.ndarray) -> None:
-        """Experts of a layer lie so from now on; steps read it."""
+        """Set the experts of a layer; the next steps use them."""
         self.logical[layer] = logical
         slots, copies = (t.numpy() for t in self._table(layer))
         copies[:] = 0
@@ -85,10 +84,10 @@ _MAX_BYTES = 64 << 20
 def open_expert_map(
     config: Config, model_config: ModelConfig, groups: Groups, traits: Traits
 ) -> ExpertMap | None:
-    """None where experts lie in their order, once.
+    """None if experts are in order, without copies.
 
     Raises:
-        ConfigError: the location is not one of this model's, or the device does not move experts.
+        ConfigError: the location does not fit this model, or the device cannot move experts.
     """
     if model_config.experts is None or not are_placed(config):
         return None
@@ -108,7 +107,7 @@ def open_expert_map(
 
 
 def read_location(location: str) -> dict[str, np.ndarray]:
-    """What JSON, or a file, says of experts.
+    """Read --init-expert-location: JSON or a file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -130,7 +129,7 @@ def read_location(location: str) -> dict[str, np.ndarray]:
 
 
 def _numbers(name: str, value: object) -> np.ndarray:
-    """Nested lists of numbers; NumPy takes true and false among them as 1 and 0."""
+    """Nested lists of numbers; refuses true and false, which NumPy would read as 1 and 0."""
     found = np.array(value)
     if any(type(cell) is bool for cell in np.array(value, object).flat):
         raise ValueError(f"{name} has true or false among its numbers")
@@ -143,7 +142,7 @@ def location_map(
     """The expert at each place, [layers, places].
 
     Raises:
-        ConfigError: what was found is not of such a model.
+        ConfigError: the file is not for such a model.
     """
     if _MAP in found:
         logical = found[_MAP]

@@ -1,7 +1,7 @@
-"""A feed-forward block of many experts, of which each token goes through a few.
+"""The MoE layer: router, experts, shared experts, and the all-to-all of fixed size.
 
-A token adds up its experts in the order of their numbers: its value depends on nothing but itself.
-No token is dropped.
+A token's experts are summed in the order of their numbers, so its result does not depend on the
+batch. No token is dropped.
 """
 
 import math
@@ -23,7 +23,7 @@ from banyan.parallel.groups import Group, Groups
 
 
 class Router(Layer):
-    """Scores of all experts for each token; every rank chooses for itself, and the same."""
+    """Scores all experts for each token. Every rank computes the same choice."""
 
     def __init__(self, dim: int, facts: ExpertFacts, build: Build, layer: int = 0) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Router(Layer):
         self.adapted: AdaptedRouter | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
-        beside = {"correction": self.has_correction, "bias": self.has_bias}
-        vectors = {name: single(self.shape[:1]) for name, has_it in beside.items() if has_it}
+        optional = {"correction": self.has_correction, "bias": self.has_bias}
+        vectors = {name: single(self.shape[:1]) for name, has_it in optional.items() if has_it}
         return {"weight": single(self.shape)} | vectors
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
@@ -58,18 +58,18 @@ class Router(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
         ids, weights = self.choose(x)
-        self.tell(ids)
+        self.report(ids)
         return ids, weights
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As forward, of rows beside which there are others: nobody is told."""
+        """As forward, without reporting; for rows of one replica among others."""
         chosen = (x, self.weight, self.correction, self.rule, self.bias)
         if self.adapted is None:
             return self.ops.route(*chosen)
         return self.ops.route(*chosen, self.adapted.now())
 
-    def tell(self, ids: Tensor) -> None:
-        """ids: what the rows of all replicas have chosen."""
+    def report(self, ids: Tensor) -> None:
+        """ids: choices of the rows of all replicas."""
         if self.watch is not None:
             self.watch.chose(self.layer, ids)
 
@@ -78,11 +78,11 @@ class ExpertWeights(Layer):
     """One projection of this rank's experts.
 
     Args:
-        parts: names of what is one weight each in it, "gate" and "up", or "".
-        mine: the experts of this rank, one for each place; some may be there twice.
-        rule: how the ranks of `build.groups.expert_ffn` share one expert.
-        has_bias: each part has one.
-        filled: called when the weights, or the biases, are here.
+        parts: names of the separate weights in it, "gate" and "up", or "".
+        mine: experts of this rank, one per place; an expert may occur twice.
+        rule: how the ranks of `build.groups.expert_ffn` shard one expert.
+        has_bias: each part has a bias.
+        filled: called when the weights, or the biases, are loaded.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ExpertWeights(Layer):
         self.has_bias, self.filled = has_bias, filled
         self.bias_rule = rule if rule.dim == 0 else ShardRule()
         self.weights: list[StoredWeight] = []
-        """This rank's share of each part of each expert; none once they are packed."""
+        """This rank's share of each part of each expert; empty after packing."""
         self.biases: Tensor | None = None  # [experts · parts, outputs here] fp32
 
     def slots(self) -> dict[str, WeightSlot]:
@@ -151,7 +151,8 @@ class ExpertWeights(Layer):
 
 
 class Experts(nn.Module):
-    """
+    """The routed experts of a layer.
+
     Args:
         activation: as for GatedMLP.
         layer: its number in the model.
@@ -176,10 +177,10 @@ class Experts(nn.Module):
         if self.places is not None:
             mine, self.first = self.places.mine(layer), self.places.first
         self.gate_up = ExpertWeights(
-            *(count, mine, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
+            count, mine, (inner, dim), parts, ShardRule(0), has_bias, build, filled
         )
         self.down = ExpertWeights(
-            *(count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
+            count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled
         )
         self.groups = (build.groups.experts, build.groups.expert_ffn)
         self.of_rank = len(mine)
@@ -197,13 +198,19 @@ class Experts(nn.Module):
             biases = (of_inner[0::2], of_inner[1::2], of_outer)
         self.packed = self.ops.pack_experts(
             StoredExperts(
-                *(self.first, gate, up, tuple(down), self.activation, biases, self.clamp),
+                self.first,
+                gate,
+                up,
+                tuple(down),
+                self.activation,
+                biases,
+                self.clamp,
                 total=self.gate_up.count,
             )
         )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [tokens, dim], of all replicas that share the experts; ids, weights: of the router;
+        """x: [tokens, dim], of all replicas that share the experts; ids, weights: from the router;
         returns this replica's [tokens, dim]."""
         assert self.packed is not None
         out = self.packed(x, ids, weights)
@@ -212,10 +219,10 @@ class Experts(nn.Module):
         return out
 
     def anywhere(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
-        """As forward, of experts that may lie anywhere, with the same bits: each pair of a token
-        and an expert comes from wherever it was computed, and all of them are added up here.
+        """`forward` for experts that were moved or have copies; the result is bit-identical. Each
+        (token, expert) pair is returned by the rank that computed it, and all are summed here.
 
-        ids: of the rows of all replicas; own: ids and weights of this one's.
+        ids: choices of the rows of all replicas; own: ids and weights of this one's.
         """
         assert self.packed is not None and self.places is not None
         places, table = self.places, self.places.tables[self.layer]
@@ -228,11 +235,11 @@ class Experts(nn.Module):
         return self.ops.combine_experts(pairs, *own, places.home)
 
     def of_sent(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
-        """As forward and as anywhere, with the same bits, of rows that come to the ranks of their
-        experts alone.
+        """`forward` and `anywhere`, bit-identical, with rows sent to the ranks of their experts
+        only.
 
-        x: this replica's [tokens, dim]; ids: of the rows of all replicas; own: ids and weights of
-        this one's.
+        x: this replica's [tokens, dim]; ids: choices of the rows of all replicas; own: ids and
+        weights of this one's.
         """
         assert self.packed is not None
         group, places = self.groups[0], self.places
@@ -251,11 +258,11 @@ class Experts(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Router, experts, and the block beside them that every token goes through.
+    """Router, routed experts and shared experts.
 
     Args:
         layer: its number in the model.
-        limit: of the block beside them, as for `GatedMLP`.
+        limit: of the shared experts, as for `GatedMLP`.
     """
 
     def __init__(
@@ -308,8 +315,8 @@ class ExpertBlock(nn.Module):
     def _with_shared_experts(
         self, x: Tensor, rows: Tensor, shared: "GatedMLP | PlainMLP"
     ) -> tuple[Tensor, Tensor]:
-        """What the experts make of rows, and what the block beside them does: at once, where there
-        is a lane. Ranks add up behind it, because a group exchanges one thing at a time."""
+        """Compute routed and shared experts, in parallel if there is a side stream. The all-reduce
+        comes after both, because a group runs one collective at a time."""
         stream = self.side_stream
         if stream is None:
             return self._of_experts(x, rows), shared.of_gathered(rows)
@@ -331,21 +338,23 @@ class ExpertBlock(nn.Module):
         own = self.router.choose(x)
         if self.exchange is not None and self.exchange.holds(len(x)):
             if self.router.watch is not None:
-                self.router.tell(self.group.gather_rows(own[0]))
+                self.router.report(self.group.gather_rows(own[0]))
             inputs = x if self.into is None else self.into(x)
             assert self.experts.packed is not None
             packed = cast(ExchangingExperts, self.experts.packed)
             return self.exchange(packed, inputs, *own)
         ids = self.group.gather_rows(own[0])
-        self.router.tell(ids)
+        self.router.report(ids)
         return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)
 
 
 class ExpertExchange:
-    """
+    """All-to-all of a fixed size by the device's own operators. Ranks exchange no counts, so the
+    host does not wait and steps can be captured.
+
     Args:
         most: tokens of a rank in one exchange.
-        has_rounds: more of them go in several, one after another.
+        has_rounds: more tokens are sent in several exchanges.
     """
 
     def __init__(self, groups: Groups, most: int, has_rounds: bool) -> None:
@@ -359,17 +368,18 @@ class ExpertExchange:
         return cls(build.groups, build.exchanged, build.is_fused) if is_there else None
 
     def _share(self, rows: int) -> int:
-        """What each rank brings, in the step at hand; ranks with the same rows divide them."""
+        """Rows that each rank contributes to the step; ranks with the same rows divide them."""
         return -(-self._rows.most_rows(rows) // self._alike.size)
 
     def holds(self, rows: int) -> bool:
-        """The same on all ranks. rows: of this replica."""
+        """Whether a step fits; the same on all ranks. rows: of this replica."""
         return self._has_rounds or self._share(rows) <= self._most
 
     def __call__(
         self, packed: ExchangingExperts, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        """x: [tokens, dim], of this replica; ids, weights: of the router; returns [tokens, dim]."""
+        """x: [tokens, dim], of this replica; ids, weights: from the router; returns [tokens,
+        dim]."""
         rows, share, alike = len(x), self._share(len(x)), self._alike
         first, end, most = alike.rank * share, (alike.rank + 1) * share, self._most
         parts = list[Tensor]()

@@ -1,7 +1,8 @@
-"""ExpertRecord: which experts tokens choose, from one order to another, as sums or one by one.
+"""ExpertRecord: which experts tokens choose, as counts or one by one
+(/start_expert_distribution_record).
 
-Rank 0 of a replica alone keeps it: every rank routes alike, and stages tell each other. What is
-recorded lies in memory until it is dumped; a dump is plain arrays (`formats/arrays.py`).
+Only rank 0 of a replica keeps it: every rank routes the same, and stages exchange their choices.
+The record is in memory until it is dumped; a dump contains plain arrays (`formats/arrays.py`).
 """
 
 import os
@@ -43,13 +44,13 @@ def open_expert_watch(
     traits: Traits,
     recorder: Recorder | None,
 ) -> ExpertWatch | None:
-    """What is told of choices in the model that is loaded next; None where nobody asks.
+    """The watch of the model that is loaded next; None if nothing needs it.
 
     Raises:
-        ConfigError: the device keeps them to itself.
+        ConfigError: the device cannot report choices.
     """
     experts, facts, stages = config.experts, model_config.experts, groups.stages
-    if facts is None or not (experts.recorder or experts.balances or experts.are_told):
+    if facts is None or not (experts.recorder or experts.balances or experts.are_returned):
         return None
     if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
         return None
@@ -78,19 +79,19 @@ def refuse_to_record(order: ControlOp) -> Finish:
 
 
 def prepare_nothing(order: ControlOp) -> Finish:
-    """What ranks do that keep no record."""
+    """For ranks without a record."""
     return lambda: RankReply("")
 
 
 def open_expert_record(
     experts: ExpertsConfig, model_config: ModelConfig, build: Build, name: str, report_every: int
 ) -> "ExpertRecord | None":
-    """None on ranks that keep none. Of replicas that work on one batch the first counts the choices
-    of all; each keeps those of its own tokens where they are wanted one by one.
+    """None on ranks without a record. With DP attention the first replica counts the choices of
+    all; each replica keeps single choices of its own tokens.
 
     Args:
-        name: of this engine, for the names of files.
-        report_every: passes from one line in the log to the next.
+        name: of this engine, for file names.
+        report_every: steps between two log lines.
     """
     watch, groups, keeps_tokens = build.watch, build.groups, experts.recorder == "per_token"
     if not experts.recorder or watch is None or model_config.experts is None:
@@ -108,11 +109,10 @@ def open_expert_record(
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """
-    Attributes:
-        count, per_token: experts of a layer, and how many a token chooses.
-        layers: of the model.
-        sparse: those of them that have experts.
+    """Attributes:
+    count, per_token: experts of a layer, and how many a token chooses.
+    layers: of the model.
+    sparse: layers with experts.
     """
 
     count: int
@@ -127,10 +127,9 @@ class ExpertLayers:
 
 
 class ExpertRecord:
-    """
-    Args:
-        shares: ranks that each hold as many experts, in their order.
-        own: the choices of this replica's tokens among those of a pass; None = all are.
+    """Args:
+    shares: ranks with equal numbers of experts, in order.
+    own: selects the choices of this replica's tokens in a step; None = all.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class ExpertRecord:
         self._choices: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=self._room)
 
     def ran(self, chosen: np.ndarray, positions: np.ndarray) -> None:
-        """Take in a pass. chosen: [layers with experts, tokens, per_token]."""
+        """Count a step. chosen: [layers with experts, tokens, per_token]."""
         if not self._is_recording and not self._report_every:
             return
         counts = counts_of(chosen, self._places.count)
@@ -180,9 +179,8 @@ class ExpertRecord:
             self._counts.append(counts)
 
     def prepare(self, order: ControlOp) -> Finish:
-        """
-        Raises:
-            RequestError: nothing has been recorded, or the file cannot be written.
+        """Raises:
+        RequestError: nothing has been recorded, or the file cannot be written.
         """
         assert isinstance(order, RecordExperts)
         if order.what == "start":
@@ -219,7 +217,7 @@ class ExpertRecord:
         return RankReply(f"Dump expert distribution record of {passes} passes: {path}")
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """What a dump holds; layers without experts have counted nothing."""
+        """Arrays of a dump; layers without experts have counts of zero."""
         if self._mode == "per_token":
             chosen = [ids for ids, _ in self._choices]
             return {
@@ -247,7 +245,9 @@ class ExpertRecord:
         passes, self._evenness = self._evenness, []
         log.info(
             "expert balancedness=%.3f passes=%d lowest=%.3f",
-            *(float(np.mean(passes)), len(passes), min(passes)),
+            float(np.mean(passes)),
+            len(passes),
+            min(passes),
         )
 
 
@@ -259,8 +259,8 @@ def counts_of(chosen: np.ndarray, count: int) -> np.ndarray:
 
 
 def evenness(counts: np.ndarray, shares: int) -> float:
-    """Mean load over the largest, averaged over layers: of the ranks, or of the experts where one
-    rank has all. 1 = all the same. counts: [layers, experts]."""
+    """Mean load over the largest, averaged over layers: of ranks, or of experts if one rank has
+    all. 1 = balanced. counts: [layers, experts]."""
     loads = counts.reshape(len(counts), shares, -1).sum(-1) if shares > 1 else counts
     most = loads.max(-1)
     return float(np.mean(loads.mean(-1)[most > 0] / most[most > 0])) if most.any() else 1.0
@@ -269,11 +269,12 @@ def evenness(counts: np.ndarray, shares: int) -> float:
 def returned_experts(
     watch: ExpertWatch | None, chosen: np.ndarray, batch: Batch, model_config: ModelConfig
 ) -> dict[int, Tensor]:
-    """Let whoever listens hear of the choices of a step, on every rank that has run it.
+    """Choices of a step for requests that ask for them; also notifies the observers. Every rank
+    that ran the step calls this.
 
-    chosen: what it chose in the layers that are here, `ExpertWatch.chosen`.
-    returns: of the rows with EXPERTS: index in the plan -> int32 [positions, layers, per_token],
-        best first; 0 in layers without experts.
+    chosen: `ExpertWatch.chosen` after the step.
+    returns: for rows with EXPERTS: index in the plan -> int32 [positions, layers, per_token], best
+        first; 0 in layers without experts.
     """
     asks = bool(batch.wanted & EXPERTS)
     if watch is None or not (asks or watch.is_recorded):

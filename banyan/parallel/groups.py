@@ -300,7 +300,7 @@ class GroupsConfig:
         are_experts_apart: each rank holds some whole experts, not a part of each.
         stages: number of pipeline stages.
         replica, replicas: this replica and the number of replicas with DP attention.
-        are_heads_apart: each replica holds the whole weight of the logits.
+        replicates_lm_head: each replica holds the whole weight of the logits.
         is_dense_whole: in a model of experts, each rank holds whole blocks without experts.
         shares: context parallel size; then there are one stage and one replica.
         split: how a step's tokens are split over the shares (`context_parallel.split.SPLITS`).
@@ -319,7 +319,7 @@ class GroupsConfig:
     stages: int = 1
     replica: int = 0
     replicas: int = 1
-    are_heads_apart: bool = False
+    replicates_lm_head: bool = False
     is_dense_whole: bool = False
     shares: int = 1
     split: str = ""
@@ -348,10 +348,10 @@ def _dp_attention_groups(config: GroupsConfig) -> Groups:
         config.replicas,
         size,
         config.recorder,
-        has_outputs=not config.are_heads_apart,
+        has_outputs=not config.replicates_lm_head,
     )
     groups = Groups.of_replicas(mine, everyone, dp_batch, config.are_experts_apart)
-    groups = groups.with_heads_apart() if config.are_heads_apart else groups
+    groups = groups.with_heads_apart() if config.replicates_lm_head else groups
     return _finished(config, groups, "", rank_of_all, num_ranks)
 
 

@@ -1,14 +1,14 @@
-"""StageShare: which requests a step takes where steps follow each other through stages.
+"""MicroBatches: which requests each step runs with pipeline stages.
 
-Every stage shall have work, so one step takes its share of the requests and leaves the others to
-the steps behind it: those that decode are dealt out evenly, those that have waited longest first.
-Few rows stay together: a step of them takes as long as its weights take to be read, which two steps
-read twice. Pieces of prompts follow one another as fast as the step's budget allows.
+Every stage needs work, so a step takes only its share of the decoding requests and leaves the rest
+to the next steps. Requests that have waited longest go first. Up to FEW rows stay together: a step
+of a few rows takes as long as reading the weights, which two steps would read twice. Prompt chunks
+follow each other as fast as the step's token budget allows.
 """
 
 from collections.abc import Iterator
 
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.request import RUNNING, Request
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
@@ -16,13 +16,15 @@ FEW = 8
 """Rows that take about as long as one."""
 
 
-class StageShare:
-    def __init__(self, limits: Limits) -> None:
+class MicroBatches:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self._stages = limits.token_gap + 1
         self._most = limits.micro_batch
 
-    def of(self, running: list[Request], builder: StepPlanBuilder) -> Iterator[Request]:
-        """Those to plan, in their order; asked while rows are added to the sheet."""
+    def select(self, running: list[Request], builder: StepPlanBuilder) -> Iterator[Request]:
+        """The requests to plan, in order. Lazy: the caller adds their rows to `builder` meanwhile,
+        and may retract requests.
+        """
         if self._stages == 1:
             yield from list(running)
             return
@@ -40,5 +42,5 @@ class StageShare:
             taken += is_decode and len(builder.rows) > rows
 
     def is_full(self, builder: StepPlanBuilder) -> bool:
-        """The step has as many requests as one may have."""
+        """The step has reached the micro-batch size."""
         return 0 < self._most <= len(builder.rows)

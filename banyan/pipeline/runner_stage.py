@@ -84,7 +84,7 @@ class PipelineStage:
             DeviceError: a plan cannot run here; the ranks are no longer in step.
         """
         self.turns += 1
-        if plan is not None and plan.orders:
+        if plan is not None and plan.control_ops:
             assert not any(self._pipeline), "control ops came while plans were in the pipeline"
             return self._executor.launch(plan, mask_of)
         self._pipeline.appendleft(None if plan is None else _InFlight(plan, mask_of))

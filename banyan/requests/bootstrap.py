@@ -45,7 +45,7 @@ class BootstrapRoom:
     prefill_replica: int = -1
 
     def name(self, part: int) -> bytes:
-        """`Generate.room` of sequence `part`; b"" without a room."""
+        """`Generate.transfer_id` of sequence `part`; b"" without a room."""
         return (
             b"" if self.room < 0 else self.room.to_bytes(8, "little") + part.to_bytes(4, "little")
         )
@@ -100,7 +100,7 @@ def check_room(request: "RequestSpec", limits: "Limits") -> None:
     if not limits.role:
         name = (
             _ROOMS[2]
-            if request.message.room
+            if request.message.transfer_id
             else _THERE
             if request.message.prefill_replica >= 0
             else ""
@@ -115,14 +115,14 @@ def check_room(request: "RequestSpec", limits: "Limits") -> None:
         return
     if request.route in _OWN_ROUTES or not limits.has_rooms:
         return
-    if not request.message.room:
+    if not request.message.transfer_id:
         raise RequestError(
             f"This is a {limits.role} server, and the request names no bootstrap_room",
             param="bootstrap_room",
             code="no_room",
             hint="Send requests to the router of the two servers.",
         )
-    if limits.role == "decode" and not request.message.peer:
+    if limits.role == "decode" and not request.message.prefill_address:
         raise RequestError(
             "bootstrap_host must name the server that computes the prompt", param="bootstrap_host"
         )
@@ -138,9 +138,9 @@ def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
     """The request with a room of its own if --disaggregation-transfer-backend is fake."""
     if limits.has_rooms or not limits.role:
         return request
-    if request.message.room or request.route in _OWN_ROUTES:
+    if request.message.transfer_id or request.route in _OWN_ROUTES:
         return request
-    return request.with_message(room=BootstrapRoom(secrets.randbits(63)).name(0))
+    return request.with_message(transfer_id=BootstrapRoom(secrets.randbits(63)).name(0))
 
 
 def _spread(value: object, name: str, num: int | None) -> Sequence[object]:

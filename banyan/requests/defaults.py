@@ -3,8 +3,7 @@
 import random
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.config.schema import Config
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
 from banyan.messages.logit_processors import LOGIT_PROCESSORS
 from banyan.model_config.model_config import ModelConfig
@@ -54,7 +53,7 @@ def limits_of(
 
 
 def _expert_choices(config: Config, model_config: ModelConfig) -> int:
-    if model_config.experts is None or not config.experts.are_told:
+    if model_config.experts is None or not config.experts.are_returned:
         return 0
     return model_config.num_layers * model_config.experts.per_token
 

@@ -1,8 +1,13 @@
-"""Routes about the workers: which there are, how they are, and what is asked of all of them."""
+"""Routes about the workers: list, add and remove them, and send a request to all of them.
+
+Pinned prefixes are kept by every worker under one name, so that one call releases them all. A
+worker that is added later has no pin; the response says so, because a router keeps no prompts.
+"""
 
 import asyncio
 import time
 from collections.abc import Sequence
+from uuid import uuid4
 
 import orjson
 
@@ -11,9 +16,9 @@ from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger
 from banyan.router.config import DECODE, KINDS, PLAIN, PREFILL, WorkerSpec
 from banyan.router.forward import outgoing
-from banyan.router.proxy import Outgoing
+from banyan.router.proxy import OutgoingRequest
 from banyan.router.state import RouterState
-from banyan.router.upstream import Lost, NotReached
+from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
 from banyan.server.errors import Json, unavailable
 from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
@@ -21,7 +26,7 @@ from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
 log = logger(__name__)
 
 ALL_S = 30.0
-"""For the slowest of workers that are all asked the same."""
+"""Seconds for the slowest worker when all get the same request."""
 MOST_ANSWER_BYTES = 4 << 20
 
 
@@ -38,8 +43,8 @@ async def readyz(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def health(exchange: HttpExchange, state: RouterState) -> None:
-    """As readyz, but draining is healthy work, and the body of a 200 is empty."""
-    trouble = state.fleet.trouble()
+    """As readyz, but a draining router is healthy, and the body of a 200 is empty."""
+    trouble = state.pool.trouble()
     if trouble:
         body = {"status": "unhealthy", "reason": trouble}
         await exchange.json(body, 503, _retry(trouble))
@@ -48,19 +53,19 @@ async def health(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def health_generate(exchange: HttpExchange, state: RouterState) -> None:
-    """200 when every worker that gets requests makes a token."""
+    """200 if every worker generates a token."""
     if trouble := state.trouble():
         raise unavailable(trouble, "no_worker")
-    found = await ask_all(exchange, state)
+    found = await send_to_all(exchange, state)
     bad = {w.url: answer for w, answer in found.items() if answer.status != 200}
     if bad:
-        told = "; ".join(f"{url} {answer}" for url, answer in bad.items())
-        raise unavailable(f"not every worker makes a token: {told}", "worker_stuck")
+        failures = "; ".join(f"{url} {answer}" for url, answer in bad.items())
+        raise unavailable(f"not every worker makes a token: {failures}", "worker_stuck")
     await exchange.whole(b"", 200, "text/plain")
 
 
 async def list_workers(exchange: HttpExchange, state: RouterState) -> None:
-    await exchange.json({"urls": [w.url for w in state.fleet.workers]})
+    await exchange.json({"urls": [w.url for w in state.pool.workers]})
 
 
 async def workers(exchange: HttpExchange, state: RouterState) -> None:
@@ -76,7 +81,7 @@ async def workers(exchange: HttpExchange, state: RouterState) -> None:
         }
         await exchange.json(body, 202)
         return
-    some = state.fleet.workers
+    some = state.pool.workers
     kinds = {kind: sum(w.spec.kind == kind for w in some) for kind in KINDS}
     await exchange.json(
         {
@@ -88,7 +93,7 @@ async def workers(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def worker(exchange: HttpExchange, state: RouterState) -> None:
-    """GET tells of one, DELETE removes it."""
+    """GET describes a worker, DELETE removes it."""
     one = _named(state, exchange.tail)
     if exchange.method == "DELETE":
         _remove(state, one)
@@ -98,7 +103,7 @@ async def worker(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def add_worker(exchange: HttpExchange, state: RouterState) -> None:
-    """The older form: ?url=."""
+    """Older form of adding a worker: ?url=."""
     one = await _add(exchange, state, dict(exchange.query))
     await exchange.text(f"Successfully added worker: {one.url}")
 
@@ -125,27 +130,27 @@ def facts_of(worker: Worker) -> Json:
     }
 
 
-async def everywhere(exchange: HttpExchange, state: RouterState) -> None:
-    """Ask every worker the same; 200 when all of them say so."""
-    found = await ask_all(exchange, state)
+async def broadcast(exchange: HttpExchange, state: RouterState) -> None:
+    """Send the request to every worker; 200 if all of them answer 200."""
+    found = await send_to_all(exchange, state)
     if not found:
         raise unavailable(state.trouble() or "there is no worker", "no_worker")
-    told: list[Json] = [
-        {"worker": w.url, "status": answer.status, "body": answer.said()}
+    replies: list[Json] = [
+        {"worker": w.url, "status": answer.status, "body": answer.json()}
         for w, answer in found.items()
     ]
     bad = [answer.status for answer in found.values() if answer.status != 200]
-    body: Json = {"success": not bad, "workers": told}
+    body: Json = {"success": not bad, "workers": replies}
     await exchange.json(body, 200 if not bad else max(bad))
 
 
 async def server_info(exchange: HttpExchange, state: RouterState) -> None:
-    """What the first worker says of itself, the states of all, and what the router knows."""
-    found = await ask_all(exchange, state)
-    infos = {w: said for w, a in found.items() if a.status == 200 and is_object(said := a.said())}
+    """The first worker's information, the internal states of all, and the router's view."""
+    found = await send_to_all(exchange, state)
+    infos = {w: info for w, a in found.items() if a.status == 200 and is_object(info := a.json())}
     if not infos:
-        told = "; ".join(f"{w.url} {answer}" for w, answer in found.items())
-        raise unavailable(told or state.trouble() or "there is no worker", "no_worker")
+        failures = "; ".join(f"{w.url} {answer}" for w, answer in found.items())
+        raise unavailable(failures or state.trouble() or "there is no worker", "no_worker")
     by_kind = {k: [i for w, i in infos.items() if w.spec.kind == k] for k in KINDS}
     answering = by_kind[DECODE] or by_kind[PLAIN]
     states: list[object] = []
@@ -154,30 +159,30 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
         states += of_one if is_list(of_one) else []
     pools: Json = {kind: by_kind[kind] for kind in (PREFILL, DECODE) if by_kind[kind]}
     first = answering[0] if answering else next(iter(infos.values()))
-    router = {"workers": [facts_of(w) for w in state.fleet.workers], "trouble": state.trouble()}
+    router = {"workers": [facts_of(w) for w in state.pool.workers], "trouble": state.trouble()}
     await exchange.json({**first, "internal_states": states, **pools, "router": router})
 
 
 async def loads(exchange: HttpExchange, state: RouterState) -> None:
-    found = await ask_all(exchange, state)
+    found = await send_to_all(exchange, state)
     await exchange.json(
-        {"workers": [{"worker": w.url, "load": answer.said()} for w, answer in found.items()]}
+        {"workers": [{"worker": w.url, "load": answer.json()} for w, answer in found.items()]}
     )
 
 
 async def show_metrics(exchange: HttpExchange, state: RouterState) -> None:
-    if state.figures is None:
+    if state.metrics is None:
         raise RequestError(
             "This router counts nothing for Prometheus",
             status=404,
             code="not_enabled",
             hint="Start it with --enable-metrics.",
         )
-    await exchange.whole(state.figures.show(), 200, state.figures.kind)
+    await exchange.whole(state.metrics.show(), 200, state.metrics.kind)
 
 
-class Said:
-    """What one worker answered; status 0 = nothing."""
+class WorkerReply:
+    """Response of one worker; status 0 = none."""
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status = status
@@ -186,45 +191,47 @@ class Said:
     def __str__(self) -> str:
         return f"{self.status or 'no answer'} {self.body[:200].decode('utf-8', 'replace')}".strip()
 
-    def said(self) -> object:
-        """The JSON of the body; its text where that is none."""
+    def json(self) -> object:
+        """The body as JSON, or as text if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
             return self.body[:1000].decode("utf-8", "replace")
 
 
-async def ask_all(exchange: HttpExchange, state: RouterState) -> dict[Worker, Said]:
-    """The same request to every worker that is well, at the same time."""
-    return await ask([w for w in state.fleet.workers if w.is_well], outgoing(exchange), ALL_S)
+async def send_to_all(exchange: HttpExchange, state: RouterState) -> dict[Worker, WorkerReply]:
+    """Send the request to every healthy worker at the same time."""
+    return await send_to([w for w in state.pool.workers if w.is_well], outgoing(exchange), ALL_S)
 
 
-async def ask(some: Sequence[Worker], request: Outgoing, limit_s: float) -> dict[Worker, Said]:
-    """What each of some workers answers within a time."""
-    said = await asyncio.gather(*(_ask(w, request, limit_s) for w in some))
-    return dict(zip(some, said, strict=True))
+async def send_to(
+    some: Sequence[Worker], request: OutgoingRequest, limit_s: float
+) -> dict[Worker, WorkerReply]:
+    """Send a request to some workers; their replies within `limit_s` seconds."""
+    replies = await asyncio.gather(*(_send(w, request, limit_s) for w in some))
+    return dict(zip(some, replies, strict=True))
 
 
-async def _ask(worker: Worker, request: Outgoing, limit_s: float) -> Said:
+async def _send(worker: Worker, request: OutgoingRequest, limit_s: float) -> WorkerReply:
     try:
         async with asyncio.timeout(limit_s):
             answer = await worker.upstream.send(
                 request.method, request.target, request.headers_for(worker), request.body
             )
             try:
-                return Said(answer.status, await answer.whole(MOST_ANSWER_BYTES))
+                return WorkerReply(answer.status, await answer.whole(MOST_ANSWER_BYTES))
             finally:
                 answer.close()
     except TimeoutError:
-        return Said(504, b"no answer in time")
-    except (NotReached, Lost) as error:
-        return Said(502, str(error).encode())
+        return WorkerReply(504, b"no answer in time")
+    except (WorkerUnreachable, WorkerLost) as error:
+        return WorkerReply(502, str(error).encode())
 
 
 async def _add(exchange: HttpExchange, state: RouterState, fields: Json) -> Worker:
     spec = _spec(fields)
     try:
-        worker = state.fleet.add(spec)
+        worker = state.pool.add(spec)
     except ConfigError as error:
         raise RequestError(error.text, param="url", hint=error.hint) from None
     log.info("worker added url=%s kind=%s", worker.url, spec.kind)
@@ -232,7 +239,7 @@ async def _add(exchange: HttpExchange, state: RouterState, fields: Json) -> Work
 
 
 def _spec(fields: Json) -> WorkerSpec:
-    """RequestError 400: a field is missing, of the wrong type, or not honoured here."""
+    """The worker in a request body; RequestError 400 if a field is missing, wrong or unknown."""
     known = ("url", "worker_type", "bootstrap_port", "api_key")
     for name in fields:
         if name not in known:
@@ -257,7 +264,7 @@ def _spec(fields: Json) -> WorkerSpec:
 
 
 def _named(state: RouterState, name: str) -> Worker:
-    found = state.fleet.find(name) if name else None
+    found = state.pool.find(name) if name else None
     if found is None:
         raise RequestError(
             f"there is no worker {name[:100]!r}",
@@ -269,9 +276,75 @@ def _named(state: RouterState, name: str) -> Worker:
 
 
 def _remove(state: RouterState, worker: Worker) -> None:
-    state.fleet.remove(worker)
+    state.pool.remove(worker)
     log.info("worker removed url=%s open=%d", worker.url, worker.open)
 
 
 def _retry(trouble: str) -> dict[str, str] | None:
     return {"retry-after": str(RETRY_AFTER_S)} if trouble else None
+
+
+_ADDED = "workers that are added or started again later have no pin: send it again"
+
+
+async def pin_prefix(exchange: HttpExchange, state: RouterState) -> None:
+    """Pin a prompt in the cache of every worker, under one name."""
+    request = outgoing(exchange)
+    fields = await exchange.json_object()
+    name = fields.get("rid")
+    if "rid" not in fields:
+        name = f"pin-{uuid4().hex}"
+        rest = request.body.lstrip()[1:]
+        request.body = b'{"rid":"%b"%b%b' % (name.encode(), b"," if fields else b"", rest)
+    found = await _send_to_pool(state, request)
+    body = {"pin": name, **_summary(state, found), "later": _ADDED}
+    await exchange.json(body, max(answer.status for answer in found.values()))
+
+
+async def unpin_prefix(exchange: HttpExchange, state: RouterState) -> None:
+    """Release a pin at every worker; 404 if none has it."""
+    found = await _send_to_pool(state, outgoing(exchange))
+    statuses = {answer.status for answer in found.values()}
+    if 200 in statuses:
+        statuses.discard(404)  # a worker that was added after the pin
+    counts = [reply.get("unpinned") for a in found.values() if is_object(reply := a.json())]
+    body: Json = {
+        "unpinned": sum(n for n in counts if isinstance(n, int)),
+        **_summary(state, found),
+    }
+    await exchange.json({**body, "success": statuses == {200}}, max(statuses))
+
+
+async def pinned_prefixes(exchange: HttpExchange, state: RouterState) -> None:
+    """The pinned prefixes of each worker."""
+    found = await _send_to_pool(state, outgoing(exchange))
+    await exchange.json(_summary(state, found), max(answer.status for answer in found.values()))
+
+
+async def _send_to_pool(state: RouterState, request: OutgoingRequest) -> dict[Worker, WorkerReply]:
+    if state.draining:
+        raise unavailable("the router is shutting down; send the request elsewhere", "draining")
+    if state.settings.pool.is_paired:
+        raise RequestError(
+            "prefill and decode servers keep no pins: they compute for each other alone",
+            status=501,
+            code="not_routed",
+            hint="Servers that answer by themselves keep them",
+        )
+    some = [worker for worker in state.pool.workers if worker.is_well]
+    if not some:
+        raise unavailable(state.trouble() or "there is no worker", "no_worker")
+    async with state.admission.slot():
+        return await send_to(some, request, state.settings.limits.request_s)
+
+
+def _summary(state: RouterState, found: dict[Worker, WorkerReply]) -> Json:
+    missed = [w for w in state.pool.workers if w not in found]
+    return {
+        "success": all(answer.status == 200 for answer in found.values()) and not missed,
+        "workers": [
+            {"worker": w.url, "status": answer.status, "body": answer.json()}
+            for w, answer in found.items()
+        ],
+        "not_asked": [{"worker": w.url, "reason": w.why_not()} for w in missed],
+    }

@@ -1,7 +1,7 @@
-"""From a command line and the environment to a RouterConfig.
+"""Parse the command line and the environment of a router into a RouterConfig.
 
-A flag may have the prefix --router-, as where servers are started by the same line. Flags that are
-not the router's are those of the servers to start, where it starts any, and errors otherwise.
+A flag may have the prefix --router-, for lines that also start servers. Flags that are not the
+router's are passed to the servers it starts; if it starts none, they are errors.
 """
 
 import difflib
@@ -21,17 +21,17 @@ _REPEATED = ("prefill", "decode")
 """Flags that may be given several times."""
 _MILLISECONDS = ("retry.first_pause_s", "retry.longest_pause_s")
 _MODEL = ("--model-path", "--model", "--config")
-"""Flags that say which servers to start."""
-_BUILT = ("fleet.urls", "fleet.prefill", "fleet.decode", "fleet.ports")
-"""What specs of workers are made of."""
+"""Flags that name the servers to start."""
+_WORKER_FIELDS = ("pool.urls", "pool.prefill", "pool.decode", "pool.ports")
+"""Flag values from which worker specs are built."""
 
 
 @dataclass
-class _Reading:
+class _ParsedFlags:
     values: dict[str, object] = field(default_factory=dict[str, object])
     notes: list[str] = field(default_factory=list[str])
-    theirs: list[str] = field(default_factory=list[str])
-    """Words that are not the router's."""
+    server_words: list[str] = field(default_factory=list[str])
+    """Words for the servers that the router starts."""
 
 
 def read_flags(
@@ -40,17 +40,17 @@ def read_flags(
     check_servers: Callable[[Sequence[str]], None],
     defaults: RouterConfig | None = None,
 ) -> RouterConfig:
-    """
+    """Parse flags and variables.
+
     Args:
         variables: flag name -> text, from BANYAN_<FLAG>.
-        check_servers: raises ConfigError when servers cannot be started with these words.
+        check_servers: raises ConfigError if servers cannot be started with these words.
 
     Raises:
-        ConfigError: an unknown flag, one that is refused, a value that is not legal, or flags that
-            do not go together.
+        ConfigError: an unknown or refused flag, an illegal value, or incompatible flags.
     """
     known = {name: flag for _, flags in GROUPS for flag in flags for name in flag.names}
-    reading = _Reading()
+    reading = _ParsedFlags()
     for name, text in variables.items():
         if name in known and text and name != "dp-size":
             flag = known[name]
@@ -58,9 +58,9 @@ def read_flags(
             reading.values[flag.field] = flag.from_words(words, f"BANYAN_{name}")
     for spelled, name, words in _split(argv, known):
         _take(spelled, name, words, known, reading)
-    config = _built(reading, defaults or RouterConfig())
-    if config.fleet.start:
-        check_servers(config.fleet.start)
+    config = _build_config(reading, defaults or RouterConfig())
+    if config.pool.start:
+        check_servers(config.pool.start)
     return config
 
 
@@ -71,13 +71,13 @@ def help_text() -> str:
         for flag in flags:
             names = ", ".join(f"--{n}" for n in (flag.name, *flag.aliases))
             lines += textwrap.wrap(f"  {names} {flag.metavar.replace('|', ' | ')}", 98)
-            told = f"      {flag.help}{_default_text(flag)}"
-            lines += textwrap.wrap(told, 98, subsequent_indent=" " * 6)
+            line = f"      {flag.help}{_default_text(flag)}"
+            lines += textwrap.wrap(line, 98, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
 def _default_text(flag: Flag) -> str:
-    if flag.field in _BUILT or flag.kind == SWITCH or "default:" in flag.help:
+    if flag.field in _WORKER_FIELDS or flag.kind == SWITCH or "default:" in flag.help:
         return ""
     part, _, name = flag.field.partition(".")
     default: object = getattr(getattr(RouterConfig(), part), name)
@@ -117,7 +117,7 @@ def _takes_more(flag: Flag | None, words: Sequence[str], word: str) -> bool:
 
 
 def _take(
-    spelled: str, name: str, words: list[str], known: Mapping[str, Flag], reading: _Reading
+    spelled: str, name: str, words: list[str], known: Mapping[str, Flag], reading: _ParsedFlags
 ) -> None:
     if name in REFUSED:
         why = REFUSED[name]
@@ -126,7 +126,7 @@ def _take(
         reading.notes.append(f"{spelled} is accepted but has no effect: {IDLE[name]}")
         return
     if name not in known:
-        reading.theirs += [spelled, *words] if spelled else words
+        reading.server_words += [spelled, *words] if spelled else words
         return
     flag = known[name]
     value = flag.check(words, spelled) if len(words) > 1 else flag.from_words(words, spelled)
@@ -137,12 +137,12 @@ def _take(
     reading.values[flag.field] = value
 
 
-def _built(reading: _Reading, defaults: RouterConfig) -> RouterConfig:
+def _build_config(reading: _ParsedFlags, defaults: RouterConfig) -> RouterConfig:
     values = reading.values
     for name in _MILLISECONDS:
         if isinstance(pause := values.get(name), float):
             values[name] = pause / 1000
-    if "figures.port" in values:
+    if "prometheus.port" in values:
         values["observe.metrics"] = True
     workers = _workers(values)
     config = defaults
@@ -150,33 +150,33 @@ def _built(reading: _Reading, defaults: RouterConfig) -> RouterConfig:
         own = {
             name.partition(".")[2]: value
             for name, value in values.items()
-            if name.partition(".")[0] == part.name and name not in _BUILT
+            if name.partition(".")[0] == part.name and name not in _WORKER_FIELDS
         }
         if own:
             config = replace(config, **{part.name: replace(getattr(config, part.name), **own)})
-    fleet = replace(config.fleet, workers=workers)
-    fleet = replace(fleet, **_start(reading.theirs, fleet.count, workers))
-    config = replace(config, fleet=fleet)
+    pool = replace(config.pool, workers=workers)
+    pool = replace(pool, **_start(reading.server_words, pool.count, workers))
+    config = replace(config, pool=pool)
     _check(config)
     notes = (*config.observe.notes, *reading.notes)
     return replace(config, observe=replace(config.observe, notes=notes))
 
 
-def _start(theirs: list[str], count: int, workers: tuple[WorkerSpec, ...]) -> dict[str, object]:
-    """What is started of the router's own; ConfigError: words that nobody knows."""
-    names_model = any(
-        w.partition("=")[0] in ("--model-path", "--model", "--config") for w in theirs
-    )
+def _start(
+    server_words: list[str], count: int, workers: tuple[WorkerSpec, ...]
+) -> dict[str, object]:
+    """The pool settings for servers to start; ConfigError on unknown words."""
+    names_model = any(w.partition("=")[0] in _MODEL for w in server_words)
     if not count and not names_model:
-        if theirs:
-            raise _unknown(theirs[0])
+        if server_words:
+            raise _unknown(server_words[0])
         return {}
     if workers:
         raise ConfigError(
             f"{'--dp-size' if count else '--model-path'} starts servers, and others are named too",
             hint="start the router with one or the other, and add more by POST /workers",
         )
-    return {"start": tuple(theirs), "count": count or 1}
+    return {"start": tuple(server_words), "count": count or 1}
 
 
 def _unknown(word: str) -> ConfigError:
@@ -189,13 +189,13 @@ def _unknown(word: str) -> ConfigError:
 
 
 def _workers(values: Mapping[str, object]) -> tuple[WorkerSpec, ...]:
-    urls, prefill, decode, ports = (_words(values.get(name)) for name in _BUILT)
+    urls, prefill, decode, ports = (_words(values.get(name)) for name in _WORKER_FIELDS)
     pairs = _with_ports(prefill)
     if ports:
         if any(port is not None for _, port in pairs) or len(ports) not in (1, len(pairs)):
             raise ConfigError(
                 f"{len(ports)} --prefill-bootstrap-ports for {len(pairs)} prefill servers",
-                hint="give one for each, or one for all, and none behind --prefill",
+                hint="give one for each, or one for all, and none after --prefill",
             )
         each = ports * len(pairs) if len(ports) == 1 else ports
         pairs = [(url, _port(port)) for (url, _), port in zip(pairs, each, strict=True)]
@@ -211,7 +211,7 @@ def _workers(values: Mapping[str, object]) -> tuple[WorkerSpec, ...]:
 
 
 def _with_ports(words: Sequence[str]) -> list[tuple[str, int | None]]:
-    """Of `URL [PORT] …`: each server with its bootstrap port."""
+    """Parse `URL [PORT] …`: each server with its bootstrap port."""
     found: list[tuple[str, int | None]] = []
     for word in words:
         is_port = word.isdigit() or word.lower() == "none"
@@ -236,25 +236,25 @@ def _words(value: object) -> list[str]:
 
 
 def _check(config: RouterConfig) -> None:
-    """ConfigError: flags that do not go together."""
-    fleet = config.fleet
-    kinds = {spec.kind for spec in fleet.workers}
-    if fleet.is_paired and PLAIN in kinds:
+    """Raise ConfigError on incompatible flags."""
+    pool = config.pool
+    kinds = {spec.kind for spec in pool.workers}
+    if pool.is_paired and PLAIN in kinds:
         raise ConfigError(
             "--worker-urls names servers that do all, and --pd-disaggregation wants none",
             hint="name them with --prefill and --decode",
         )
-    if not fleet.is_paired and kinds - {PLAIN}:
+    if not pool.is_paired and kinds - {PLAIN}:
         raise ConfigError(
             "--prefill and --decode name servers of two kinds",
             hint="give --pd-disaggregation as well",
         )
-    if fleet.is_paired and fleet.start:
+    if pool.is_paired and pool.start:
         raise ConfigError(
             "a router starts servers that do all, not prefill and decode servers",
             hint="start them with --disaggregation-mode, and name them with --prefill and --decode",
         )
-    if not fleet.is_paired and (config.policy.prefill or config.policy.decode):
+    if not pool.is_paired and (config.policy.prefill or config.policy.decode):
         raise ConfigError(
             "--prefill-policy and --decode-policy choose among prefill and decode servers",
             hint="give --policy, or --pd-disaggregation as well",

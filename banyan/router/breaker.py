@@ -1,15 +1,12 @@
-"""Breaker: whether a worker that failed several times in a row is asked at all.
-
-Knows no network and no clock.
-"""
+"""Circuit breaker: send no requests to a worker that failed several times in a row."""
 
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
 
-class Circuit(Enum):
-    """The state of a breaker; its value is how metrics show it."""
+class CircuitState(Enum):
+    """State of a breaker; the value is the one in the metrics."""
 
     CLOSED = 0
     OPEN = 1
@@ -21,10 +18,10 @@ class BreakerRule:
     """When a breaker opens and closes.
 
     Attributes:
-        failures: so many in a row, all within `window_s`, open it; 0 = it never opens. A success
-            between two of them starts the count again.
-        successes: so many in a row close it.
-        open_s: how long after the last failure nobody is sent there.
+        failures: consecutive failures within `window_s` that open it; 0 = never. A success resets
+            the count.
+        successes: consecutive successes that close it.
+        open_s: seconds after the last failure without requests.
     """
 
     failures: int = 10
@@ -33,8 +30,8 @@ class BreakerRule:
     window_s: float = 120.0
 
 
-class Breaker:
-    """One worker's. Times are seconds of one clock that never goes back."""
+class CircuitBreaker:
+    """Breaker of one worker. Times are seconds of a monotonic clock."""
 
     def __init__(self, rule: BreakerRule) -> None:
         self._rule = rule
@@ -43,30 +40,37 @@ class Breaker:
         self._is_open = False
         self._is_probing = False
         self.last_failed_s = 0.0
-        """When the last failure was; it means nothing where there was none."""
+        """Time of the last failure; meaningless if there was none."""
 
-    def state(self, now: float) -> Circuit:
+    def state(self, now: float) -> CircuitState:
         if not self._is_open:
-            return Circuit.CLOSED
-        return Circuit.HALF_OPEN if now - self.last_failed_s >= self._rule.open_s else Circuit.OPEN
+            return CircuitState.CLOSED
+        return (
+            CircuitState.HALF_OPEN
+            if now - self.last_failed_s >= self._rule.open_s
+            else CircuitState.OPEN
+        )
 
     def lets_in(self, now: float) -> bool:
-        """Whether a request may be sent; while half open, one at a time."""
+        """Whether a request may be sent; one at a time while half open."""
         state = self.state(now)
-        return state is Circuit.CLOSED or (state is Circuit.HALF_OPEN and not self._is_probing)
+        return state is CircuitState.CLOSED or (
+            state is CircuitState.HALF_OPEN and not self._is_probing
+        )
 
     def begin(self, now: float) -> bool:
-        """A request is sent, and `end` follows; whether it tries out a worker that had failed."""
-        is_probe = self.state(now) is Circuit.HALF_OPEN
+        """Record that a request is sent; whether it is a probe. `end` must follow."""
+        is_probe = self.state(now) is CircuitState.HALF_OPEN
         self._is_probing |= is_probe
         return is_probe
 
     def end(self, is_good: bool | None, is_probe: bool, now: float) -> None:
-        """A request that was sent has ended: in order, by the worker's fault, or (None) in a way
-        that says nothing of the worker, as when its client left or the worker was busy.
+        """Record the end of a request.
 
         Args:
-            is_probe: as `begin` said.
+            is_good: False if the worker failed; None if the result says nothing about the worker
+                (the client left, or the worker was busy).
+            is_probe: the result of `begin`.
         """
         if is_probe:
             self._is_probing = False
@@ -83,7 +87,7 @@ class Breaker:
             self._is_open = self._succeeded < self._rule.successes
 
     def close(self) -> None:
-        """Forget all failures: the worker has begun anew."""
+        """Forget all failures, because the worker has restarted."""
         self._is_open = False
         self._failed_s.clear()
 

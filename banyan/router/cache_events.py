@@ -1,9 +1,9 @@
-"""Hearing: follows what workers tell of their caches (a server's --kv-events-config), so that a
-request goes where its prefix lies, and not where it was sent once.
+"""Subscribe to the cache events of workers (a server's --kv-events-config).
 
-Of each worker it first asks where events are, hears them from then on, and asks for those from
-before. A worker that tells nothing is guessed about, as are prefixes that callers have of their
-own: their names say nothing to a router. Each of these is told to the log once a worker.
+The router then sends a request to the worker that has its prefix cached. For each worker it looks
+up the event endpoint, subscribes, and requests a replay of earlier events. Without events, and for
+prefixes that a cache salt or an adapter separates, the router estimates from the prompts it sent.
+Both cases are logged once per worker.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from banyan.base.errors import BanyanError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
 from banyan.router.config import RouterConfig
-from banyan.router.upstream import Lost, NotReached
+from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
 from banyan.scheduler.prefix_hashes import Contents
 
@@ -32,12 +32,12 @@ _REPLAY_S = 5.0
 _PAUSE_S = 1.0
 
 
-class Unclear(BanyanError):
-    """What a worker tells is nothing that is told of caches."""
+class BadCacheEvents(BanyanError):
+    """A worker sent something that is not a valid cache event."""
 
 
-class Told(msgspec.Struct, frozen=True):
-    """Where a worker's events are."""
+class EventEndpoint(msgspec.Struct, frozen=True):
+    """The address and shape of a worker's cache events, from /get_server_info."""
 
     endpoint: str
     block_size: int
@@ -46,8 +46,8 @@ class Told(msgspec.Struct, frozen=True):
     dp_size: int = 1
 
 
-class Hearing:
-    """Of all workers of a router, one task each. Belongs to one event loop."""
+class CacheEventSubscriber:
+    """Subscriptions to the workers of a router, one task each. Belongs to one event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._key = config.server.api_key.partition(" ")[0]
@@ -55,8 +55,8 @@ class Hearing:
         self._context = zmq.asyncio.Context()
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
-    def tend(self, worker: Worker) -> None:
-        """Hear a worker that is well; forget what one held that is not."""
+    def update(self, worker: Worker) -> None:
+        """Subscribe to a worker that is healthy; drop the state of one that is not."""
         task = self._tasks.get(worker)
         if worker.is_well and task is None:
             self._tasks[worker] = asyncio.create_task(self._follow(worker))
@@ -75,93 +75,94 @@ class Hearing:
         self._context.destroy(linger=0)
 
     async def _follow(self, worker: Worker) -> None:
-        """Until it is cancelled, or there is nothing to hear."""
+        """Follow the events of a worker until cancelled; return if it has none."""
         try:
-            told = await self._asked(worker)
-            if told is None:
+            endpoint = await self._endpoint_of(worker)
+            if endpoint is None:
                 log.warning("worker url=%s publishes no cache events: guessing", worker.url)
                 return
-            worker.contents = [Contents(told.block_size) for _ in range(told.dp_size)]
-            log.info("hearing what the cache of url=%s holds", worker.url)
+            worker.contents = [Contents(endpoint.block_size) for _ in range(endpoint.dp_size)]
+            log.info("following the cache events of url=%s", worker.url)
             async with asyncio.TaskGroup() as all_replicas:
                 for replica, contents in enumerate(worker.contents):
-                    one = _Replica(self._context, worker, told, replica, contents)
+                    one = _ReplicaSubscription(self._context, worker, endpoint, replica, contents)
                     all_replicas.create_task(one.run())
         except (BanyanError, ExceptionGroup, OSError, TimeoutError, ValueError) as error:
             worker.contents = None
             why = printable(str(error) or type(error).__name__, 300)
-            log.warning("cache events of url=%s are not heard: %s; guessing", worker.url, why)
+            log.warning("cache events of url=%s cannot be followed: %s; guessing", worker.url, why)
 
-    async def _asked(self, worker: Worker) -> Told | None:
+    async def _endpoint_of(self, worker: Worker) -> EventEndpoint | None:
         key = worker.spec.api_key or self._key
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await worker.upstream.send("GET", b"/get_server_info", headers)
                 body = await answer.whole(_FACTS_BYTES)
-        except (NotReached, Lost) as error:
-            raise Unclear(str(error)) from None
+        except (WorkerUnreachable, WorkerLost) as error:
+            raise BadCacheEvents(str(error)) from None
         if answer.status != 200:
-            raise Unclear(f"/get_server_info answered {answer.status}")
+            raise BadCacheEvents(f"/get_server_info answered {answer.status}")
         facts: object = orjson.loads(body)
-        told = facts.get("kv_events") if is_object(facts) else None
-        if told is None:
+        found = facts.get("kv_events") if is_object(facts) else None
+        if found is None:
             return None
-        found = msgspec.convert(told, Told)
-        if not (0 < found.block_size <= 1 << 20 and 0 < found.dp_size <= _MOST_REPLICAS):
-            raise Unclear(f"blocks of {found.block_size} tokens, {found.dp_size} replicas")
-        return found
+        endpoint = msgspec.convert(found, EventEndpoint)
+        blocks, replicas = endpoint.block_size, endpoint.dp_size
+        if not (0 < blocks <= 1 << 20 and 0 < replicas <= _MOST_REPLICAS):
+            raise BadCacheEvents(f"blocks of {blocks} tokens, {replicas} replicas")
+        return endpoint
 
 
-class _Replica:
-    """What one replica of a worker tells."""
+class _ReplicaSubscription:
+    """The event subscription of one replica of a worker."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         worker: Worker,
-        told: Told,
+        endpoint: EventEndpoint,
         replica: int,
         contents: Contents,
     ) -> None:
         self._context, self._worker, self._contents = context, worker, contents
-        self._topic = told.topic.encode()
-        self._endpoint = _reachable(told.endpoint, worker.url, replica)
-        self._replay = told.replay_endpoint and _reachable(
-            told.replay_endpoint, worker.url, replica
+        self._topic = endpoint.topic.encode()
+        self._endpoint = _reachable(endpoint.endpoint, worker.url, replica)
+        self._replay = endpoint.replay_endpoint and _reachable(
+            endpoint.replay_endpoint, worker.url, replica
         )
         self._next = 0
-        """The number of the batch that comes next."""
-        self._is_told = False
+        """Sequence number of the next batch."""
+        self._has_warned = False
 
     async def run(self) -> None:
-        hearing = self._socket(zmq.SUB, self._endpoint)
-        hearing.setsockopt(zmq.SUBSCRIBE, self._topic)
+        events = self._socket(zmq.SUB, self._endpoint)
+        events.setsockopt(zmq.SUBSCRIBE, self._topic)
         try:
             await self._catch_up()
             while True:
-                _, number, batch = await hearing.recv_multipart()
-                await self._heard(int.from_bytes(number, "big", signed=True), batch)
+                _, number, batch = await events.recv_multipart()
+                await self._on_batch(int.from_bytes(number, "big", signed=True), batch)
         finally:
-            hearing.close(0)
+            events.close(0)
 
-    async def _heard(self, number: int, batch: bytes) -> None:
-        if number == 0:  # another engine, of which nothing was heard
+    async def _on_batch(self, number: int, batch: bytes) -> None:
+        if number == 0:  # a new engine
             self._contents.clear()
             self._next = 0
         if number < self._next:
-            return  # it came when the past was asked for
+            return  # already received by the replay
         if number > self._next:
             await self._catch_up()
         if number > self._next:
-            # What was let go meanwhile is not known.
+            # Blocks may have been removed in the missing batches.
             self._contents.clear()
-            self._tell("some were lost, and nobody can be asked for them")
+            self._warn_once("some were lost and cannot be replayed")
         if number >= self._next:
             self._take(number, batch)
 
     async def _catch_up(self) -> None:
-        """Ask for what was told before."""
+        """Request a replay of earlier batches."""
         if not self._replay:
             return
         asking = self._socket(zmq.DEALER, self._replay)
@@ -174,11 +175,11 @@ class _Replica:
                     if at < 0:
                         return
                     if at > self._next:
-                        self._contents.clear()  # older ones are kept no more
+                        self._contents.clear()  # older batches are no longer available
                     if at >= self._next:
                         self._take(at, batch)
         except TimeoutError:
-            self._tell(f"no answer from {self._replay} in {_REPLAY_S:g} s")
+            self._warn_once(f"no answer from {self._replay} in {_REPLAY_S:g} s")
         finally:
             asking.close(0)
 
@@ -186,7 +187,7 @@ class _Replica:
         self._next = number + 1
         take_batch(batch, self._contents)
         if self._contents.is_of_several:
-            self._tell("callers have prefixes of their own, which its names do not tell apart")
+            self._warn_once("prefixes are separated per caller, which block hashes do not show")
 
     def _socket(self, kind: int, endpoint: str) -> "zmq.asyncio.Socket":
         made = self._context.socket(kind)
@@ -196,20 +197,20 @@ class _Replica:
             made.connect(endpoint)
         except zmq.ZMQError as error:
             made.close(0)
-            raise Unclear(f"{endpoint}: {error}") from None
+            raise BadCacheEvents(f"{endpoint}: {error}") from None
         return made
 
-    def _tell(self, why: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _warn_once(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("cache events of url=%s: %s; guessing there", self._worker.url, why)
 
 
 def take_batch(batch: bytes, contents: Contents) -> None:
-    """What a batch says, in either form of its events.
+    """Apply a batch of events, in either of their forms, to `contents`.
 
     Raises:
-        Unclear: it is none.
+        BadCacheEvents: the batch is invalid.
     """
     try:
         whole: object = msgspec.msgpack.decode(batch)
@@ -219,7 +220,7 @@ def take_batch(batch: bytes, contents: Contents) -> None:
         for event in events:
             _take_event(event, contents)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise Unclear(f"a batch of events cannot be read: {error}") from None
+        raise BadCacheEvents(f"a batch of events cannot be read: {error}") from None
 
 
 def _take_event(event: object, contents: Contents) -> None:
@@ -244,7 +245,7 @@ def _take_event(event: object, contents: Contents) -> None:
 
 
 def _reachable(endpoint: str, url: str, replica: int) -> str:
-    """Where events of a replica are for who reaches the worker at `url`."""
+    """The event address of a replica, with a wildcard host replaced by the host of `url`."""
     with contextlib.suppress(ValueError):
         head, _, port = endpoint.rpartition(":")
         if endpoint.startswith("tcp://"):

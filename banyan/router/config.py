@@ -1,8 +1,8 @@
-"""RouterConfig: everything a router is told at its start. Frozen; `support/flags.py` fills it."""
+"""Configuration of a router. Frozen; `args.py` fills it from flags."""
 
 from dataclasses import dataclass, field
 
-from banyan.config.serving import ObserveConfig, ServerConfig
+from banyan.config.schema import ObserveConfig, ServerConfig
 from banyan.router.breaker import BreakerRule
 from banyan.scheduler.routing import CacheAware
 
@@ -14,12 +14,12 @@ KINDS = (PLAIN, PREFILL, DECODE)
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker as somebody named it.
+    """One worker as named by flags or a request.
 
     Attributes:
         kind: one of KINDS.
-        bootstrap_port: of a prefill worker: where decode workers find it; None = its own default.
-        api_key: sent in the place of the client's; "" = the client's own.
+        bootstrap_port: bootstrap port of a prefill worker; None = the worker's default.
+        api_key: sent instead of the client's key; "" = send the client's.
     """
 
     url: str
@@ -29,23 +29,23 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class FleetConfig:
-    """Who answers."""
+class PoolConfig:
+    """The workers."""
 
     workers: tuple[WorkerSpec, ...] = ()
     is_paired: bool = False
     """Every request goes to a prefill and a decode worker."""
     start: tuple[str, ...] = ()
-    """Flags of workers that the router starts itself; () = it starts none."""
+    """Flags of the workers that the router starts itself; () = none."""
     count: int = 0
-    """How many of those."""
+    """Number of workers to start."""
     startup_s: float = 1800.0
-    """A router that has nobody to ask for so long after its start ends."""
+    """Seconds after which a router without a ready worker exits."""
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Who gets a request."""
+    """How a worker is chosen."""
 
     name: str = "cache_aware"
     prefill: str = ""
@@ -55,16 +55,16 @@ class PolicyConfig:
     most_apart: int = CacheAware.most_apart
     most_times: float = CacheAware.most_times
     adjust_s: float = 5.0
-    """How often the policy bucket parts lengths anew."""
+    """Seconds between recomputations of the bucket policy's bounds."""
     follows_events: bool = False
-    """What workers hold is heard from them, where they tell."""
+    """Use the cache events that workers publish."""
     tree_bytes: int = 1 << 24
     """Bytes of prompts that are remembered for each worker."""
 
 
 @dataclass(frozen=True)
 class RetryConfig:
-    """How often, and after what pauses, a request is sent again of which nothing was answered."""
+    """Retries of a request that got no response, and the pauses between them."""
 
     most: int = 5
     first_pause_s: float = 0.05
@@ -91,38 +91,38 @@ class BreakerConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How workers are watched."""
+    """Health checks of workers."""
 
     interval_s: float = 5.0
     timeout_s: float = 5.0
     failures: int = 3
-    """So many bad answers in a row, or none, and a worker gets no more requests."""
+    """Consecutive failed checks after which a worker gets no requests."""
     successes: int = 2
-    """So many good ones, and it gets requests again."""
+    """Consecutive good checks after which it gets requests again."""
     path: str = "/health"
     first_interval_s: float = 1.0
-    """Between checks of a worker that has not been well yet."""
+    """Seconds between checks of a worker that has never been healthy."""
     is_off: bool = False
 
 
 @dataclass(frozen=True)
 class LimitConfig:
-    """What is taken in."""
+    """Admission limits."""
 
     request_s: float = 1800.0
-    """A request that takes longer ends."""
+    """Longest duration of a request in seconds."""
     concurrent: int = -1
-    """Requests at a time; -1 = no bound."""
+    """Requests in progress; -1 = no limit."""
     waiting: int = 100
-    """More that wait for a place."""
+    """Requests that may wait in addition."""
     waiting_s: float = 60.0
     rate: int = 0
-    """Requests a second in the long run; 0 = no bound."""
+    """Requests per second in the long run; 0 = no limit."""
 
 
 @dataclass(frozen=True)
-class FiguresConfig:
-    """What is counted for Prometheus, and where it is shown beside /metrics."""
+class PrometheusConfig:
+    """Prometheus metrics: a separate port besides /metrics, and histogram buckets."""
 
     port: int = 0
     host: str = ""
@@ -133,10 +133,10 @@ class FiguresConfig:
 class RouterConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    fleet: FleetConfig = field(default_factory=FleetConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
-    figures: FiguresConfig = field(default_factory=FiguresConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)

@@ -18,24 +18,24 @@ _OTHER_POLICIES = (
 _PO2 = (("po2", "power_of_two"),)
 
 _WHO = (
-    Flag("worker-urls", "fleet.urls", "http://host:port of each server to route to", kind=WORDS),
+    Flag("worker-urls", "pool.urls", "http://host:port of each server to route to", kind=WORDS),
     Flag(
         "pd-disaggregation",
-        "fleet.is_paired",
+        "pool.is_paired",
         "send every request to a prefill and a decode server at once",
         kind=SWITCH,
     ),
     Flag(
         "prefill",
-        "fleet.prefill",
+        "pool.prefill",
         "a prefill server and its bootstrap port; once for each server",
         kind=WORDS,
         shown="URL [PORT]",
     ),
-    Flag("decode", "fleet.decode", "a decode server; once for each", kind=WORDS, shown="URL"),
+    Flag("decode", "pool.decode", "a decode server; once for each", kind=WORDS, shown="URL"),
     Flag(
         "prefill-bootstrap-ports",
-        "fleet.ports",
+        "pool.ports",
         "bootstrap ports of the prefill servers in their order, or one for all",
         kind=WORDS,
         pattern=r"[0-9]{1,5}",
@@ -43,14 +43,14 @@ _WHO = (
     ),
     Flag(
         "worker-startup-timeout-secs",
-        "fleet.startup_s",
+        "pool.startup_s",
         "the router ends when no server is well so long after its start",
         kind=FLOAT,
         low=0.0,
     ),
     Flag(
         "dp-size",
-        "fleet.count",
+        "pool.count",
         "start so many servers, with the flags that are not the router's",
         kind=INT,
         aliases=("dp", "data-parallel-size"),
@@ -191,8 +191,8 @@ _ROUTING = (
     Flag(
         "follow-kv-events",
         "policy.follows_events",
-        "cache_aware: hear from servers what their caches hold (their --kv-events-config) rather "
-        "than guess; texts are turned into tokens by a server's /tokenize",
+        "cache_aware: use the cache events of servers (their --kv-events-config) rather "
+        "than estimates; texts are tokenized by a server's /tokenize",
         kind=SWITCH,
     ),
     Flag(
@@ -318,16 +318,16 @@ _TELLING = (
     Flag("enable-metrics", "observe.metrics", "count, and show it at /metrics", kind=SWITCH),
     Flag(
         "prometheus-port",
-        "figures.port",
+        "prometheus.port",
         "count, and show it at a port of its own too",
         kind=INT,
         low=1,
         high=65535,
     ),
-    Flag("prometheus-host", "figures.host", "address of that port; default: --host"),
+    Flag("prometheus-host", "prometheus.host", "address of that port; default: --host"),
     Flag(
         "prometheus-duration-buckets",
-        "figures.buckets",
+        "prometheus.buckets",
         "upper bounds in seconds of the times that are counted",
         kind=FLOATS,
         low=0.0,
@@ -403,7 +403,7 @@ REFUSED = {
     "log-dir": "the log goes to standard error: redirect that",
     "mcp-config-path": "tools are called by servers: their --tool-server",
     "backend": "servers speak SGLang's routes",
-    "request-id-headers": "a server tells its own id as x-request-id and a client's as "
+    "request-id-headers": "a server returns its own id as x-request-id and a client's as "
     "x-client-request-id",
     "rust-lb": "there is one router, and it is this one",
     "test-external-dp-routing": "a server shares requests out among its replicas itself",

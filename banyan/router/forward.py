@@ -1,5 +1,6 @@
-"""One request on its way: to a worker, to another one as long as nothing was answered, and the
-answer back, byte for byte and as it comes.
+"""Forward a request to a worker, retry it on others while nothing was answered, relay the response.
+
+Responses are relayed byte for byte as they arrive.
 """
 
 import asyncio
@@ -11,41 +12,60 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import orjson
+
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.base.log import logger
-from banyan.router.body import prompt_of
-from banyan.router.pairs import PATHS
-from banyan.router.policies import ROUTING_KEY, Asked
-from banyan.router.prompt_tokens import tokens_of
-from banyan.router.proxy import Outgoing, Proxy
+from banyan.router.policies import ROUTING_KEY, RoutingRequest
+from banyan.router.prompts import prompt_of, tokens_of
+from banyan.router.proxy import PATHS, OutgoingRequest, Proxy
 from banyan.router.state import RouterState
-from banyan.router.stream_frames import Frames, is_stream
-from banyan.router.upstream import Answer, Lost, NotReached
-from banyan.router.verdict import FAILED, speaks_for_worker
-from banyan.router.worker import Try, Worker
+from banyan.router.upstream import Headers, UpstreamResponse, WorkerLost, WorkerUnreachable
+from banyan.router.worker import Attempt, Worker
 from banyan.server.errors import unavailable
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import OF_LOAD, HttpExchange
+from banyan.server.http.limits import DEADLINE
 
 log = logger(__name__)
 
 WHOLE_BYTES = 1 << 20
-"""Answers up to this size that are no streams are sent on when all of them is here, so that one
-that breaks off can be asked for again."""
-AGAIN = (429, 502, 503, 504)
-"""Statuses that another worker may do better than."""
+"""Responses up to this size that are not streams are buffered, to be retried if they break."""
+RETRIED_STATUSES = (429, 502, 503, 504)
+"""Response statuses for which another worker is tried."""
+FAILED = (502, 503, 504)
+"""Statuses of a failing worker, or of a proxy in front of it."""
+_BUSY = (429, 529)
+_NEUTRAL_CODES = (*OF_LOAD, "deadline_exceeded", "queue_timeout", "rate_limited")
+"""Error codes of a healthy worker that has too much load or too little time."""
+_DEADLINE = DEADLINE.encode()
+MOST_HELD = 1 << 20
+"""Bytes of one event that are held back; a longer event is relayed in parts."""
+
+_EVENT_ENDS = {
+    b"text/event-stream": (b"\n\n", b"\r\n\r\n", b"\r\r"),
+    b"application/x-ndjson": (b"\n",),
+}
 _TARGET = re.compile(rb"[\x21-\x7e]+")
 _BODILESS = (204, 304)
-_OWN_TO_A_CONNECTION = (
-    *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer"),
-    *(b"upgrade", b"expect", b"content-length"),
+_HOP_BY_HOP = (
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"transfer-encoding",
+    b"te",
+    b"trailer",
+    b"upgrade",
+    b"expect",
+    b"content-length",
 )
-_NOT_SENT = (*_OWN_TO_A_CONNECTION, b"host", b"origin", b"proxy-authorization")
-_NOT_RETURNED = (*_OWN_TO_A_CONNECTION, b"date", b"server")
+_NOT_SENT = (*_HOP_BY_HOP, b"host", b"origin", b"proxy-authorization")
+_NOT_RETURNED = (*_HOP_BY_HOP, b"date", b"server")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """An answer that its client gets when nobody does better."""
+class BufferedResponse:
+    """A refusal, kept as the response in case no other worker answers."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
@@ -53,8 +73,8 @@ class Kept:
 
 
 async def forward(exchange: HttpExchange, state: RouterState) -> None:
-    """Handler of the routes whose requests need steps: any worker answers, or any pair."""
-    is_paired = state.settings.fleet.is_paired
+    """Handler of routes whose requests generate: any worker, or any pair of workers, answers."""
+    is_paired = state.settings.pool.is_paired
     if is_paired and exchange.path not in PATHS:
         raise RequestError(
             f"{exchange.path} is not shared by prefill and decode servers",
@@ -62,23 +82,23 @@ async def forward(exchange: HttpExchange, state: RouterState) -> None:
             code="not_routed",
             hint=f"These are: {', '.join(PATHS)}",
         )
-    await _forward(exchange, state, AGAIN, is_paired)
+    await _forward(exchange, state, RETRIED_STATUSES, is_paired)
 
 
-async def tell(exchange: HttpExchange, state: RouterState) -> None:
-    """Handler of the routes that any worker answers without a step."""
-    await _forward(exchange, state, AGAIN, False)
+async def forward_to_any(exchange: HttpExchange, state: RouterState) -> None:
+    """Handler of routes that any worker answers without running the model."""
+    await _forward(exchange, state, RETRIED_STATUSES, False)
 
 
-async def seek(exchange: HttpExchange, state: RouterState) -> None:
-    """Handler of routes about what one worker keeps: asks one after the other, until one has it."""
-    await _forward(exchange, state, (*AGAIN, 404), False)
+async def forward_to_owner(exchange: HttpExchange, state: RouterState) -> None:
+    """Handler of routes about state of one worker: tries the workers in turn until one has it."""
+    await _forward(exchange, state, (*RETRIED_STATUSES, 404), False)
 
 
-async def respond(exchange: HttpExchange, state: RouterState) -> None:
-    """Handler of new responses, which may go on from one that some worker keeps."""
-    goes_on = b'"previous_response_id"' in exchange.body and not state.settings.fleet.is_paired
-    await (seek if goes_on else forward)(exchange, state)
+async def forward_response(exchange: HttpExchange, state: RouterState) -> None:
+    """Handler of POST /v1/responses, which may continue a response that one worker stores."""
+    continues = b'"previous_response_id"' in exchange.body and not state.settings.pool.is_paired
+    await (forward_to_owner if continues else forward)(exchange, state)
 
 
 async def _forward(
@@ -89,24 +109,24 @@ async def _forward(
     began_s = time.monotonic()
     limit_s = state.settings.limits.request_s
     try:
-        async with state.gate.place(), asyncio.timeout(limit_s):
-            await Course(exchange, state, again, is_paired).run()
+        async with state.admission.slot(), asyncio.timeout(limit_s):
+            await ForwardedRequest(exchange, state, again, is_paired).run()
     except TimeoutError:
         raise RequestError(
             f"the request did not end within {limit_s:g} s", status=504, code="timeout"
         ) from None
     finally:
-        if state.figures is not None:
+        if state.metrics is not None:
             seconds = time.monotonic() - began_s
-            state.figures.ended(exchange.route, exchange.status, seconds)
+            state.metrics.ended(exchange.route, exchange.status, seconds)
 
 
-class Course:
-    """What one request goes through.
+class ForwardedRequest:
+    """One request: chooses workers, retries and relays the response.
 
     Args:
-        again: statuses that another worker may do better than.
-        is_paired: it takes a prefill and a decode worker.
+        again: statuses for which another worker is tried.
+        is_paired: the request needs a prefill and a decode worker.
     """
 
     def __init__(
@@ -120,105 +140,113 @@ class Course:
         self._retry = state.settings.retry
         self._pause_s = self._retry.first_pause_s
         self._tried: list[Worker] = []
-        """Those that did not answer, or refused."""
-        self._kept: Kept | None = None
+        """Workers that did not answer or refused."""
+        self._kept: BufferedResponse | None = None
         self._why = ""
-        self._has_lost = False
+        self._has_lost_worker = False
 
     async def run(self) -> None:
-        """Answer, or RequestError 503."""
-        exchange, fleet = self._exchange, self._state.fleet
-        is_read = fleet.reads_prompts and bool(exchange.body)
+        """Answer the client.
+
+        Raises:
+            RequestError: 503 if no worker answers.
+        """
+        exchange, pool = self._exchange, self._state.pool
+        is_read = pool.reads_prompts and bool(exchange.body)
         prompt = await prompt_of(exchange.body) if is_read else b""
-        speaker = fleet.speaker if is_read else None
+        tokenizer_worker = pool.tokenizer_worker if is_read else None
         tokens: Sequence[int] = ()
-        if speaker is not None:
-            tokens = await tokens_of(exchange.body, self._request.headers, speaker)
-        asked = Asked(prompt, exchange.header(ROUTING_KEY), tokens)
-        most = len(fleet.workers) if self._again is not AGAIN else 1 + self._retry.most
+        if tokenizer_worker is not None:
+            tokens = await tokens_of(exchange.body, self._request.headers, tokenizer_worker)
+        asked = RoutingRequest(prompt, exchange.header(ROUTING_KEY), tokens)
+        most = len(pool.workers) if self._again is not RETRIED_STATUSES else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
             proxy = await self._pick(asked)
             if proxy is None:
                 break
-            if number and self._state.figures is not None:
-                self._state.figures.retried(exchange.route)
+            if number and self._state.metrics is not None:
+                self._state.metrics.retried(exchange.route)
             if await self._is_answered(proxy):
                 return
         if self._kept is not None:
             await exchange.relay(self._kept.status, self._kept.headers)
             await exchange.piece(self._kept.body, is_last=True)
             return
-        raise unavailable(self._why or fleet.trouble() or "no worker took it", "no_worker")
+        raise unavailable(self._why or pool.trouble() or "no worker took it", "no_worker")
 
-    async def _pick(self, asked: Asked) -> Proxy | None:
-        """Workers that have not been tried; where there are none, and none has refused, those that
-        have been, after a pause."""
-        proxy = self._state.fleet.proxy(asked, self._tried, self._is_paired)
+    async def _pick(self, asked: RoutingRequest) -> Proxy | None:
+        """Choose untried workers; if there are none and none has refused, pause and retry all."""
+        proxy = self._state.pool.proxy(asked, self._tried, self._is_paired)
         if proxy is None and self._tried and self._kept is None:
             jitter = random.uniform(-self._retry.jitter, self._retry.jitter)
             await asyncio.sleep(self._pause_s * (1 + jitter))
             self._pause_s = min(self._pause_s * self._retry.growth, self._retry.longest_pause_s)
             self._tried.clear()
-            proxy = self._state.fleet.proxy(asked, (), self._is_paired)
+            proxy = self._state.pool.proxy(asked, (), self._is_paired)
         return proxy
 
     async def _is_answered(self, proxy: Proxy) -> bool:
-        """Whether the client has its answer. A request that a worker was lost with is sent to one
-        more: it may be the reason.
+        """Send the request to these workers; whether the client got a response.
+
+        A request whose worker died is retried once only: the request may be the cause.
 
         Raises:
-            RequestError: 503; a worker was lost with this request once more, or in its answer.
+            RequestError: 503 if a second worker died, or one died in the middle of the response.
         """
-        tries: list[Try] = []
+        attempts: list[Attempt] = []
         try:
             with ExitStack() as stack:
-                tries += [stack.enter_context(worker.trying()) for worker in proxy.workers]
-                async with proxy.asking(self._request, tries) as (answer, attempt):
+                attempts += [stack.enter_context(worker.attempt()) for worker in proxy.workers]
+                async with proxy.asking(self._request, attempts) as (answer, attempt):
                     try:
                         if await self._relay(answer, attempt):
                             return True
-                    except Lost:
+                    except WorkerLost:
                         attempt.is_good = False
                         raise
             self._tried += proxy.workers
             return False
-        except (NotReached, Lost) as error:
-            self._blame([attempt.worker for attempt in tries if attempt.is_good is False], error)
+        except (WorkerUnreachable, WorkerLost) as error:
+            self._blame([attempt.worker for attempt in attempts if attempt.is_good is False], error)
             return False
 
-    def _blame(self, workers: Sequence[Worker], error: NotReached | Lost) -> None:
-        """Note why there is no answer; RequestError 503 where nobody else may be asked."""
+    def _blame(self, workers: Sequence[Worker], error: WorkerUnreachable | WorkerLost) -> None:
+        """Record why there is no response; RequestError 503 if no other worker may be tried."""
         self._tried += workers
         self._why = f"{' and '.join(w.url for w in workers)} was asked: {error}"
         log.warning("not answered id=%s %s", self._exchange.context.id, self._why)
         for worker in workers:
-            worker.doubted.set()
-        if isinstance(error, NotReached):
+            worker.check_soon.set()
+        if isinstance(error, WorkerUnreachable):
             return
         has_started = self._exchange.started
         if has_started:
-            if self._state.figures is not None:
-                self._state.figures.broke_off(self._exchange.route)
+            if self._state.metrics is not None:
+                self._state.metrics.broke_off(self._exchange.route)
             if not self._exchange.streaming:
                 self._exchange.cut()
-        if self._has_lost or has_started:
+        if self._has_lost_worker or has_started:
             raise unavailable(self._why, "worker_lost") from None
-        self._has_lost = True
+        self._has_lost_worker = True
 
-    async def _relay(self, answer: Answer, attempt: Try) -> bool:
-        """Hand an answer on; False when another worker should be asked. Lost: it broke off."""
+    async def _relay(self, answer: UpstreamResponse, attempt: Attempt) -> bool:
+        """Relay a response; False if another worker should be tried.
+
+        Raises:
+            WorkerLost: the connection ended before the response did.
+        """
         media, length = answer.header(b"content-type"), answer.header(b"content-length")
         lines = [line for line in answer.headers if line[0] not in _NOT_RETURNED]
         is_short = length.isdigit() and int(length[:20]) <= WHOLE_BYTES
         if not is_stream(media) and is_short:
             body = await answer.whole(WHOLE_BYTES)
-            attempt.is_good = speaks_for_worker(answer, body, self._request.headers)
+            attempt.is_good = is_worker_good(answer, body, self._request.headers)
             if answer.status in FAILED:
-                attempt.worker.doubted.set()  # it may be leaving
+                attempt.worker.check_soon.set()  # it may be shutting down
             if answer.status not in _BODILESS:
                 lines.append((b"content-length", b"%d" % len(body)))
             if answer.status in self._again:
-                self._kept = Kept(answer.status, lines, body)
+                self._kept = BufferedResponse(answer.status, lines, body)
                 return False
             await self._exchange.relay(answer.status, lines)
             await self._exchange.piece(body, is_last=True)
@@ -226,32 +254,36 @@ class Course:
         if length and not is_stream(media) and answer.status not in _BODILESS:
             lines.append((b"content-length", length))
         await self._stream(answer, lines, media)
-        attempt.is_good = speaks_for_worker(answer, b"", self._request.headers)
+        attempt.is_good = is_worker_good(answer, b"", self._request.headers)
         return True
 
     async def _stream(
-        self, answer: Answer, lines: Sequence[tuple[bytes, bytes]], media: bytes
+        self, answer: UpstreamResponse, lines: Sequence[tuple[bytes, bytes]], media: bytes
     ) -> None:
-        """Hand on a body as it comes; its head goes with the first piece of it."""
+        """Relay a body as it arrives; the head is sent with the first piece."""
         exchange = self._exchange
-        frames = Frames(media) if is_stream(media) else None
+        events = EventBuffer(media) if is_stream(media) else None
         async for piece in answer.pieces():
-            ready = frames.ready(piece) if frames is not None else piece
+            ready = events.ready(piece) if events is not None else piece
             if not ready:
                 continue
             if not exchange.started:
                 await exchange.relay(answer.status, lines)
-                exchange.streaming = frames is not None
+                exchange.streaming = events is not None
                 exchange.drop_body()
                 self._request.body = b""
             await exchange.piece(ready)
         if not exchange.started:
             await exchange.relay(answer.status, lines)
-        await exchange.piece(frames.rest() if frames is not None else b"", is_last=True)
+        await exchange.piece(events.rest() if events is not None else b"", is_last=True)
 
 
-def outgoing(exchange: HttpExchange) -> Outgoing:
-    """The request as workers get it; RequestError 400: HTTP cannot carry its query."""
+def outgoing(exchange: HttpExchange) -> OutgoingRequest:
+    """The request as it is sent to workers.
+
+    Raises:
+        RequestError: 400 if the query has bytes that HTTP cannot carry.
+    """
     target = urllib.parse.quote(exchange.path).encode()
     if exchange.raw_query:
         target += b"?" + exchange.raw_query
@@ -263,4 +295,73 @@ def outgoing(exchange: HttpExchange) -> Outgoing:
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]
     method = "GET" if exchange.method == "HEAD" else exchange.method
-    return Outgoing(method, target, headers, exchange.body)
+    return OutgoingRequest(method, target, headers, exchange.body)
+
+
+def is_worker_good(answer: UpstreamResponse, body: bytes, asked: Headers) -> bool | None:
+    """Whether a response shows that its worker is healthy.
+
+    None if it shows neither: the worker refused because of load, or because of a short deadline.
+
+    Args:
+        body: the response body, if known.
+        asked: headers of the request.
+    """
+    if answer.status in _BUSY:
+        return None
+    if answer.status not in FAILED:
+        return True
+    if answer.status == 503 and answer.header(b"retry-after"):
+        return None
+    if answer.status == 504 and any(name == _DEADLINE for name, _ in asked):
+        return None
+    return None if _code_of(body) in _NEUTRAL_CODES else False
+
+
+def _code_of(body: bytes) -> str:
+    """The error code of a response in the form of OpenAI or SGLang; "" if it has none."""
+    try:
+        found: object = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    error = found.get("error") if is_object(found) else None
+    code = error.get("code") if is_object(error) else None
+    if code is None and is_object(found):
+        code = found.get("code")
+    return code if isinstance(code, str) else ""
+
+
+def is_stream(media: bytes) -> bool:
+    """Whether the content type is an event stream."""
+    return media.partition(b";")[0].strip().lower() in _EVENT_ENDS
+
+
+class EventBuffer:
+    """Holds a stream back to event boundaries, so that a client never gets half an event.
+
+    No byte is changed, dropped or reordered.
+
+    Args:
+        media: content type of the stream.
+    """
+
+    def __init__(self, media: bytes) -> None:
+        self._ends = _EVENT_ENDS[media.partition(b";")[0].strip().lower()]
+        self._rest = b""
+
+    def ready(self, piece: bytes) -> bytes:
+        """Add a piece; the bytes that can be sent now, up to the last whole event."""
+        if not self._rest and piece.endswith(self._ends):
+            return piece
+        searched = max(0, len(self._rest) - 3)  # an end marker may be split over pieces
+        data = self._rest + piece
+        found = [(data.rfind(mark, searched), len(mark)) for mark in self._ends]
+        end = max(at + size if at >= 0 else 0 for at, size in found)
+        if len(data) - end > MOST_HELD:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        """The bytes after the last whole event, at the end of the stream."""
+        return self._rest

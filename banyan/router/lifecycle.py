@@ -1,4 +1,4 @@
-"""run_router: the life of a router process, from a bound socket to its exit code."""
+"""Run a router process, from a bound socket to its exit code."""
 
 import asyncio
 import contextlib
@@ -11,40 +11,39 @@ import uvloop
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
+from banyan.router.admission import AdmissionLimiter
 from banyan.router.config import RouterConfig
-from banyan.router.figures import Figures
-from banyan.router.gate import Gate
+from banyan.router.health import HealthMonitor
 from banyan.router.routes import create_app
-from banyan.router.state import RouterState
-from banyan.router.watch import Watch
-from banyan.router.worker_pool import Fleet
+from banyan.router.state import RouterMetrics, RouterState
+from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, check_exposure, web_server
 from banyan.server.http.tls import tls_context
 
 log = logger(__name__)
 
 CLOSING_S = 1.0
-"""For last events to reach clients, and for connections to close."""
+"""Seconds for the last events to reach clients and for connections to close."""
 _LOOK_S = 0.1
 
 
 def run_router(config: RouterConfig, lost: Callable[[], str]) -> int:
-    """Route until stopped. Returns the exit code: 0 after a signal, 5 when no worker came.
+    """Route until stopped; the exit code: 0 after a signal, 5 if no worker became ready.
 
     Args:
-        lost: says which server that was started for this router has ended; "" = none.
+        lost: returns which server started for this router has ended; "" if none.
 
     Raises:
         CapacityError: the port is taken.
-        ConfigError: the address cannot be listened on, needs a key, or counting is not possible.
+        ConfigError: the address cannot be listened on or needs a key, or metrics are unavailable.
     """
     check_exposure(config.server)
     listener = bind(config.server)
     with contextlib.closing(listener):
-        return uvloop.run(Router(config, listener, lost).run())
+        return uvloop.run(RouterServer(config, listener, lost).run())
 
 
-class Router:
+class RouterServer:
     """One router process."""
 
     def __init__(
@@ -53,8 +52,10 @@ class Router:
         self._config = config
         self._lost = lost
         self._listener = listener
-        fleet = Fleet(config)
-        self.state = RouterState(config, fleet, Gate(config.limits), open_figures(config, fleet))
+        pool = WorkerPool(config)
+        self.state = RouterState(
+            config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool)
+        )
         self.app = create_app(self.state)
         self._web = web_server(
             self.app, config.server.keep_alive_s, CLOSING_S, tls_context(config.server)
@@ -69,7 +70,7 @@ class Router:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        watch = asyncio.create_task(Watch(self._config, self.state.fleet).run())
+        watch = asyncio.create_task(HealthMonitor(self._config, self.state.pool).run())
         try:
             return await self._serve(watch)
         finally:
@@ -80,58 +81,58 @@ class Router:
             await asyncio.gather(web, watch, return_exceptions=True)
 
     async def _serve(self, watch: asyncio.Task[None]) -> int:
-        told = asyncio.create_task(self._tell_when_ready())
+        ready = asyncio.create_task(self._wait_until_ready())
         ending = asyncio.create_task(self._drains.wait())
         try:
-            await asyncio.wait((told, ending, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((ready, ending, watch), return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 watch.result()
-            if told.done() and told.result():
+            if ready.done() and ready.result():
                 await asyncio.wait((ending, watch), return_when=asyncio.FIRST_COMPLETED)
             if not self._drains.is_set():
                 return DeviceError.exit_code
             await self._drain()
             return 0
         finally:
-            told.cancel()
+            ready.cancel()
             ending.cancel()
 
-    async def _tell_when_ready(self) -> bool:
-        """Whether there is somebody to ask within the time that a start has."""
+    async def _wait_until_ready(self) -> bool:
+        """Wait until a worker is ready; False if none is within the start-up time."""
         host, port = self._config.server.host, self._listener.getsockname()[1]
         address = f"{self._config.server.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("routing on %s for %d workers", address, len(self.state.fleet.workers))
-        if not self.state.fleet.workers:
+        log.info("routing on %s for %d workers", address, len(self.state.pool.workers))
+        if not self.state.pool.workers:
             log.info("no worker is named: POST /workers adds them")
             return True
-        limit_s = self._config.fleet.startup_s
+        limit_s = self._config.pool.startup_s
         try:
             async with asyncio.timeout(limit_s):
-                while self.state.fleet.trouble():
+                while self.state.pool.trouble():
                     if gone := self._lost():
-                        raise DeviceError(gone, hint="its message stands above")
+                        raise DeviceError(gone, hint="see its message above")
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            log.error("nobody to ask after %g s: %s", limit_s, self.state.fleet.trouble())
+            log.error("nobody to ask after %g s: %s", limit_s, self.state.pool.trouble())
             return False
         log.info("ready on %s", address)
         return True
 
     async def _drain(self) -> None:
         limit_s = self._config.server.drain_timeout_s
-        log.info("draining requests=%d limit_s=%g", self.state.gate.inside, limit_s)
+        log.info("draining requests=%d limit_s=%g", self.state.admission.inside, limit_s)
         idle = asyncio.create_task(self.app.wait_idle())
         now = asyncio.create_task(self._now.wait())
         await asyncio.wait((idle, now), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
         if not idle.done():
-            log.warning("drain ended early requests=%d", self.state.gate.inside)
+            log.warning("drain ended early requests=%d", self.state.admission.inside)
             self.app.end_all("The router is shutting down.")
             await asyncio.wait((idle,), timeout=CLOSING_S)
         idle.cancel()
 
     def _signalled(self, number: int) -> None:
-        """First SIGTERM or SIGHUP: drain. SIGINT, or any second signal: stop now."""
+        """Drain on the first SIGTERM or SIGHUP; stop now on SIGINT or any second signal."""
         log.info("received %s", signal.Signals(number).name)
         if self.state.draining or number == signal.SIGINT:
             self._now.set()
@@ -139,22 +140,22 @@ class Router:
         self._drains.set()
 
 
-def open_figures(config: RouterConfig, fleet: Fleet) -> Figures | None:
-    """None where nothing is counted. The library is loaded only where something is.
+def open_metrics(config: RouterConfig, pool: WorkerPool) -> RouterMetrics | None:
+    """The metrics of a router; None if they are off. Imports the library only if they are on.
 
     Raises:
-        ConfigError: it is not installed, or the figures' own port cannot be listened on.
+        ConfigError: prometheus-client is missing, or the separate port cannot be listened on.
     """
     if not config.observe.metrics:
         return None
     try:
-        from banyan.router.prometheus import PrometheusFigures
+        from banyan.router.prometheus import PrometheusRouterMetrics
     except ImportError:
         raise ConfigError(
             "figures for Prometheus need the package prometheus-client",
             hint="pip install 'banyan[metrics]', or leave the flags out",
         ) from None
-    figures = PrometheusFigures(config.figures.buckets, lambda: fleet.workers)
-    if config.figures.port:
-        figures.show_at(config.figures.host or config.server.host, config.figures.port)
-    return figures
+    metrics = PrometheusRouterMetrics(config.prometheus.buckets, lambda: pool.workers)
+    if config.prometheus.port:
+        metrics.show_at(config.prometheus.host or config.server.host, config.prometheus.port)
+    return metrics

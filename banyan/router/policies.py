@@ -1,5 +1,7 @@
-"""Policies: which of the workers that can take a request gets it. What decides are the pure
-functions of `scheduler/routing.py`; here lots are drawn and prompts remembered.
+"""Routing policies: choose one of the workers that can take a request.
+
+The decisions are pure functions in `scheduler/routing.py`. The classes here keep the state: random
+numbers, counters and remembered prompts.
 """
 
 import os
@@ -27,17 +29,17 @@ from banyan.scheduler.routing import (
 ROUTING_KEY = b"x-smg-routing-key"
 """Header whose value binds a client's requests to one worker."""
 _MOST_LENGTHS = 4096
-"""Of prompts that came last."""
+"""Number of recent prompt lengths that are kept."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What of a request can decide who gets it.
+class RoutingRequest:
+    """The parts of a request that policies use.
 
     Attributes:
-        prompt: of its text, or what stands for it; empty where nobody looks at it.
-        key: of the header ROUTING_KEY; "" for none.
-        tokens: of its prompt, where somebody looks at them and they are known.
+        prompt: beginning of the prompt text; empty if no policy reads it.
+        key: value of the header ROUTING_KEY; "" if absent.
+        tokens: token ids of the prompt, if known and needed.
     """
 
     prompt: bytes = b""
@@ -51,67 +53,71 @@ class Policy(Protocol):
     @property
     def reads_prompts(self) -> bool: ...
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
-        """One of `workers`, of which there is at least one."""
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
+        """One of `workers`, which is not empty."""
         ...
 
 
-class RoundRobin:
+class RoundRobinPolicy:
     reads_prompts = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self._routed = 0
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         self._routed += 1
         return workers[round_robin(_loads(workers), (), self._routed - 1)]
 
 
-class Random:
+class RandomPolicy:
     reads_prompts = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self._lots = random.Random(os.urandom(16))
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         return self._lots.choice(workers)
 
 
-class PowerOfTwo:
+class PowerOfTwoPolicy:
     reads_prompts = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self._lots = random.Random(os.urandom(16))
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         if len(workers) == 1:
             return workers[0]
         first, second = self._lots.sample(range(len(workers)), 2)
         return workers[power_of_two(_loads(workers), first, second)]
 
 
-class ByPrefix:
-    """cache_aware: what a worker has cached is what it says; where it says nothing, it is guessed
-    from the prompts that it was sent."""
+class CacheAwarePolicy:
+    """cache_aware: prefer the worker that has most of the prompt cached.
+
+    Cached prefixes come from the worker's cache events, or are estimated from earlier prompts.
+    """
 
     reads_prompts = True
 
     def __init__(self, config: PolicyConfig) -> None:
         self._rule = CacheAware(config.threshold, config.most_apart, config.most_times)
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         keys = prefix_keys(asked.prompt)
         most = min(len(asked.prompt), BLOCK_BYTES * MAX_BLOCKS)
-        told = _told(workers, asked.tokens)
-        seen = [told.get(w, w.prefixes.matched(keys) * BLOCK_BYTES / max(1, most)) for w in workers]
+        reported = _reported_shares(workers, asked.tokens)
+        seen = [
+            reported.get(w, w.prefixes.matched(keys) * BLOCK_BYTES / max(1, most)) for w in workers
+        ]
         held = [len(w.prefixes) + w.taken for w in workers]  # short prompts leave no keys
         chosen = workers[cache_aware(_loads(workers), seen, held, self._rule)]
         chosen.prefixes.add(keys)
         return chosen
 
 
-def _told(workers: Sequence[Worker], tokens: Sequence[int]) -> dict[Worker, float]:
-    """The share of a prompt that each worker says it has, of those that say something of such."""
+def _reported_shares(workers: Sequence[Worker], tokens: Sequence[int]) -> dict[Worker, float]:
+    """Share of the prompt that each worker has cached, for workers that report cache events."""
     shares: dict[Worker, float] = {}
     keys: dict[int, list[bytes]] = {}
     for worker in workers:
@@ -125,9 +131,11 @@ def _told(workers: Sequence[Worker], tokens: Sequence[int]) -> dict[Worker, floa
     return shares
 
 
-class ByLength:
-    """bucket: prompts of like length to one worker, so that short ones do not wait for long ones.
-    Lengths are parted anew every so often, by what has come."""
+class BucketPolicy:
+    """bucket: one worker per range of prompt lengths, so short prompts do not wait for long ones.
+
+    The length bounds are recomputed periodically from recent prompts.
+    """
 
     reads_prompts = True
 
@@ -138,7 +146,7 @@ class ByLength:
         self._bounds: list[int] = []
         self._next_s = 0.0
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         self._lengths.append(len(asked.prompt))
         now = time.monotonic()
         if now >= self._next_s or len(self._bounds) != len(workers) - 1:
@@ -148,15 +156,15 @@ class ByLength:
         return workers[index]
 
 
-class Sticky:
-    """consistent_hashing: one worker for each routing key; who sends none is spread by lots."""
+class ConsistentHashingPolicy:
+    """consistent_hashing: one worker per routing key; requests without a key go to a random one."""
 
     reads_prompts = False
 
     def __init__(self, config: PolicyConfig) -> None:
         self._lots = random.Random(os.urandom(16))
 
-    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+    def choose(self, workers: Sequence[Worker], asked: RoutingRequest) -> Worker:
         if not asked.key:
             return self._lots.choice(workers)
         return workers[consistent_hashing([w.url for w in workers], asked.key)]
@@ -165,18 +173,18 @@ class Sticky:
 POLICIES: Table[Callable[[PolicyConfig], Policy]] = Table(
     "policy",
     {
-        "random": "banyan.router.policies:Random",
-        "round_robin": "banyan.router.policies:RoundRobin",
-        "power_of_two": "banyan.router.policies:PowerOfTwo",
-        "cache_aware": "banyan.router.policies:ByPrefix",
-        "bucket": "banyan.router.policies:ByLength",
-        "consistent_hashing": "banyan.router.policies:Sticky",
+        "random": "banyan.router.policies:RandomPolicy",
+        "round_robin": "banyan.router.policies:RoundRobinPolicy",
+        "power_of_two": "banyan.router.policies:PowerOfTwoPolicy",
+        "cache_aware": "banyan.router.policies:CacheAwarePolicy",
+        "bucket": "banyan.router.policies:BucketPolicy",
+        "consistent_hashing": "banyan.router.policies:ConsistentHashingPolicy",
     },
 )
 
 
 def open_policy(name: str, config: PolicyConfig) -> Policy:
-    """ConfigError: there is no such policy."""
+    """The policy of this name; ConfigError if there is none."""
     return POLICIES.load(name)(config)
 
 

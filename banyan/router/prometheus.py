@@ -1,4 +1,4 @@
-"""A router's figures for Prometheus, in the names of SGLang's, kept by prometheus_client."""
+"""Router metrics for Prometheus, with SGLang's names, kept by prometheus_client."""
 
 import math
 import time
@@ -21,11 +21,11 @@ from banyan.router.worker import Worker
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class PrometheusFigures:
-    """Implements Figures.
+class PrometheusRouterMetrics:
+    """Implements RouterMetrics.
 
     Args:
-        buckets: upper bounds of durations in seconds; () = the usual ones.
+        buckets: upper bounds of durations in seconds; () = the defaults.
     """
 
     kind = CONTENT_TYPE_LATEST
@@ -43,7 +43,7 @@ class PrometheusFigures:
             registry=self.registry,
             buckets=sorted({*(buckets or _SECONDS), math.inf}),
         )
-        self.registry.register(_OfWorkers(workers))
+        self.registry.register(_WorkerCollector(workers))
 
     def ended(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route).inc()
@@ -61,7 +61,7 @@ class PrometheusFigures:
         return generate_latest(self.registry)
 
     def show_at(self, host: str, port: int) -> None:
-        """Show them at a port of their own too; ConfigError when it cannot be listened on."""
+        """Serve the metrics on a separate port; ConfigError if it cannot be listened on."""
         try:
             start_http_server(port, host, self.registry)
         except OSError as error:
@@ -74,8 +74,8 @@ class PrometheusFigures:
         return Counter(f"sgl_router_{name}", about, ("route",), registry=self.registry)
 
 
-class _OfWorkers(Collector):
-    """How each worker is at the moment."""
+class _WorkerCollector(Collector):
+    """Collects the current state of each worker."""
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
         self._workers = workers

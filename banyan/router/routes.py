@@ -1,11 +1,11 @@
-"""The table of a router's routes: what workers answer, what it answers itself, and what it refuses
-because one worker alone could tell.
+"""The routes of a router: forwarded to workers, answered by the router, or refused.
+
+Refused routes concern the state of one worker, and a router does not know which one.
 """
 
 from banyan.base.errors import RequestError
 from banyan.router import admin as manage
-from banyan.router import pins
-from banyan.router.forward import forward, respond, seek, tell
+from banyan.router.forward import forward, forward_response, forward_to_any, forward_to_owner
 from banyan.router.state import RouterState
 from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.http import auth
@@ -30,9 +30,9 @@ _GENERATED: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
     (ANTHROPIC, _POST, ("/v1/messages",)),
     (OLLAMA, _POST, ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings")),
 )
-"""Dialect, methods, and paths whose requests need steps of some worker."""
+"""Dialect, methods and paths of requests that run the model."""
 
-_TOLD: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
+_STEPLESS: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
     (OPENAI, _POST, ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")),
     (OPENAI, _POST, ("/parse_function_call", "/separate_reasoning")),
     (OPENAI, _GET, ("/v1/models", "/v1/models/", "/model_info", "/get_model_info", "/version")),
@@ -42,15 +42,15 @@ _TOLD: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
     (OLLAMA, _POST, ("/api/show",)),
     (OLLAMA, _GET, ("/api/tags", "/api/ps", "/api/version")),
 )
-"""The same of paths that any worker answers without a step."""
+"""Dialect, methods and paths that any worker answers without running the model."""
 
 _ONE_KEEPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/files", "/v1/files/", "/v1/batches", "/v1/batches/"), _BOTH),
     **dict.fromkeys(("/open_session", "/close_session"), _BOTH),
 }
-"""Paths about what lies at one worker, which others know nothing of."""
+"""Paths about state that one worker keeps."""
 
-_EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
+_SINGLE_WORKER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/pause_generation", "/continue_generation", "/configure_logging"), _BOTH),
     **dict.fromkeys(("/update_weights_from_disk", "/update_weight_version"), _POST),
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _BOTH),
@@ -58,7 +58,7 @@ _EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
     "/flight_recorder": _GET,
     **{f"/{verb}_expert_distribution_record": _BOTH for verb in ("start", "stop", "dump")},
 }
-"""Paths that change how one worker works, or look into it."""
+"""Paths that inspect or change one worker."""
 
 
 async def _kept_elsewhere(exchange: HttpExchange, state: RouterState) -> None:
@@ -105,12 +105,12 @@ def _own() -> Routes:
         Route("/list_workers", _GET, manage.list_workers, adm, about="their addresses"),
         Route("/add_worker", _POST, manage.add_worker, adm, about="add ?url="),
         Route("/remove_worker", _POST, manage.remove_worker, adm, about="remove ?url="),
-        Route("/flush_cache", _BOTH, manage.everywhere, adm, about="empty all caches"),
-        Route("/pin_prefix", _POST, pins.pin_prefix, adm, about="keep a prompt at all"),
-        Route("/unpin_prefix", _POST, pins.unpin_prefix, adm, about="let it go at all"),
-        Route("/pinned_prefixes", _GET, pins.pinned_prefixes, adm, about="what each keeps"),
-        Route("/requests", _GET, manage.everywhere, auth.OWN, about="what runs at each worker"),
-        Route("/abort_request", _POST, manage.everywhere, auth.OWN, about="end requests"),
+        Route("/flush_cache", _BOTH, manage.broadcast, adm, about="empty all caches"),
+        Route("/pin_prefix", _POST, manage.pin_prefix, adm, about="keep a prompt at all"),
+        Route("/unpin_prefix", _POST, manage.unpin_prefix, adm, about="let it go at all"),
+        Route("/pinned_prefixes", _GET, manage.pinned_prefixes, adm, about="what each keeps"),
+        Route("/requests", _GET, manage.broadcast, auth.OWN, about="what runs at each worker"),
+        Route("/abort_request", _POST, manage.broadcast, auth.OWN, about="end requests"),
     ]
 
 
@@ -119,12 +119,24 @@ def _answered() -> Routes:
     return [
         *(
             Route(path, methods, handler, dialect=dialect, about="answered by a worker")
-            for handler, table in ((forward, _GENERATED), (tell, _TOLD))
+            for handler, table in ((forward, _GENERATED), (forward_to_any, _STEPLESS))
             for dialect, methods, paths in table
             for path in paths
         ),
-        Route("/v1/responses", _POST, respond, dialect=RESPONSES, about="answered by a worker"),
-        Route("/v1/responses/", kept, seek, dialect=RESPONSES, about="by the one that kept it"),
+        Route(
+            "/v1/responses",
+            _POST,
+            forward_response,
+            dialect=RESPONSES,
+            about="answered by a worker",
+        ),
+        Route(
+            "/v1/responses/",
+            kept,
+            forward_to_owner,
+            dialect=RESPONSES,
+            about="by the one that kept it",
+        ),
     ]
 
 
@@ -137,7 +149,7 @@ def _refused() -> Routes:
         ),
         *(
             Route(path, methods, _for_one, auth.ADMIN, about="refused")
-            for path, methods in _EACH_FOR_ITSELF.items()
+            for path, methods in _SINGLE_WORKER.items()
         ),
     ]
 
@@ -150,5 +162,5 @@ def _index() -> Route[RouterState]:
 
 
 def create_app(state: RouterState, send_timeout_s: float = SEND_TIMEOUT_S) -> App[RouterState]:
-    """The ASGI application of a router; it answers health before any worker is well."""
+    """The ASGI application of a router; health routes answer before any worker is ready."""
     return App(state, all_routes(), send_timeout_s)

@@ -1,12 +1,12 @@
-"""Upstream: the way to one worker. Sockets are here, HTTP/1.1 is h11's (`answers.py`).
+"""Connections to one worker over HTTP/1.1 (`http_response.py` parses).
 
-Connections are kept, answers are handed on as they arrive, and a worker is read no faster than its
-client reads.
+Connections are kept alive, responses are relayed as they arrive, and a worker is read no faster
+than its client reads.
 
-A connection is used again only after an exchange that both sides ended in order, with nothing
-behind it. So an answer cannot reach the client of the next request.
+A connection is reused only if both sides finished the exchange and no bytes follow it. So a
+response cannot reach the client of the next request.
 
-Knows no API. What goes wrong is told apart by whether the worker can have begun.
+Errors say whether the worker can have started the request: WorkerUnreachable or WorkerLost.
 """
 
 import asyncio
@@ -22,30 +22,29 @@ import h11
 
 from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import printable
-from banyan.router.answers import FEED_BYTES, MOST_EVENTS, AnswerReader, BadAnswer
+from banyan.router.http_response import FEED_BYTES, MOST_EVENTS, BadResponse, ResponseReader
 
 Headers = Sequence[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 MOST_AHEAD = 256 << 10
-"""Bytes of an answer that wait for its client; no more is read until half of them are gone."""
+"""Bytes of a response that wait for the client; reading resumes when half of them are gone."""
 MAX_IDLE = 256
-"""Connections that are kept for later."""
+"""Idle connections that are kept."""
 MAX_KEPT_S = 4.0
-"""For how long. Servers close idle connections: ours after 30 s, those of SGLang after 5."""
+"""Seconds an idle connection is kept. Servers close theirs: Banyan after 30 s, SGLang after 5."""
 
 
-class NotReached(BanyanError):
-    """The request never came to the worker: it can be sent to another one."""
+class WorkerUnreachable(BanyanError):
+    """The request did not reach the worker, so it can be sent to another one."""
 
 
-class Lost(BanyanError):
-    """The worker, or its connection, ended before its answer did."""
+class WorkerLost(BanyanError):
+    """The worker or its connection ended before the response did."""
 
 
-class Answer:
-    """The head of an answer, and its body as it comes. Somebody must read it to the end or `close`
-    it."""
+class UpstreamResponse:
+    """The head of a response, and its body as it arrives. Read it to the end or `close` it."""
 
     def __init__(self, connection: "_Connection", status: int, headers: Headers) -> None:
         self.status = status
@@ -57,35 +56,35 @@ class Answer:
         return next((value for given, value in self.headers if given == name), b"")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Lost: it broke off."""
+        """The body as it arrives; WorkerLost if it breaks off."""
         while piece := await self._connection.next_piece():
             yield piece
         self._is_over = True
         self._connection.give_back()
 
     async def whole(self, most: int) -> bytes:
-        """The whole body. Lost: it broke off, or has more than `most` bytes."""
+        """The whole body; WorkerLost if it breaks off or has more than `most` bytes."""
         parts: list[bytes] = []
         size = 0
         try:
             async for piece in self.pieces():
                 size += len(piece)
                 if size > most:
-                    raise Lost(f"the worker's answer has more than {most} bytes")
+                    raise WorkerLost(f"the worker's answer has more than {most} bytes")
                 parts.append(piece)
         finally:
             self.close()
         return b"".join(parts)
 
     def close(self) -> None:
-        """Take no more of it: the worker sees that its client has gone. Harmless at its end."""
+        """Stop reading: the worker sees that its client has gone. No effect after the end."""
         if not self._is_over:
             self._is_over = True
             self._connection.close()
 
 
 class Upstream:
-    """One worker's address, and the connections to it.
+    """The address of a worker and the connections to it.
 
     Args:
         url: http(s)://host:port, without a path.
@@ -102,17 +101,19 @@ class Upstream:
         self._name = parts.netloc.encode("ascii")
         self._connect_s = connect_s
         self._idle: dict[_Connection, None] = {}
-        """In the order in which they were kept."""
+        """Oldest first."""
         self._busy: set[_Connection] = set()
 
-    async def send(self, method: str, target: bytes, headers: Headers, body: bytes = b"") -> Answer:
-        """Send a request and wait for the head of its answer.
+    async def send(
+        self, method: str, target: bytes, headers: Headers, body: bytes = b""
+    ) -> UpstreamResponse:
+        """Send a request and wait for the head of the response.
 
         Args:
             headers: names in lower case, without host and content-length.
 
         Raises:
-            NotReached, Lost.
+            WorkerUnreachable, WorkerLost.
             RequestError: 400; HTTP cannot carry the target or a header.
         """
         lines = [(b"host", self._name), *headers]
@@ -126,13 +127,13 @@ class Upstream:
             raise
 
     def cut(self) -> None:
-        """End what is open: the worker does not answer."""
+        """Close all connections, because the worker does not answer."""
         for connection in [*self._idle, *self._busy]:
             connection.close("the worker no longer answers")
         self._idle.clear()
 
     async def _connection(self) -> "_Connection":
-        """The connection that was kept last, or a fresh one."""
+        """The most recently used idle connection, or a new one."""
         while self._idle:
             kept, _ = self._idle.popitem()
             if kept.take():
@@ -145,9 +146,9 @@ class Upstream:
                     lambda: _Connection(self._take_back), self.host, self._port, ssl=self._tls
                 )
         except TimeoutError:
-            raise NotReached(f"no connection within {self._connect_s:g} s") from None
+            raise WorkerUnreachable(f"no connection within {self._connect_s:g} s") from None
         except (OSError, ssl.SSLError) as error:
-            raise NotReached(f"no connection: {error}") from None
+            raise WorkerUnreachable(f"no connection: {error}") from None
         self._busy.add(made)
         return made
 
@@ -188,32 +189,32 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_busy = False
         self._expiry: asyncio.TimerHandle | None = None
-        """Closes a connection that was kept too long."""
+        """Closes the connection when it has been idle too long."""
         self._start_over()
 
     def _start_over(self) -> None:
-        self._reader = AnswerReader()
+        self._reader = ResponseReader()
         self._received: deque[bytes | memoryview] = deque()
-        """What has come and was not fed to the reader."""
+        """Received bytes that have not been fed to the reader."""
         self._num_received = 0
         self._is_paused = False
         self._is_early = False
-        """The answer began before the whole request had been taken."""
+        """The response began before the whole request was written."""
         self._trouble = ""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_usable(self) -> bool:
-        """Open, and in no exchange."""
+        """Whether the connection is open and idle."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and not self._is_busy
 
     def keep(self) -> None:
-        """Wait for the next exchange; close after MAX_KEPT_S, or when anything comes."""
+        """Keep the connection for the next exchange; close it after MAX_KEPT_S or on any data."""
         self._expiry = asyncio.get_running_loop().call_later(MAX_KEPT_S, self.close)
 
     def take(self) -> bool:
-        """Take a kept connection for an exchange; False = it cannot be used any more."""
+        """Take an idle connection for an exchange; False if it can no longer be used."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -223,7 +224,7 @@ class _Connection(asyncio.Protocol):
         return False
 
     def _has_unread(self) -> bool:
-        """Whether the worker has sent or closed something that the loop has not read yet."""
+        """Whether data or an end of file waits in the socket."""
         assert self._transport is not None
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
@@ -231,10 +232,14 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> Answer:
-        """Send a request and return its answer once the head is here. Raises NotReached, Lost."""
+    ) -> UpstreamResponse:
+        """Send a request; the response, once its head has arrived.
+
+        Raises:
+            WorkerUnreachable, WorkerLost.
+        """
         if not self.is_usable:
-            raise NotReached(self._trouble or "the worker closed the connection at once")
+            raise WorkerUnreachable(self._trouble or "the worker closed the connection at once")
         assert self._transport is not None
         self._start_over()
         try:
@@ -247,15 +252,15 @@ class _Connection(asyncio.Protocol):
             await self._feed()
         transport = self._transport
         self._is_early = transport is None or transport.get_write_buffer_size() > 0
-        return Answer(self, head.status, head.headers)
+        return UpstreamResponse(self, head.status, head.headers)
 
     async def next_piece(self) -> bytes:
-        """What has come of the body; b"" at its end. Lost: it broke off."""
+        """The next bytes of the body; b"" at its end. WorkerLost if it breaks off."""
         reader = self._reader
         while not reader.is_over:
             if reader.num_events >= MOST_EVENTS:
                 reader.num_events = 0
-                await asyncio.sleep(0)  # a body of many small parts must not hold the loop
+                await asyncio.sleep(0)  # a body of many small parts must not block the loop
             if piece := self._read(reader.piece):
                 return piece
             if reader.is_hungry:
@@ -265,18 +270,18 @@ class _Connection(asyncio.Protocol):
     def _read(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except BadAnswer as error:
+        except BadResponse as error:
             self.close(f"the worker's answer is refused: {error}")
-            raise Lost(self._trouble) from None
+            raise WorkerLost(self._trouble) from None
 
     async def _feed(self) -> None:
-        """Give the reader more of what came; wait until something has."""
+        """Feed the reader, after waiting for data if there is none."""
         while not self._received:
             if self._trouble:
-                raise Lost(self._trouble)
+                raise WorkerLost(self._trouble)
             if self._transport is None:
                 if not self._reader.has_head:
-                    raise Lost("the worker closed the connection before it answered")
+                    raise WorkerLost("the worker closed the connection before it answered")
                 self._reader.feed(b"")
                 return
             self._reader.num_events = 0
@@ -294,14 +299,14 @@ class _Connection(asyncio.Protocol):
         self._reader.feed(bytes(data))
 
     def give_back(self) -> None:
-        """The answer has been read to its end: keep the connection if nothing speaks against it."""
+        """Release the connection at the end of a response; keep it if it is clean."""
         self._is_busy = False
         if self._received or self._is_early or not self._reader.is_clean:
             self.close()
         self._over(self)
 
     def close(self, why: str = "the connection was given up") -> None:
-        """End the connection now; an exchange that is open is lost."""
+        """Close the connection now; an exchange in progress is lost."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

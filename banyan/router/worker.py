@@ -1,18 +1,18 @@
-"""Worker: one server behind the router, what is known of it, and whether it can take a request."""
+"""A server that the router forwards to, its state, and whether it can take a request."""
 
 import asyncio
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from banyan.router.breaker import Breaker, BreakerRule
+from banyan.router.breaker import BreakerRule, CircuitBreaker
 from banyan.router.config import HealthConfig, WorkerSpec
 from banyan.router.upstream import Upstream
 from banyan.scheduler.prefix_hashes import BLOCK_BYTES, Contents, Prefixes
 
 
-class Try:
-    """One request at one worker. `is_good` stays None where nothing speaks for or against it."""
+class Attempt:
+    """One request at one worker. `is_good` is None while its result says nothing of the worker."""
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
@@ -20,9 +20,10 @@ class Try:
 
 
 class Worker:
-    """
+    """One server.
+
     Args:
-        number: of this router's workers, never used twice.
+        number: id within this router, never reused.
         tree_bytes: bytes of prompts that are remembered.
     """
 
@@ -38,23 +39,23 @@ class Worker:
         self.spec = spec
         self.upstream = Upstream(spec.url)
         self.url = self.upstream.url
-        self.breaker = Breaker(breaker)
+        self.breaker = CircuitBreaker(breaker)
         self.prefixes = Prefixes(max(1, tree_bytes // BLOCK_BYTES))
         self.contents: list[Contents] | None = None
-        """What it says that it holds, by replica; None where it says nothing."""
+        """Cached prefixes that its events report, by replica; None without events."""
         self.open = 0
-        """Requests that it has now."""
+        """Requests in progress."""
         self.taken = 0
-        """Requests that it has had."""
+        """Requests sent so far."""
         self.failed = 0
-        """Those that it failed."""
+        """Requests that failed."""
         self.is_leaving = False
-        """It gets no more requests, and goes when it has none."""
+        """It gets no more requests and is removed when it has none."""
         self.trouble = "" if health.is_off else "it has not been asked yet"
-        """Why it is not well; "" = it is."""
+        """Why it is not healthy; "" if it is."""
         self.has_been_well = health.is_off
-        self.doubted = asyncio.Event()
-        """Set to have it looked at now."""
+        self.check_soon = asyncio.Event()
+        """Set to have its health checked now."""
         self._health = health
         self._good = self._bad = 0
 
@@ -64,7 +65,7 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is well and stays, whatever its breaker says."""
+        """Whether it is healthy and not being removed, whatever its breaker's state."""
         return self.is_well and not self.is_leaving
 
     def takes(self) -> bool:
@@ -72,15 +73,15 @@ class Worker:
         return self.is_here and self.breaker.lets_in(time.monotonic())
 
     def why_not(self) -> str:
-        """Why it cannot be sent one, in a few words."""
+        """A short reason why it cannot be sent a request."""
         if self.is_leaving:
             return "is being removed"
         return self.trouble or "has failed too often and is left alone for a while"
 
     @contextmanager
-    def trying(self) -> Generator[Try]:
-        """Count a request that is sent there, for as long as the block runs."""
-        outcome = Try(self)
+    def attempt(self) -> Generator[Attempt]:
+        """Count a request to this worker while the block runs."""
+        outcome = Attempt(self)
         self.open += 1
         self.taken += 1
         is_probe = self.breaker.begin(time.monotonic())
@@ -91,9 +92,8 @@ class Worker:
             self.failed += outcome.is_good is False
             self.breaker.end(outcome.is_good, is_probe, time.monotonic())
 
-    def checked(self, trouble: str) -> bool:
-        """Note what a look at its health found ("" = nothing wrong); whether that changed what is
-        thought of it."""
+    def record_check(self, trouble: str) -> bool:
+        """Record the result of a health check ("" = healthy); whether `is_well` changed."""
         was_well = self.is_well
         if trouble:
             self._good, self._bad = 0, self._bad + 1
@@ -104,5 +104,5 @@ class Worker:
             if self._good >= self._health.successes or not self.has_been_well:
                 self.trouble, self.has_been_well = "", True
         if self.is_well and not was_well:
-            self.breaker.close()  # what failed was while it was away
+            self.breaker.close()  # the failures were from before it came back
         return self.is_well != was_well

@@ -1,4 +1,4 @@
-"""Fleet: the workers of one router, and the choice among them. Sends nothing."""
+"""The workers of a router, and the choice among them."""
 
 import asyncio
 from collections.abc import Container
@@ -6,9 +6,8 @@ from collections.abc import Container
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.router.config import DECODE, PLAIN, PREFILL, RouterConfig, WorkerSpec
-from banyan.router.pairs import Pair
-from banyan.router.policies import Asked, Policy, open_policy
-from banyan.router.proxy import Alone, Proxy
+from banyan.router.policies import Policy, RoutingRequest, open_policy
+from banyan.router.proxy import Proxy, SingleWorker, WorkerPair
 from banyan.router.upstream import checked_url
 from banyan.router.worker import Worker
 
@@ -17,7 +16,9 @@ log = logger(__name__)
 MAX_WORKERS = 1000
 
 
-class Fleet:
+class WorkerPool:
+    """The workers of a router with one policy per kind of worker."""
+
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         policy = config.policy
@@ -25,21 +26,21 @@ class Fleet:
         self._policies: dict[str, Policy] = {
             kind: open_policy(name or policy.name, policy) for kind, name in names.items()
         }
-        self.kinds = (PREFILL, DECODE) if config.fleet.is_paired else (PLAIN,)
-        """Of workers that every request needs one of."""
+        self.kinds = (PREFILL, DECODE) if config.pool.is_paired else (PLAIN,)
+        """Kinds of workers; a request needs one of each."""
         self.workers: list[Worker] = []
-        self.came = asyncio.Event()
-        """Set when a worker was added or removed."""
+        self.changed = asyncio.Event()
+        """Set when a worker is added or removed."""
         self._numbers = 0
-        for spec in config.fleet.workers:
+        for spec in config.pool.workers:
             self.add(spec)
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """Take in one more worker, which gets requests once it is well.
+        """Add a worker, which gets requests once it is healthy.
 
         Raises:
-            RequestError: 409 it is here already, 400 it is of a kind that this router has not.
-            ConfigError: its URL is none.
+            RequestError: 409 if it exists already, 400 if this router does not use its kind.
+            ConfigError: the URL is invalid.
         """
         if spec.kind not in self.kinds:
             raise RequestError(
@@ -57,17 +58,17 @@ class Fleet:
         )
         self._numbers += 1
         self.workers.append(worker)
-        self.came.set()
+        self.changed.set()
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """Send a worker no more requests. What it has open goes on to its end."""
+        """Send a worker no more requests; its open requests finish."""
         worker.is_leaving = True
         self.workers.remove(worker)
-        self.came.set()
+        self.changed.set()
 
     def find(self, name: str) -> Worker | None:
-        """The worker of this URL or number."""
+        """The worker with this URL or number."""
         name = name.rstrip("/")
         return next((w for w in self.workers if name in (w.url, str(w.number))), None)
 
@@ -76,17 +77,19 @@ class Fleet:
         return any(self._policies[kind].reads_prompts for kind in self.kinds)
 
     @property
-    def speaker(self) -> Worker | None:
-        """Who turns words into tokens, where some are looked at; None where none are."""
+    def tokenizer_worker(self) -> Worker | None:
+        """A worker that tokenizes prompts; None if no worker reports cache events."""
         if all(worker.contents is None for worker in self.workers):
             return None
         return next((w for w in self.workers if w.contents is not None and w.takes()), None)
 
-    def choose(self, kind: str, asked: Asked, without: Container[Worker] = ()) -> Worker | None:
-        """The worker of this kind for a request; None when none of the others can take it.
+    def choose(
+        self, kind: str, asked: RoutingRequest, without: Container[Worker] = ()
+    ) -> Worker | None:
+        """Choose a worker of this kind; None if no worker outside `without` can take the request.
 
-        Where the breakers of all workers are open, the one that failed least recently is tried: a
-        breaker spreads requests away from a worker, and here there is nowhere to spread them to.
+        If the breakers of all workers are open, the worker that failed least recently is tried,
+        because there is nowhere else to send the request.
         """
         able = self.able(kind)
         if not able:
@@ -95,44 +98,46 @@ class Fleet:
         able = [w for w in able if w not in without]
         return self._policies[kind].choose(able, asked) if able else None
 
-    def proxy(self, asked: Asked, without: Container[Worker], is_paired: bool) -> Proxy | None:
-        """Who answers a request; None when nobody can.
+    def proxy(
+        self, asked: RoutingRequest, without: Container[Worker], is_paired: bool
+    ) -> Proxy | None:
+        """Choose the workers that answer a request; None if none can.
 
         Args:
-            without: workers that have been tried. Of a pair one at least is none of these.
-            is_paired: it takes one worker of each kind; one of the first kind otherwise.
+            without: workers tried already. At least one worker of a pair is not among them.
+            is_paired: use one worker of each kind instead of one of the first kind.
         """
         fresh = {kind: self.choose(kind, asked, without) for kind in self.kinds}
         if not is_paired:
             worker = fresh[self.kinds[0]]
-            return Alone(worker) if worker is not None else None
+            return SingleWorker(worker) if worker is not None else None
         if not any(fresh.values()):
             return None
         prefill, decode = (fresh[kind] or self.choose(kind, asked) for kind in (PREFILL, DECODE))
-        return Pair(prefill, decode) if prefill and decode else None
+        return WorkerPair(prefill, decode) if prefill and decode else None
 
     def able(self, kind: str) -> list[Worker]:
-        """Workers that can take a request and whose breaker lets it in."""
+        """Workers of this kind that can take a request now."""
         return [w for w in self._here(kind) if w.takes()]
 
     def _here(self, kind: str) -> list[Worker]:
         return [w for w in self.workers if w.spec.kind == kind and w.is_here]
 
     def trouble(self) -> str:
-        """Why no request can be taken; "" when one can."""
+        """Why no request can be taken; "" if one can."""
         for kind in self.kinds:
             if not self._here(kind):
-                return self._nobody(kind)
+                return self._why_none(kind)
         return ""
 
-    def _nobody(self, kind: str) -> str:
+    def _why_none(self, kind: str) -> str:
         named = "worker" if kind == PLAIN else f"{kind} worker"
         some = [w for w in self.workers if w.spec.kind == kind]
         if not some:
             return f"there is no {named}"
-        told = "; ".join(f"{w.url} {_verb(w.why_not())}" for w in some[:4])
+        reasons = "; ".join(f"{w.url} {_verb(w.why_not())}" for w in some[:4])
         more = f"; and {len(some) - 4} more" if len(some) > 4 else ""
-        return f"no {named} can take a request: {told}{more}"
+        return f"no {named} can take a request: {reasons}{more}"
 
 
 def _verb(why: str) -> str:

@@ -47,7 +47,7 @@ class Batch:
             for each draft before it.
         last: token of each output, along the step's tokens.
         to_slots, to_positions: where the sampled token of each output is written.
-        carried: [tokens, width], `StepInputs.carried`.
+        carried: [tokens, width], `StepInputs.previous_states`.
         whole_step: all tokens of the step, if this batch is one context parallel share of it;
             `last` then refers to them.
         branches: draft trees, by row.

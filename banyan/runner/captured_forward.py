@@ -169,7 +169,7 @@ class CapturedForward:
             positions=step.positions[:size],
             attention=self._attention.bind(geometry),
             states=BoundStates(self._store, geometry),
-            carried=None if step.carried is None else step.carried[:size],
+            previous_states=None if step.carried is None else step.carried[:size],
         )
         firsts, counts = self._row_spans[:, : self._cp_size * rows]
         steps = torch.arange(count, device=slots.device)

@@ -111,7 +111,11 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
     groups = build.groups
     is_shared = (groups.dp_batch or groups.cp_batch) is not None
     needs_all = build.adapters is not None or config.reads_all
-    return model.narrows and model.model_config.pooling is None and not (is_shared or needs_all)
+    return (
+        model.prunes_to_outputs
+        and model.model_config.pooling is None
+        and not (is_shared or needs_all)
+    )
 
 
 def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:

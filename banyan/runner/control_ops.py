@@ -109,13 +109,13 @@ class ControlOpExecutor:
         self._stepped = stepped
 
     def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> StepInFlight:
-        if not plan.orders:
+        if not plan.control_ops:
             pending = self._runner.launch(plan, mask_of)
             self.has_run(plan)
             return pending
         replies: list[ControlOpReply] = []
         with torch.inference_mode(mode=False):  # tensors made here are written to later
-            for op in plan.orders:
+            for op in plan.control_ops:
                 replies.append(self._execute(op))
                 if not replies[-1].ok:
                     break

@@ -17,7 +17,7 @@ from torch import Tensor
 from banyan.base.errors import ConfigError
 from banyan.dp_attention.batch import DPAttentionBatch
 from banyan.layers.build import Build
-from banyan.layers.step_inputs import Taps
+from banyan.layers.step_inputs import AuxHiddenStates
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.models.base import Model
 from banyan.ops.api import OpTime
@@ -172,7 +172,7 @@ class EagerForward:
         self._device = context.build.device
         self._all = context.rows_of_all
         self._hidden = torch.empty(0)
-        self._aux_hidden: Taps | None = None
+        self._aux_hidden: AuxHiddenStates | None = None
 
     def run(self, batch: Batch) -> None:
         if not self._step.holds(batch):
@@ -181,7 +181,7 @@ class EagerForward:
         prunes = self._prunes and not batch.wanted & (HIDDEN | SCORE)
         self._kept = batch.last if prunes else None
         inputs = self._step.part(batch, self._attention, prunes)
-        self._hidden, self._aux_hidden = self._model.forward(inputs), inputs.taps
+        self._hidden, self._aux_hidden = self._model.forward(inputs), inputs.aux_hidden_states
 
     def multi_step(
         self, batch: Batch, steps: int, step_id: int, report_every: int, wake_fd: int

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step_inputs import Chosen, Embedded, StepInputs, Taps
+from banyan.layers.step_inputs import AuxHiddenStates, InputEmbeddings, OutputTokens, StepInputs
 from banyan.messages.plan import SAMPLE
 from banyan.ops.host_memory import copy_to
 from banyan.ops.lora import AdapterTokens
@@ -152,7 +152,7 @@ class StepTensors:
             self.carried[: len(batch.carried)] = batch.carried
 
     def whole(self, attention: AttentionBackend, prunes: bool = False) -> StepInputs:
-        """Inputs of the full size. prunes: keep only output tokens (`StepInputs.chosen`)."""
+        """Inputs of the full size. prunes: keep only output tokens (`StepInputs.output_tokens`)."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.use(self._adapters)
             self._table.adapters.use_outputs(self._adapters.outputs)
@@ -169,9 +169,9 @@ class StepTensors:
             positions=self.positions,
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
-            carried=self.carried,
-            taps=self._new_taps(),
-            chosen=Chosen(self.chosen) if prunes else None,
+            previous_states=self.carried,
+            aux_hidden_states=self._new_aux_hidden_states(),
+            output_tokens=OutputTokens(self.chosen) if prunes else None,
         )
 
     def part(self, batch: Batch, attention: AttentionBackend, prunes: bool = False) -> StepInputs:
@@ -200,20 +200,20 @@ class StepTensors:
             positions=self.positions[:tokens],
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
-            embedded=_embedded(batch, self._table),
-            carried=None if self.carried is None else self.carried[:tokens],
-            taps=self._new_taps(),
-            chosen=self._chosen_of(batch) if prunes else None,
+            input_embeddings=_input_embeddings(batch, self._table),
+            previous_states=None if self.carried is None else self.carried[:tokens],
+            aux_hidden_states=self._new_aux_hidden_states(),
+            output_tokens=self._output_tokens_of(batch) if prunes else None,
         )
 
-    def _chosen_of(self, batch: Batch) -> Chosen:
+    def _output_tokens_of(self, batch: Batch) -> OutputTokens:
         """The output tokens. Without outputs the first token: some devices cannot launch work on
         zero rows."""
         count = len(batch.last)
-        return Chosen(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
+        return OutputTokens(self.chosen[:count] if count else torch.zeros_like(self.chosen[:1]))
 
-    def _new_taps(self) -> Taps | None:
-        return Taps(self._aux_hidden_layers) if self._aux_hidden_layers else None
+    def _new_aux_hidden_states(self) -> AuxHiddenStates | None:
+        return AuxHiddenStates(self._aux_hidden_layers) if self._aux_hidden_layers else None
 
     def choose(self, tokens: np.ndarray) -> None:
         """Prepare the adapters' inputs for logits of these tokens.
@@ -450,7 +450,7 @@ class _FewViews:
         self.known_pages = [[slot.data for slot in pages] for pages in host.known_pages]
 
 
-def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
+def _input_embeddings(batch: Batch, table: SlotTable) -> InputEmbeddings | None:
     """The tokens of a step whose inputs are embeddings; None = there are none."""
     where, rows = [], []
     for at, slot in enumerate(batch.slots.tolist() if table.embeds else ()):
@@ -463,7 +463,7 @@ def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
     if not rows:
         return None
     indices = torch.from_numpy(np.concatenate(where)).to(rows[0].device)
-    return Embedded(indices, torch.cat(rows))
+    return InputEmbeddings(indices, torch.cat(rows))
 
 
 def has_embedded(batch: Batch, table: SlotTable) -> bool:

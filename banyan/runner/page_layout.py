@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from banyan.disaggregation.page_cutting import Block, PageForm
-from banyan.layers.cache_spec import LayerCache, Shared
+from banyan.layers.cache_spec import LayerCache, ShardedAxis
 from banyan.model_config.model_config import STATE
 from banyan.runner.kvstore import GroupLayout, KVStore
 
@@ -32,7 +32,7 @@ class PageLayout(msgspec.Struct, frozen=True):
     page_bytes: int
     dtype: str
     shape: tuple[int, ...]
-    shared: tuple[Shared, ...]
+    shared: tuple[ShardedAxis, ...]
     axis: int
     is_state: bool
     is_spread: bool = False

@@ -69,7 +69,7 @@ class RecordedForward:
         """Slots to which the recorded sampler writes tokens."""
         prunes_here = self._prunes and self._stages.rank == self._stages.size - 1
         inputs = step.whole(context.attention, prunes_here)
-        self._aux_hidden = inputs.taps
+        self._aux_hidden = inputs.aux_hidden_states
         positions = step.to_positions.numpy()
         sampling = SampleRows.of(table.params, positions, self._entered, table.tokens)
         self._has_logits = model.model_config.pooling is None
@@ -79,7 +79,7 @@ class RecordedForward:
         """The last step has computed logits, of this replica or of others."""
         self._is_sampled = False
         # The recording uses these tensors' memory. References keep it from being used again.
-        self._pruning = inputs.chosen
+        self._pruning = inputs.output_tokens
         self._hidden = self._sampled = self._best = torch.empty(0)
         self._sampled_of: dict[int, Sampled] = {}
         """Tokens of the recorded sampler by number of rows; their memory stays the same."""

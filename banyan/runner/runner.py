@@ -140,7 +140,7 @@ class ModelRunner:
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         reads = None if draft is None else draft.reads
-        aux_layers = () if reads is None else reads.taps
+        aux_layers = () if reads is None else reads.aux_layers
         # A drafter that reads the last hidden states needs them for every token.
         reads_all = config.reads_all or (reads is not None and not aux_layers)
         self._config = replace(config, aux_hidden_layers=aux_layers, reads_all=reads_all)
@@ -300,11 +300,11 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._build_batch(plan.rows, plan.steps > 1)
-        if self._dp_step is not None and (plan.rows or plan.peers):
-            self._dp_step.begin(plan.peers)
+        if self._dp_step is not None and (plan.rows or plan.replica_loads):
+            self._dp_step.begin(plan.replica_loads)
         marks.end("enter", step=plan.step)
         # With DP attention a replica without rows still runs the other replicas' collectives.
-        if not batch.rows and not plan.peers:
+        if not batch.rows and not plan.replica_loads:
             return BegunStep(plan, batch, failed)
         if receive is not None:
             batch = replace(batch, carried=receive(batch))
@@ -396,7 +396,9 @@ class ModelRunner:
         if plan.steps > 1:
             steps = min(row.count for row in plan.rows)
             wake_fd = -1 if self.wake_fd is None else self.wake_fd
-            multi_step = self._forward.multi_step(batch, steps, plan.step, plan.tell, wake_fd)
+            multi_step = self._forward.multi_step(
+                batch, steps, plan.step, plan.report_every, wake_fd
+            )
         if multi_step is None:
             self._forward.run(batch)
         if self._build.watch is not None:

@@ -55,7 +55,7 @@ class BegunStep:
 
     @property
     def has_run(self) -> bool:
-        return bool(self.batch.rows or self.plan.peers)
+        return bool(self.batch.rows or self.plan.replica_loads)
 
 
 @dataclass(frozen=True)

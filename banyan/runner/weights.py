@@ -30,16 +30,18 @@ from banyan.messages.control_ops import (
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
-from banyan.models.dflash import BlockLM
+from banyan.models.dflash import DFlashLM
 from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.mtp import MTPModel
-from banyan.models.transformers_model import load_foreign
-from banyan.models.weights.custom import Transform, load_transforms
-from banyan.models.weights.dflash import load_dflash
-from banyan.models.weights.eagle import load_eagle, narrow_the_head
+from banyan.models.transformers_model import load_transformers_model
+from banyan.models.weights.draft_models import (
+    load_dflash,
+    load_eagle,
+    load_mtp_layer,
+    restrict_head,
+)
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
-from banyan.models.weights.mtp import load_ahead
-from banyan.models.weights.reader import stamp_of
+from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
@@ -75,7 +77,7 @@ def load_weights(
         if config.implementation == "transformers":
             if offload is not None:
                 raise not_streamed(model_config)
-            return load_foreign(model_config, build, config.load_format)
+            return load_transformers_model(model_config, build, config.load_format)
         model = load_model(
             model_config,
             build,
@@ -101,7 +103,7 @@ def load_mtp(
 ) -> MTPModel:
     """This rank's part of the MTP layer in the checkpoint of `model`."""
     with _one_torch_thread(build.ops):
-        return load_ahead(
+        return load_mtp_layer(
             model_config,
             model,
             build,
@@ -141,7 +143,7 @@ def load_eagle_drafter(
             and model_config.eagle.tokens
             and isinstance(eagle, EagleLM)
         ):
-            narrow_the_head(
+            restrict_head(
                 eagle,
                 model.model_config,
                 model_config.eagle.tokens,
@@ -155,7 +157,7 @@ def load_eagle_drafter(
 
 def load_dflash_drafter(
     config: LoadConfig, model_config: ModelConfig, model: Model, build: Build
-) -> BlockLM:
+) -> DFlashLM:
     """This rank's part of a DFLASH model that was trained for `model`."""
     with _one_torch_thread(build.ops):
         return load_dflash(
@@ -319,7 +321,7 @@ class LoadedWeights:
 
     @staticmethod
     def _file_states(config: LoadConfig, model_config: ModelConfig) -> list[tuple[str, int, int]]:
-        return [] if config.load_format == "dummy" else stamp_of(model_config)
+        return [] if config.load_format == "dummy" else files_state_of(model_config)
 
     def _model_config_at(self, path: str) -> ModelConfig:
         """The model config of the checkpoint at `path`; ConfigError if it is another model."""

@@ -1,11 +1,137 @@
-"""Who enters, and who gives pages back. Pure functions over requests and the cache's counts."""
+"""Admission: which requests may join the queue, and which waiting requests may run.
 
+A refused request raises RequestError with the reason. Admission to a slot depends on the pages that
+the request and the running ones are expected to need.
+"""
+
+from banyan.base.errors import RequestError
 from banyan.kv_cache import misses
-from banyan.kv_cache.cache import KVCache, Match
+from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Match
 from banyan.kv_cache.groups import FULL
 from banyan.kv_cache.misses import Miss
-from banyan.scheduler.budget import Limits, NewTokenRatio
+from banyan.lora.scheduling import Adapters, unknown_adapter
+from banyan.messages.requests import Generate
+from banyan.scheduler.budget import NewTokenRatio, SchedulerLimits
 from banyan.scheduler.request import Request
+from banyan.scheduler.request_table import RequestTable
+
+
+def check_request(
+    generate: Generate,
+    request_table: RequestTable,
+    cache: KVCache,
+    limits: SchedulerLimits,
+    adapters: Adapters | None = None,
+) -> None:
+    """Raise RequestError when the request cannot be served here, or not now.
+
+    If the queue is full, waiting requests of lower priority are evicted for it.
+    """
+    known = len(generate.tokens) // TOKEN_BYTES
+    total = known + generate.sampling.max_new_tokens
+    if request_table.find(generate.request) is not None:
+        raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+    if generate.adapter and adapters is None:
+        raise unknown_adapter(generate.adapter, [])
+    if not known:
+        raise RequestError("The prompt is empty", hint="Send at least one token.")
+    if total > limits.max_request_tokens:
+        raise RequestError(
+            f"{known} prompt tokens and {generate.sampling.max_new_tokens} new tokens are more "
+            f"than the {limits.max_request_tokens} that one request may have",
+            code="context_length_exceeded",
+        )
+    if not cache.capacity.fits_alone(total, limits.chunk_tokens):
+        raise RequestError(
+            f"{total} tokens do not fit in the cache", code="context_length_exceeded"
+        )
+    priorities = limits.priorities
+    if generate.priority and priorities.refuse_when_off and not priorities.are_honoured:
+        raise RequestError(
+            f"The request brings priority {generate.priority}; priorities are switched off",
+            param="priority",
+            hint="Start the server with --enable-priority-scheduling.",
+        )
+    if limits.max_queued or limits.max_queued_tokens:
+        _evict_queued(request_table, limits, known, priorities.of(generate.priority))
+
+
+def _evict_queued(
+    request_table: RequestTable, limits: SchedulerLimits, known: int, priority: int
+) -> None:
+    """Make place for a new prompt of `known` tokens in a full queue.
+
+    Evicts waiting requests of lower priority without output, the newest first. Evicts none if that
+    does not make enough place, and raises RequestError.
+    """
+    number = len(request_table.waiting)
+    tokens = sum(r.prompt_len for r in request_table.waiting) if limits.max_queued_tokens else 0
+    evicted: list[Request] = []
+    for last in reversed(request_table.waiting):
+        if _queue_has_place(limits, number, tokens + known):
+            break
+        has_run = last.stats.admitted_s is not None or last.output_len
+        if last.priority >= priority or has_run:
+            raise RequestError("The request queue is full.", status=503, code="queue_full")
+        evicted.append(last)
+        number, tokens = number - 1, tokens - last.prompt_len
+    for last in evicted:
+        text = "The request is aborted by a higher priority request."
+        request_table.fail(last, 503, text, "queue_full")
+
+
+def _queue_has_place(limits: SchedulerLimits, waiting: int, tokens: int) -> bool:
+    """Whether one more request may wait next to `waiting` others; `tokens` counts the prompt tokens
+    of all. An empty queue takes any prompt, else a long one would never be served.
+    """
+    if limits.max_queued and waiting >= limits.max_queued:
+        return False
+    return not waiting or not limits.max_queued_tokens or tokens <= limits.max_queued_tokens
+
+
+def fail_overdue(request_table: RequestTable, limits: SchedulerLimits, now: float) -> None:
+    """Fail each request that has waited or run for longer than is allowed."""
+    if limits.wait_s <= 0 and limits.run_s <= 0:
+        return
+    for request in (*request_table.waiting, *request_table.running):
+        stats = request.stats
+        if stats.admitted_s is None:
+            verb, limit_s, since_s = "has waited", limits.wait_s, stats.submitted_s
+        else:
+            verb, limit_s, since_s = "has run", limits.run_s, stats.admitted_s
+        if 0 < limit_s < now - since_s:
+            text = f"The request {verb} for {now - since_s:.1f} s; {limit_s:g} s are allowed."
+            request_table.fail(request, 503, text, "timed_out")
+
+
+class Admission:
+    """Whether waiting requests fit next to the running ones."""
+
+    def __init__(self, cache: KVCache, limits: SchedulerLimits, ratio: NewTokenRatio) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._ratio = ratio
+
+    def reserve(self, running: list[Request]) -> list[int]:
+        """Pages per group that running requests are still expected to take."""
+        pages = [0] * len(self._cache.groups)
+        for request in running:
+            tokens = request.known - request.planned + self._ratio.expected_tokens(request)
+            for g, group in enumerate(self._cache.groups):
+                if group.kind == FULL:
+                    pages[g] += -(-max(0, tokens) // group.page_tokens)
+        return pages
+
+    def fits(self, request: Request, match: Match, reserved: list[int]) -> bool:
+        """Whether there are pages for the request's known tokens and its expected output.
+
+        Args:
+            match: its cached prefix.
+            reserved: pages per group for others.
+        """
+        expected = 1 + (self._ratio.expected_tokens(request) if any(reserved) else 0)
+        tokens = max(request.known, min(request.known + expected, request.limit))
+        return self._cache.capacity.admits(match, tokens, self._limits.chunk_tokens, reserved)
 
 
 def prefix_limit(request: Request) -> int:
@@ -27,18 +153,25 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
     return cache.probe(request.namespace, request.tokens, prefix_limit(request))
 
 
-def why_no_more(request: Request, cache: KVCache, match: Match) -> Miss:
-    """Why the cache gives no more of a request that begins."""
-    found = (cache.weights + request.namespace, match.path, match.tokens)
-    miss = cache.misses.why(*found, request.tokens, prefix_limit(request), request.known - 1)
+def explain_miss(request: Request, cache: KVCache, match: Match) -> Miss:
+    """Why no more of a new request's prompt comes from the cache."""
+    miss = cache.misses.explain(
+        namespace=cache.weights + request.namespace,
+        path=match.path,
+        found=match.tokens,
+        tokens=request.tokens,
+        limit=prefix_limit(request),
+        wanted=request.known - 1,
+    )
     if miss.reason not in (misses.EVICTED, misses.PAGE, misses.UNSEEN):
         return miss
-    return miss._replace(reason=_why_not_from_store(request, cache, match) or miss.reason)
+    return miss._replace(reason=_explain_store_miss(request, cache, match) or miss.reason)
 
 
-def _why_not_from_store(request: Request, cache: KVCache, match: Match) -> str:
-    """Why what comes next does not come from the store; "" where the store has none, or where
-    nobody asked it."""
+def _explain_store_miss(request: Request, cache: KVCache, match: Match) -> str:
+    """Why the next block does not come from the store; "" if the store lacks it or was not
+    asked.
+    """
     fetch, tier, depth = request.fetch, cache.tier, len(match.path)
     if fetch is None or tier is None or not tier.is_attached or depth >= len(fetch.keys):
         return ""
@@ -49,35 +182,10 @@ def _why_not_from_store(request: Request, cache: KVCache, match: Match) -> str:
     return misses.UNREADABLE if fetch.loads and fetch.loads[-1].is_broken else misses.STORED
 
 
-def reserve(running: list[Request], cache: KVCache, ratio: NewTokenRatio) -> list[int]:
-    """Pages per group that running requests are expected to take yet."""
-    pages = [0] * len(cache.groups)
-    for request in running:
-        tokens = request.known - request.planned + ratio.expects(request)
-        for g, group in enumerate(cache.groups):
-            if group.kind == FULL:
-                pages[g] += -(-max(0, tokens) // group.page_tokens)
-    return pages
-
-
-def may_enter(
-    request: Request,
-    match: Match,
-    cache: KVCache,
-    limits: Limits,
-    ratio: NewTokenRatio,
-    reserved: list[int],
-) -> bool:
-    """Whether there is room for the request's known tokens and its share of the expected ones."""
-    expected = 1 + (ratio.expects(request) if any(reserved) else 0)
-    tokens = min(request.known + expected, request.limit)
-    return cache.admits(match, max(tokens, request.known), limits.chunk_tokens, reserved)
-
-
 def victims(running: list[Request], starved: Request) -> list[Request]:
-    """Who is retracted so that `starved` can go on, first victim first.
+    """Requests that may be retracted so that `starved` can continue, first victim first.
 
-    Only requests of lower rank: the oldest request of the highest priority always runs to its
-    end, so retraction cannot go round in circles.
+    Only requests of lower rank: the oldest request of the highest priority always runs to its end,
+    so retraction always makes progress.
     """
     return [r for r in reversed(running) if r.rank > starved.rank]

@@ -1,28 +1,30 @@
-"""How much a step may take on, and how much room running requests are expected to need.
+"""Scheduler limits, and the new-token ratio: the expected growth of running requests.
 
-The expectation is SGLang's new-token ratio: the share of its allowed output that a request is
-assumed to produce. It falls while steps go by without trouble, and rises after a retraction to what
-the running requests have really used.
+The new-token ratio is SGLang's: the share of its allowed output that a request is expected to
+produce. It decays while decode steps run without a retraction. A retraction raises it to what the
+running requests have used so far.
 """
 
 from dataclasses import dataclass
 
+import msgspec
+
 from banyan.scheduler.request import Request
 
-DRAFT_ROOM = 64
-"""Drafts that are worth verifying beside each other: steps of more tokens take longer with each."""
+DRAFT_BUDGET = 64
+"""Drafts that one step verifies at most: beyond this every further token makes a step slower."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What running requests are expected to add.
+    """Parameters of the new-token ratio.
 
     Attributes:
-        start: share of its allowed output that a request is assumed to produce at first.
-        floor_share: share of `start` below which the expectation does not fall.
-        decay_steps: steps with decode rows from `start` to there.
-        retract_steps: decode steps of room that a retraction should have made.
-        clip_tokens: longer remaining outputs are counted as this many.
+        start: initial ratio, before conservativeness.
+        floor_share: lowest ratio, as a share of `start`.
+        decay_steps: steps with decode rows from `start` down to the floor.
+        retract_steps: decode steps of capacity that a retraction should free.
+        clip_tokens: longest remaining output that is taken into account.
     """
 
     start: float = 0.7
@@ -34,15 +36,15 @@ class Growth:
 
 @dataclass(frozen=True)
 class Priorities:
-    """What the priority of a request means.
+    """How request priorities are used.
 
     Attributes:
-        are_honoured: higher ones go first; False = all requests are equal.
-        low_first: lower ones go first instead.
-        preemption_gap: a waiting request takes the place of running ones that are at least this
-            much below it; 0 = never.
-        refuse_when_off: refuse requests that bring one while they are not honoured.
-        max_wait_s: who has waited longer goes before all others; 0 = nobody does.
+        are_honoured: higher priorities go first; False = all requests are equal.
+        low_first: lower numbers go first instead.
+        preemption_gap: a waiting request preempts running ones whose priority is lower by at least
+            this; 0 = never.
+        refuse_when_off: refuse requests with a priority while `are_honoured` is False.
+        max_wait_s: requests that have waited longer go before all others; 0 = off.
     """
 
     are_honoured: bool = False
@@ -52,40 +54,39 @@ class Priorities:
     max_wait_s: float = 0.0
 
     def of(self, given: int) -> int:
-        """The priority that counts; higher goes first."""
+        """The effective priority of a request; higher goes first."""
         if not self.are_honoured:
             return 0
         return -given if self.low_first else given
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the scheduler may not exceed.
+class SchedulerLimits(msgspec.Struct, frozen=True):
+    """Limits that the scheduler must keep. Journals hold them: encoded names must not change.
 
     Attributes:
-        max_running: requests that hold slots at once.
-        chunk_tokens: known tokens per step over all rows.
-        whole_prompts: a prompt is never cut; one that is longer than a step goes alone.
-        max_prompts: requests whose prompts one step computes, whole or in part; 0 = unbounded.
-        max_queued: waiting requests before new ones are refused; 0 = unbounded.
-        max_queued_tokens: of their prompts, likewise.
-        wait_s: longest that a request waits until it runs; 0 = any time.
-        run_s: longest that it runs from then on; 0 = any time.
-        max_request_tokens: longest prompt + output.
+        max_running: requests that hold a slot at the same time.
+        chunk_tokens: prompt tokens per step, over all rows (chunked prefill size).
+        max_request_tokens: longest prompt + output of a request.
         depth: plans with rows that may be in flight at once.
-        token_gap: steps between sampling a token and a row that needs it (stages − 1).
-        micro_batch: requests of one step; 0 = all that run.
-        drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
-        draft_levels: passes that drafting takes at most where it is paid and drafts branch or come
-            in blocks; 0 = one for each draft.
-        block_drafts: one pass reads all of them, the last one too.
-        paid_drafts: drafting takes time and pages of its own, so no more is drafted than is asked.
-        fixed_drafts: as many are made and verified as may be, whatever they bring and cost.
-        draft_room: drafts of one step, over all rows.
-        burst: decode steps that one plan may hold (scheduler/multi_step.py).
-        conservativeness: scales the new-token ratio.
-        growth: what that ratio is made of.
-        priorities: who goes before whom.
+        max_queued: waiting requests before new ones are refused; 0 = unlimited.
+        max_queued_tokens: prompt tokens of waiting requests, likewise.
+        wait_s: longest wait in the queue; 0 = unlimited.
+        run_s: longest run after admission; 0 = unlimited.
+        token_gap: steps between sampling a token and a row that needs it (pipeline stages − 1).
+        drafts: drafts after each sampled token; 0 = no speculative decoding.
+        draft_levels: most drafter passes per step for drafts in a tree or a block; 0 = one pass per
+            draft.
+        block_drafts: one pass of the drafter makes all drafts, the last one included.
+        paid_drafts: drafting needs its own time and pages, so only as many as wanted are made.
+        fixed_drafts: always make and verify `drafts` drafts.
+        conservativeness: factor on the new-token ratio.
+        priorities: how priorities are used.
+        whole_prompts: never split a prompt; a prompt longer than a step runs alone.
+        max_prompts: requests whose prompts one step computes, whole or in part; 0 = unlimited.
+        growth: parameters of the new-token ratio.
+        draft_budget: drafts per step, over all rows.
+        multi_step: decode steps per plan (scheduler/multi_step.py).
+        micro_batch: rows per step with pipeline stages; 0 = running requests divided by stages.
     """
 
     max_running: int
@@ -107,8 +108,8 @@ class Limits:
     whole_prompts: bool = False
     max_prompts: int = 0
     growth: Growth = Growth()
-    draft_room: int = DRAFT_ROOM
-    multi_step: int = 1
+    draft_budget: int = msgspec.field(name="draft_room", default=DRAFT_BUDGET)
+    multi_step: int = msgspec.field(name="burst", default=1)
     micro_batch: int = 0
 
     @property
@@ -124,7 +125,7 @@ class NewTokenRatio:
         self._start = min(1.0, growth.start * conservativeness)
         self._floor = min(1.0, self._start * growth.floor_share)
         self._step = (self._start - self._floor) / growth.decay_steps
-        self._room = growth.retract_steps
+        self._retract_steps = growth.retract_steps
         self._clip = growth.clip_tokens
         self.value = self._start
 
@@ -133,16 +134,16 @@ class NewTokenRatio:
         self.value = self._start
 
     def decay(self) -> None:
-        """A step with decode rows went by without trouble."""
+        """A step with decode rows was planned without a retraction."""
         self.value = max(self._floor, self.value - self._step)
 
-    def retracted(self, running: list[Request]) -> None:
-        """Room ran out: expect what is really being used."""
+    def on_retraction(self, running: list[Request]) -> None:
+        """Pages ran out: expect what running requests really use."""
         decoded = sum(r.output_len for r in running)
         allowed = sum(r.sampling.max_new_tokens for r in running)
-        self.value = min(1.0, (decoded + self._room * len(running)) / (allowed + 1))
+        self.value = min(1.0, (decoded + self._retract_steps * len(running)) / (allowed + 1))
 
-    def expects(self, request: Request) -> int:
-        """Tokens the request is still expected to add."""
+    def expected_tokens(self, request: Request) -> int:
+        """Tokens that the request is still expected to add."""
         left = min(request.limit - request.known, self._clip)
         return int(left * (1.0 if request.sampling.ignore_eos else self.value))

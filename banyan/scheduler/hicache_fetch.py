@@ -1,53 +1,52 @@
-"""Fetcher: which waiting requests look for the rest of their prompt in the store, and for how long.
+"""StoreFetcher: which waiting requests load the rest of their prompt from the store.
 
-A request that waits for the store never holds up another. What it finds is read only where that is
-expected to take less time than computing it; both speeds come with results, so a replay decides
-alike.
+A request that waits for the store never holds up another. A prefix is read only if that is expected
+to take less time than computing it. Both speeds come from results, so a replay decides alike.
 
-    asked ──Held──► found ──pages──► loading ──CopyResult──► over: enters like any other
-      └── nothing there, too slow, or patience at its end ──► over
+    lookup ──Held──► found ──pages──► loading ──CopyResult──► over: admitted like any other
+      └── not in the store, too slow, or deadline passed ──► over
 """
 
 import math
 from collections.abc import Callable
 
-from banyan.kv_cache.cache import KVCache, Match, unit_keys
-from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier
+from banyan.kv_cache.cache import KVCache, Match, block_keys
+from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier, store_keys
 from banyan.messages.control_ops import AttachStore
 from banyan.messages.plan import Held, Lookup
 from banyan.scheduler.admission import prefix_limit, prefix_of
-from banyan.scheduler.request import Fetch, Request
+from banyan.scheduler.request import Request, StoreFetch
 
 BEST_EFFORT = "best_effort"
-"""A request takes what has come when there is room for it, and never waits."""
+"""A request uses what has arrived when it is admitted, and never waits."""
 WAIT_COMPLETE = "wait_complete"
-"""A request waits until everything has come."""
+"""A request waits until everything has arrived."""
 TIMEOUT = "timeout"
-"""A request waits until everything has come, but not for ever: longer ones longer."""
+"""A request waits until everything has arrived, up to a deadline that grows with its length."""
 
 _LOOK_AHEAD = 16
-"""Waiting requests, from the first on, for which pages are loaded."""
+"""Number of waiting requests, from the first, for which pages are loaded."""
 _FEW_TOKENS = 32
-"""Steps of fewer tokens say little of how long a token takes."""
+"""Smaller steps do not measure the time per token."""
 _FORGET = 0.9
-"""Each time that reading seems too slow, it is believed to be so much faster: it is tried again."""
+"""Factor on the measured read time each time reading seems too slow, so that it is tried again."""
 
 
 class Speed:
-    """Seconds per piece of work, as lately measured; 0 = not known yet."""
+    """Moving average of seconds per piece of work; 0 = not measured yet."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def measured(self, seconds: float, pieces: int) -> None:
+    def add(self, seconds: float, pieces: int) -> None:
         each = seconds / pieces
         self.seconds = (self.seconds + each) / 2 if self.seconds else each
 
 
-class Fetcher:
+class StoreFetcher:
     """
     Args:
-        cache: without a tier nothing is looked for.
+        cache: without a store tier nothing is looked up.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -55,81 +54,84 @@ class Fetcher:
         """Outbox towards the mover."""
         self._cache = cache
         self._tier = cache.tier
-        self._asked: dict[int, Fetch] = {}
+        self._open: dict[int, StoreFetch] = {}
         self._last_id = 0
         self._reading, self._computing = Speed(), Speed()
-        """Per unit, and per token."""
+        """Time per block, and per token."""
 
-    # -- which store --------------------------------------------------------------------------
+    # -- attaching a store --------------------------------------------------------------------
 
-    def attach(self, order: AttachStore) -> None:
-        """There is another store, whose speed nobody knows."""
+    def attach(self, op: AttachStore) -> None:
+        """A store was attached; its speed is not known yet."""
         assert self._tier is not None
         rules = StoreRules(
-            write=order.write,
-            prefetch=order.prefetch,
-            threshold=order.threshold,
-            timeout_s=order.timeout_s,
-            timeout_per_ki_s=order.timeout_per_ki_s,
+            write=op.write,
+            prefetch=op.prefetch,
+            threshold=op.threshold,
+            timeout_s=op.timeout_s,
+            timeout_per_ki_s=op.timeout_per_ki_s,
             max_writes=self._tier.rules.max_writes,
         )
         self._tier.attach(rules)
         self._reading = Speed()
 
     def detach(self) -> None:
-        """There is no store any more: nobody waits for it."""
+        """The store was detached; no request waits for it any more."""
         assert self._tier is not None
         self._tier.detach()
-        self._asked.clear()
+        self._open.clear()
         self.lookups.clear()
 
-    # -- what comes in ------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
-    def begin(self, request: Request, now: float) -> None:
-        """A request has come: ask for what the device does not have of it."""
+    def look_up(self, request: Request, now: float) -> None:
+        """Ask the store for the blocks of a new request that the device lacks."""
         tier, weights = self._tier, self._cache.weights
         if tier is None or not tier.is_attached or weights != tier.weights:
             return
-        unit, rules = self._cache.unit, tier.rules
-        limit = prefix_limit(request) // unit * unit
+        block_size, rules = self._cache.block_size, tier.rules
+        limit = prefix_limit(request) // block_size * block_size
         depth = len(prefix_of(request, self._cache).path)
-        wanted = limit - depth * unit
-        if wanted < max(unit, rules.threshold):
+        wanted = limit - depth * block_size
+        if wanted < max(block_size, rules.threshold):
             return
-        tree_keys = list(unit_keys(request.tokens, unit, 0, limit // unit))
+        tree_keys = list(block_keys(request.tokens, block_size, 0, limit // block_size))
         namespace = weights + request.namespace
-        keys = tier.keys(namespace, tree_keys)
+        keys = store_keys(namespace, tree_keys)
         patience_s = {
             BEST_EFFORT: 0.0,
             WAIT_COMPLETE: math.inf,
             TIMEOUT: rules.timeout_s + rules.timeout_per_ki_s * wanted / 1024,
         }[rules.prefetch]
-        request.fetch = Fetch(namespace, tree_keys, keys, depth, now + patience_s)
+        request.fetch = StoreFetch(namespace, tree_keys, keys, depth, now + patience_s)
         self._last_id += 1
-        self._asked[self._last_id] = request.fetch
+        self._open[self._last_id] = request.fetch
         self.lookups.append(Lookup(self._last_id, keys[depth:]))
 
-    def answer(self, held: Held) -> None:
-        """The store has told what it has."""
-        fetch = self._asked.pop(held.id, None)
+    def on_lookup_reply(self, held: Held) -> None:
+        fetch = self._open.pop(held.id, None)
         if fetch is not None:
             fetch.held = fetch.first + held.count
             fetch.is_over = not held.count
 
-    def read(self, pages: int, seconds: float) -> None:
-        """So many pages were read from the store."""
+    def note_read(self, pages: int, seconds: float) -> None:
+        """`pages` pages were read from the store."""
         if pages and seconds > 0:
-            self._reading.measured(seconds * len(self._cache.groups), pages)
+            self._reading.add(seconds * len(self._cache.groups), pages)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens has run."""
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens has run."""
         if tokens >= _FEW_TOKENS and seconds > 0:
-            self._computing.measured(seconds, tokens)
+            self._computing.add(seconds, tokens)
 
-    # -- what is done about it ----------------------------------------------------------------
+    # -- loads --------------------------------------------------------------------------------
 
-    def go_on(self, waiting: list[Request], may_enter: Callable[[Request, Match], bool]) -> None:
-        """Begin to load for those that are next, as far as there is room."""
+    def start_loads(self, waiting: list[Request], fits: Callable[[Request, Match], bool]) -> None:
+        """Start loads for the first waiting requests, while pages are free.
+
+        Args:
+            fits: whether a request with this match could be admitted.
+        """
         if self._tier is None or not self._tier.is_attached:
             return
         seen = 0
@@ -141,9 +143,9 @@ class Fetcher:
             if seen > _LOOK_AHEAD:
                 return
             if not fetch.is_loading:
-                self._next_load(self._tier, request, fetch, may_enter)
+                self._next_load(self._tier, request, fetch, fits)
 
-    def holds_back(self, request: Request, now: float) -> bool:
+    def is_blocked(self, request: Request, now: float) -> bool:
         """Whether the request still waits for the store."""
         fetch = request.fetch
         if fetch is None or fetch.is_over:
@@ -153,24 +155,26 @@ class Fetcher:
         return not fetch.is_over
 
     def stored_tokens(self, request: Request, match: Match) -> int:
-        """How much of a match has come from the store while the request waited."""
+        """Tokens of a match that came from the store while the request waited."""
         fetch = request.fetch
         if fetch is None:
             return 0
-        ends = [(load.first, min(load.first + load.came, len(match.path))) for load in fetch.loads]
-        return sum(max(0, end - first) for first, end in ends) * self._cache.unit
+        ends = [
+            (load.first, min(load.first + load.arrived, len(match.path))) for load in fetch.loads
+        ]
+        return sum(max(0, end - first) for first, end in ends) * self._cache.block_size
 
     def _next_load(
         self,
         tier: StoreTier,
         request: Request,
-        fetch: Fetch,
-        may_enter: Callable[[Request, Match], bool],
+        fetch: StoreFetch,
+        fits: Callable[[Request, Match], bool],
     ) -> None:
-        match = prefix_of(request, self._cache).whole
+        match = prefix_of(request, self._cache).whole_blocks
         depth = len(match.path)
         is_broken = bool(fetch.loads) and fetch.loads[-1].is_broken
-        is_other = self._cache.weights != tier.weights  # they were taken while it waited
+        is_other = self._cache.weights != tier.weights  # weights were updated while it waited
         if is_broken or is_other or depth >= fetch.held:
             fetch.is_over = True
             return
@@ -178,26 +182,26 @@ class Fetcher:
         if other is not None:
             fetch.loads.append(other)
             return
-        if not self._is_worth(fetch.held - depth, tier.loading):
+        if not self._is_worth(fetch.held - depth, tier.num_loading):
             fetch.is_over = True
             return
         end = depth
-        most = min(fetch.held, depth + tier.room())
+        most = min(fetch.held, depth + tier.load_capacity())
         while end < most and tier.load_of(fetch.keys[end]) is None:
             end += 1
-        if end == depth or not may_enter(request, match):
+        if end == depth or not fits(request, match):
             return
         new = slice(depth, end)
         load = tier.load(fetch.namespace, match.path, fetch.tree_keys[new], fetch.keys[new])
         if load is not None:
             fetch.loads.append(load)
-        elif self._cache.horizon.is_clear:
-            fetch.is_over = True  # no page is on its way back
+        elif self._cache.epochs.is_clear:
+            fetch.is_over = True  # and no page will become free
 
-    def _is_worth(self, units: int, before: int) -> bool:
-        """Whether reading them, after others under way, is expected to take less than computing."""
-        reading_s = self._reading.seconds * (units + before)
-        computing_s = self._computing.seconds * units * self._cache.unit
+    def _is_worth(self, blocks: int, before: int) -> bool:
+        """Whether reading `blocks` blocks after `before` others is faster than computing them."""
+        reading_s = self._reading.seconds * (blocks + before)
+        computing_s = self._computing.seconds * blocks * self._cache.block_size
         if not computing_s or reading_s <= computing_s:
             return True
         self._reading.seconds *= _FORGET

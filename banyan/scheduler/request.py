@@ -1,4 +1,4 @@
-"""Request: one generation as the scheduler sees it. Numbers only; knows no pages but its lease."""
+"""Request: the scheduler's state of one generation. Its lease is its only link to pages."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.kv_cache.cache import TOKEN_BYTES, Lease
-from banyan.kv_cache.loads import Load
+from banyan.kv_cache.loads import PrefixLoad
 from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
@@ -15,18 +15,18 @@ WAITING = "waiting"
 RUNNING = "running"
 """Holds a slot and a lease."""
 FINISHED = "finished"
-"""Has sent its last event."""
+"""Its last event has been queued."""
 
 
 @dataclass
 class DraftCounts:
-    """What drafts have come to, in rows that began at the newest token."""
+    """Verified drafts, counted over rows that began at the newest token."""
 
     steps: int = 0
     proposed: int = 0
     correct: int = 0
     by_correct: Counter[int] = field(default_factory=Counter[int])
-    """Rows by how many of their drafts were right."""
+    """Number of correct drafts -> number of rows."""
 
     def count(self, proposed: int, correct: int) -> None:
         self.steps += 1
@@ -36,8 +36,25 @@ class DraftCounts:
 
     @property
     def histogram(self) -> list[int]:
-        """Rows with 0, 1, 2 … right drafts."""
+        """Rows with 0, 1, 2 … correct drafts."""
         return [self.by_correct[i] for i in range(max(self.by_correct, default=-1) + 1)]
+
+
+@dataclass
+class DraftState:
+    """Speculative decoding of one request."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    """Drafts that follow the newest token; empty until the runner has reported them."""
+    parents: list[int] = field(default_factory=list[int])
+    """Parent of each draft when they form a tree (base/draft_tree.py)."""
+    acceptance: float | None = None
+    """Moving average of accepted likeliest drafts; None before the first one."""
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    proposed: int = 0
+    """Drafts that the newest row makes (`Row.propose`)."""
+    probes_left: int = 0
+    """Rows that still make drafts only to measure whether drafting pays."""
 
 
 @dataclass
@@ -57,31 +74,31 @@ class Flight:
     """First and last + 1 position whose hidden states the row reports."""
     awaits_mask: bool = False
     restores: bool = False
-    """A state copy bound to the row may fail; then the request recomputes without it."""
+    """The row depends on a state copy. If that fails, the request recomputes without it."""
     is_void: bool = False
     """The result will be ignored."""
-    ahead: int = 0
-    """Tokens to draft behind what the row samples."""
-    is_abreast: bool = False
-    """So it was with the row before: the drafter has nothing else to read for it."""
+    propose: int = 0
+    """Tokens to draft after the sampled ones."""
+    follows_proposal: bool = False
+    """The row before it proposed drafts too, so the drafter's cache needs no catching up."""
 
 
 @dataclass
-class Fetch:
-    """What one request hopes to find in the store."""
+class StoreFetch:
+    """The search for one request's prompt in the store (scheduler/hicache_fetch.py)."""
 
     namespace: bytes
-    """In the tree."""
+    """Namespace in the radix tree."""
     tree_keys: list[bytes]
     keys: list[bytes]
-    """Of every whole unit that the request may share."""
+    """Store keys of all whole blocks that the request may share."""
     first: int
-    """Units that the device had when the request came."""
+    """Blocks that were in the device's cache at the start."""
     deadline_s: float
     held: int = -1
-    """Units, from the first one of the prompt, that device and store have; -1 = not known yet."""
-    loads: list[Load] = field(default_factory=list[Load])
-    """Loads that it has waited for, its own or another's; only the last may be under way."""
+    """Blocks, from the start of the prompt, that device and store hold; -1 = no reply yet."""
+    loads: list[PrefixLoad] = field(default_factory=list[PrefixLoad])
+    """Loads it has waited for, started by it or by others. Only the last may be under way."""
     is_over: bool = False
 
     @property
@@ -90,20 +107,37 @@ class Fetch:
 
 
 @dataclass
-class Taking:
-    """What one request is to get from the server that computes its prompt."""
+class IncomingTransfer:
+    """The KV transfer of one request on a decode server (disaggregation/scheduling.py)."""
 
-    units: int
-    """Of the prompt; once the room is found, those whose pages that server has."""
+    blocks: int
+    """Blocks of the prompt; once found, those that the prefill server sends."""
     is_found: bool = False
-    is_asked: bool = False
-    """For the pages that are wanted, and the rest."""
-    load: Load | None = None
-    has_handoff: bool = False
+    is_requested: bool = False
+    """Pages and result have been requested."""
+    load: PrefixLoad | None = None
+    has_result: bool = False
 
     @property
     def is_over(self) -> bool:
-        return self.has_handoff and (self.load is None or self.load.is_over)
+        return self.has_result and (self.load is None or self.load.is_over)
+
+
+@dataclass
+class RequestStats:
+    """Figures that are reported with the output."""
+
+    submitted_s: float
+    admitted_s: float | None = None
+    """First admission; None while the request has never run."""
+    cached_tokens: int = 0
+    stored_tokens: int = 0
+    """Cached tokens that came from the store."""
+    cache_miss: str = ""
+    """Why no more tokens were cached (kv_cache/misses.py)."""
+    missed_eviction: int = 0
+    """Number of the eviction that removed them; 0 = none."""
+    retractions: int = 0
 
 
 class Request:
@@ -127,73 +161,52 @@ class Request:
         assert generate.tokens
         self.generate = generate
         self.namespace = generate.namespace if namespace is None else namespace
-        """Only equal ones share pages here."""
+        """Requests share pages only within a namespace."""
         self.id = generate.request
         self.sampling = generate.sampling
         self.grammar = grammar
         self.tokens = bytearray(generate.tokens)
+        """int32 ids of prompt and output."""
         self.prompt_len = len(generate.tokens) // TOKEN_BYTES
         self.limit = self.prompt_len + generate.sampling.max_new_tokens
         """Known tokens at which the request ends."""
         self.caller, self.weight = generate.caller, generate.weight
         self.priority = priority
         self.rank = (-priority, order)
-        """Who goes first: higher priority, then earlier arrival."""
+        """Sort key: higher priority first, then earlier arrival."""
         self.state = WAITING
         self.slot = PADDING_SLOT
         self.lease: Lease | None = None
         self.starts_over = False
-        """A row that began on a copied state has failed: no prefix is taken any more, so that a
-        row that fails for another reason fails its request."""
+        """A row that began on a copied state failed: use no cached prefix again. If a row fails
+        once more, the request fails."""
         self.planned = 0
         """Positions that rows cover already; an upper bound while drafts are in flight."""
         self.flights: deque[Flight] = deque()
         self.latest_step = NO_STEP
-        """The last step that had a row of it."""
+        """The last step with a row of this request."""
         self.has_sampled = False
-        """The newest token is the runner's own, which drafted with it when it does so."""
-        self.next_drafts: list[int] = []
-        """Its drafts, when it has told them."""
-        self.next_parents: list[int] = []
-        """What each of them follows, where they branch (base/draft_tree.py)."""
-        self.draft_share = -1.0
-        """Share of its drafts that come true, the last ones above all; -1 = none has been seen."""
-        self.drafts = DraftCounts()
-        self.ahead = 0
-        """Drafts that are made behind the newest row."""
-        self.watched = 0
-        """Rows for which a draft is made to see whether drafts would be worth their time."""
+        """The runner sampled the newest token itself, so it has drafts for it."""
+        self.drafting = DraftState()
         self.jumps_at = 0
-        """Once so many tokens are known; none is sampled past them before
-        (scheduler/jump_forward.py)."""
+        """Sample no further than this many known tokens, then jump forward; 0 = no jump is due."""
         self.has_jumped = False
-        """The newest tokens are not the runner's own: the next row gives them to it."""
+        """The runner does not have the newest tokens yet: the next row carries them."""
         self.given_after = NO_STEP
-        """Not before this step has ended, whose row is void."""
+        """The next row waits until this step, whose row is void, has completed."""
         self.scored_to = generate.score_from
-        """First position whose score has not been passed on."""
+        """First position whose score has not been reported."""
         self.score_from = generate.score_from
-        """`scored_to` at the join: what rows are asked for."""
+        """`scored_to` at admission: rows request scores from here."""
         self.hidden_to = generate.hidden_from
-        """First position whose hidden state has not been passed on."""
+        """First position whose hidden state has not been reported."""
         self.hidden_from = generate.hidden_from
-        """`hidden_to` at the join."""
-        self.submitted_s = now
-        self.admitted_s = -1.0
-        self.cached_tokens = 0
-        self.cache_miss = ""
-        """Why there were no more of them (kv_cache/misses.py)."""
-        self.missed_eviction = 0
-        """Which eviction took them; 0 = none."""
-        self.stored_tokens = 0
-        """How many of the cached ones came from the store."""
-        self.fetch: Fetch | None = None
-        """What it looks for in the store (scheduler/hicache_fetch.py)."""
-        self.taking: Taking | None = None
-        """What another server hands over (disaggregation/scheduling.py)."""
-        self.retractions = 0
+        """`hidden_to` at admission."""
+        self.stats = RequestStats(submitted_s=now)
+        self.fetch: StoreFetch | None = None
+        self.incoming: IncomingTransfer | None = None
         self.is_suspect = False
-        """Was part of a step that failed as a whole; runs alone until it proves itself."""
+        """Took part in a step that failed as a whole; runs alone until a row succeeds."""
 
     @property
     def known(self) -> int:
@@ -238,20 +251,21 @@ class Request:
         """Step of the newest sampling row in flight."""
         return max((f.step for f in self.flights if f.samples), default=NO_STEP)
 
-    def as_seen(self, now: float) -> LiveRequest:
-        """What people see of it."""
+    def as_live(self, now: float) -> LiveRequest:
+        """The request as the control verb "requests" reports it."""
         phase = "decode" if self.is_decoding else "prefill"
-        admitted_s = self.admitted_s if self.admitted_s >= 0 else now
+        stats = self.stats
+        admitted_s = now if stats.admitted_s is None else stats.admitted_s
         return LiveRequest(
             request=self.id,
             phase=phase if self.state == RUNNING else "queue",
             prompt_tokens=self.prompt_len,
             computed_tokens=self.planned,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=stats.cached_tokens,
             output_tokens=self.output_len,
-            age_s=max(0.0, now - self.submitted_s),
-            queue_s=max(0.0, admitted_s - self.submitted_s),
-            retractions=self.retractions,
+            age_s=max(0.0, now - stats.submitted_s),
+            queue_s=max(0.0, admitted_s - stats.submitted_s),
+            retractions=stats.retractions,
         )
 
     def enter(self, slot: SlotId, lease: Lease, cached: int) -> None:
@@ -260,8 +274,8 @@ class Request:
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
         self.has_sampled, self.has_jumped = False, False
-        self.next_drafts, self.next_parents = [], []
-        self.ahead = 0
+        self.drop_drafts()
+        self.drafting.proposed = 0
         self.score_from, self.hidden_from = self.scored_to, self.hidden_to
 
     def leave(self, state: str) -> SlotId:
@@ -271,3 +285,7 @@ class Request:
         self.state, self.slot, self.lease = state, PADDING_SLOT, None
         self.planned = 0
         return slot
+
+    def drop_drafts(self) -> None:
+        """The drafts at hand do not follow the newest token."""
+        self.drafting.tokens, self.drafting.parents = [], []

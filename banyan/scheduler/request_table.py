@@ -1,20 +1,77 @@
-"""RequestTable: which requests are alive, in which state, on which slot. The only place where a
-request changes state; whatever it held is let go here.
+"""RequestTable: live requests, their states and their slots. All state changes happen here, so all
+resources of a request are released here.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from banyan.base.ids import RequestId, SlotId, StepId
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Lease
+from banyan.kv_cache.page_pool import EpochTracker
 from banyan.messages.events import DraftReport, Event, Failed, Finished
 from banyan.messages.plan import Mask
-from banyan.scheduler.counters import Counters
 from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
 
 
+@dataclass
+class Counters:
+    """Totals since the start; they never go down."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    stored_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    retractions: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+class Slots:
+    """Slots 1 … count of running requests; slot 0 is padding.
+
+    Args:
+        has_stages: with pipeline stages a slot is reused only after every step that contains it.
+            The first stage learns of the release before the last stage has run the old steps.
+    """
+
+    def __init__(self, count: int, epochs: EpochTracker, has_stages: bool) -> None:
+        self._count = count
+        self._epochs = epochs
+        self._has_stages = has_stages
+        self.free = [SlotId(i) for i in range(count, 0, -1)]
+        self.leaves: list[SlotId] = []
+        """Released since the last plan. A plan applies leaves before joins, so it may release and
+        reuse the same slot."""
+        self._lingering: list[tuple[SlotId, StepId]] = []
+        """Released, but possibly in steps up to this one."""
+
+    def release(self, slot: SlotId) -> None:
+        if self._has_stages and self._epochs.completed < self._epochs.launched:
+            self._lingering.append((slot, self._epochs.launched))
+            return
+        self.free.append(slot)
+        self.leaves.append(slot)
+
+    def free_lingering(self) -> None:
+        """Free the slots whose steps have completed."""
+        completed = self._epochs.completed
+        over = [slot for slot, step in self._lingering if step <= completed]
+        self._lingering = [(slot, step) for slot, step in self._lingering if step > completed]
+        self.free += over
+        self.leaves += over
+
+    def check(self, in_use: list[SlotId]) -> None:
+        """Raise AssertionError unless every slot is free, lingering or in use, once."""
+        lingering = [slot for slot, _ in self._lingering]
+        slots = sorted([*self.free, *lingering, *in_use])
+        assert slots == list(range(1, self._count + 1)), f"slots in use or free: {slots}"
+
+
 class RequestTable:
-    """Live requests, free slots, and the outboxes towards front and runner."""
+    """Live requests, and the outboxes towards API process (events) and runner (masks)."""
 
     def __init__(
         self,
@@ -24,26 +81,18 @@ class RequestTable:
         has_stages: bool = False,
     ) -> None:
         self.is_drafting = is_drafting
-        self._has_stages = has_stages
         self._cache = cache
-        self._max_running = max_running
         self._requests: dict[RequestId, Request] = {}
         self.waiting: list[Request] = []
         """By rank; includes retracted requests whose last results are still in flight."""
         self.running: list[Request] = []
         """By rank."""
-        self.free_slots = [SlotId(i) for i in range(max_running, 0, -1)]
-        self.leaves: list[SlotId] = []
-        """Slots that were let go since the last plan. Leaves come before joins, so a slot may be
-        left and taken again in one plan."""
-        self._lingering: list[tuple[SlotId, StepId]] = []
-        """Let go while steps up to this one may be in the line of stages, which read what they know
-        of the slot."""
+        self.slots = Slots(max_running, cache.epochs, has_stages)
         self.events: list[Event] = []
         self.masks: list[Mask] = []
         self.counters = Counters()
-        self.on_end: Callable[[Request], None] = _nobody
-        """Told of every request that has ended."""
+        self.on_end: Callable[[Request], None] = _ignore
+        """Called with every request that has ended."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -51,14 +100,13 @@ class RequestTable:
     def find(self, request_id: RequestId) -> Request | None:
         return self._requests.get(request_id)
 
-    def alive(self) -> Iterable[Request]:
+    @property
+    def alive(self) -> Collection[Request]:
+        """All live requests, in the order of arrival."""
         return self._requests.values()
 
-    def ids(self) -> list[RequestId]:
-        return list(self._requests)
-
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Queue a new request."""
         self._requests[request.id] = request
         self.counters.prompt_tokens += request.prompt_len
         insort(self.waiting, request, key=lambda r: r.rank)
@@ -69,26 +117,26 @@ class RequestTable:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.rank)
 
-    def step_back(self, request: Request) -> None:
-        """RUNNING -> WAITING before its first row was planned: nothing of it is in flight."""
-        slot = self._let_go(request, WAITING)
-        self.free_slots.append(slot)
+    def undo_enter(self, request: Request) -> None:
+        """RUNNING -> WAITING before the first row was planned; nothing is in flight."""
+        slot = self._release(request, WAITING)
+        self.slots.free.append(slot)
         insort(self.waiting, request, key=lambda r: r.rank)
 
     def retract(self, request: Request) -> None:
-        """RUNNING -> WAITING; what was sampled in flight is kept when it arrives."""
-        request.retractions += 1
+        """RUNNING -> WAITING. Tokens that are being sampled are kept when they arrive."""
+        request.stats.retractions += 1
         self.counters.retractions += 1
-        self._give_slot(self._let_go(request, WAITING))
+        self.slots.release(self._release(request, WAITING))
         insort(self.waiting, request, key=lambda r: r.rank)
 
     def retract_all(self) -> None:
-        """Every running request gives its pages back, the lowest first."""
+        """Retract every running request, the lowest rank first."""
         for request in reversed(self.running[:]):
             self.retract(request)
 
     def recompute(self, request: Request) -> None:
-        """RUNNING or retracted -> WAITING; what is in flight rests on wrong pages and is void."""
+        """RUNNING or retracted -> WAITING. Results in flight used wrong pages and are ignored."""
         self.void(request)
         if request.state == RUNNING:
             self.retract(request)
@@ -96,50 +144,60 @@ class RequestTable:
     def finish(
         self, request: Request, reason: str, now: float, matched: int = -1, cut_at: int = 0
     ) -> None:
-        """Any state -> FINISHED, in order; `cut_at` when its tokens from there on do not count."""
+        """Any state -> FINISHED, without error.
+
+        Args:
+            matched: token id that ended the request, -1 for none.
+            cut_at: number of tokens to keep, prompt included; 0 = all.
+        """
         written = request.written
         if cut_at:
             del request.tokens[cut_at * TOKEN_BYTES :]
         if request.lease is not None:
-            self._cache.parts.keep(request.lease, request.tokens, min(written, request.known))
+            kept = min(written, request.known)
+            self._cache.partial_blocks.keep(request.lease, request.tokens, kept)
         if request.generate.pin_s and reason != "abort":
             path = [] if request.lease is None else request.lease.path
-            whole = path[: request.prompt_len // self._cache.unit]
+            blocks = path[: request.prompt_len // self._cache.block_size]
             until_s, priority = now + request.generate.pin_s, request.generate.pin_priority
-            problem = self._cache.pins.add(request.id, whole, until_s, priority)
+            problem = self._cache.pins.add(request.id, blocks, until_s, priority)
             if problem:
                 self.fail(request, 400, f"The prefix {problem}.", "not_pinned")
                 return
         self.counters.finished += 1
         self._end(request)
-        queued_until = request.admitted_s if request.admitted_s >= 0 else now
+        stats = request.stats
+        queued_until = now if stats.admitted_s is None else stats.admitted_s
         self.events.append(
             Finished(
                 request=request.id,
                 reason=reason,
                 prompt_tokens=request.prompt_len,
                 output_tokens=request.output_len,
-                cached_tokens=request.cached_tokens,
+                cached_tokens=stats.cached_tokens,
                 matched=matched,
-                retractions=request.retractions,
-                queue_s=max(0.0, queued_until - request.submitted_s),
-                stored_tokens=request.stored_tokens,
-                cache_miss=request.cache_miss,
-                drafts=_report(request.drafts) if self.is_drafting else None,
+                retractions=stats.retractions,
+                queue_s=max(0.0, queued_until - stats.submitted_s),
+                stored_tokens=stats.stored_tokens,
+                cache_miss=stats.cache_miss,
+                drafts=_draft_report(request.drafting.counts) if self.is_drafting else None,
             )
         )
 
     def fail(self, request: Request, status: int, text: str, code: str = "engine_error") -> None:
-        """Any state -> FINISHED; only this request is affected."""
+        """Any state -> FINISHED with an error; other requests are not affected."""
         self._end(request)
         self.refuse(request.id, status, text, code)
 
     def refuse(self, request_id: RequestId, status: int, text: str, code: str) -> None:
+        """Report an error for a request that is not in the table."""
         self.counters.failed += 1
         self.events.append(Failed(request_id, status, text, code))
 
     def void(self, request: Request) -> None:
-        """Ignore what is in flight; rows that wait for a mask get an empty one (no constraint)."""
+        """Ignore all results in flight. Rows that wait for a mask get an empty one (no constraint),
+        because the runner must not wait for ever.
+        """
         for flight in request.flights:
             flight.is_void = True
             if flight.awaits_mask:
@@ -151,9 +209,7 @@ class RequestTable:
         leases = [r.lease for r in self.running if r.lease is not None]
         assert len(leases) == len(self.running), "a running request without a lease"
         self._cache.check(leases)
-        lingering = [slot for slot, _ in self._lingering]
-        slots = sorted([*self.free_slots, *lingering, *(r.slot for r in self.running)])
-        assert slots == list(range(1, self._max_running + 1)), f"slots in use or free: {slots}"
+        self.slots.check([r.slot for r in self.running])
         assert len(self._requests) == len(self.waiting) + len(self.running)
         for queue in (self.waiting, self.running):
             ranks = [r.rank for r in queue]
@@ -162,40 +218,23 @@ class RequestTable:
     def _end(self, request: Request) -> None:
         self.void(request)
         if request.state == RUNNING:
-            self._give_slot(self._let_go(request, FINISHED))
+            self.slots.release(self._release(request, FINISHED))
         else:
             self.waiting.remove(request)
             request.state = FINISHED
         del self._requests[request.id]
         self.on_end(request)
 
-    def _let_go(self, request: Request, state: str) -> SlotId:
+    def _release(self, request: Request, state: str) -> SlotId:
         assert request.lease is not None
         self._cache.release(request.lease)
         self.running.remove(request)
         return request.leave(state)
 
-    def _give_slot(self, slot: SlotId) -> None:
-        horizon = self._cache.horizon
-        if self._has_stages and horizon.completed < horizon.launched:
-            self._lingering.append((slot, horizon.launched))
-            return
-        self.free_slots.append(slot)
-        self.leaves.append(slot)
 
-    def free_lingering(self) -> None:
-        """With stages: let slots be left and taken again of which nothing is in flight. The first
-        stage hears of it before the last one has run what was."""
-        completed = self._cache.horizon.completed
-        over = [slot for slot, step in self._lingering if step <= completed]
-        self._lingering = [(slot, step) for slot, step in self._lingering if step > completed]
-        self.free_slots += over
-        self.leaves += over
+def _draft_report(counts: DraftCounts) -> DraftReport:
+    return DraftReport(counts.steps, counts.proposed, counts.correct, counts.histogram)
 
 
-def _report(drafts: DraftCounts) -> DraftReport:
-    return DraftReport(drafts.steps, drafts.proposed, drafts.correct, drafts.histogram)
-
-
-def _nobody(request: Request) -> None:
-    """Nobody is told."""
+def _ignore(request: Request) -> None:
+    pass

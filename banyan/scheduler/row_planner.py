@@ -1,5 +1,7 @@
-"""RowPlanner: the next row of one running request. There is no prefill and no decode here, only
-how far a request's planned positions are behind its known and pending tokens.
+"""RowPlanner: plans the next row of one running request.
+
+Prefill and decode are the same here: a row runs positions between the request's planned positions
+and its known and pending tokens.
 """
 
 from enum import Enum
@@ -7,7 +9,7 @@ from enum import Enum
 from banyan.grammar.base import masks_for
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Lease
 from banyan.messages.plan import EXPERTS, HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.request import Flight, Request
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
@@ -16,23 +18,23 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 class Planned(Enum):
     ROW = "row"
     NOTHING = "nothing"
-    """The request waits for something in flight, or the step's budget is used up."""
+    """The request needs a result in flight first, or the step's budget is used up."""
     STARVED = "starved"
-    """Its next row lacks pages."""
+    """The next row lacks pages."""
 
 
 class RowPlanner:
     """Adds rows to a plan, with their pages, masks and copies."""
 
     def __init__(
-        self, cache: KVCache, limits: Limits, speculation: Speculation | None = None
+        self, cache: KVCache, limits: SchedulerLimits, speculation: Speculation | None = None
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._speculation = speculation
 
     def plan(self, request: Request, builder: StepPlanBuilder, restores: bool = False) -> Planned:
-        """Plan the next row of `request`; `restores` when it starts on a matched state."""
+        """Plan the next row of `request`; `restores` if it starts on a copied state or block."""
         lease = request.lease
         assert lease is not None
         is_decode = request.is_decoding
@@ -43,26 +45,38 @@ class RowPlanner:
         end = start + count
         is_bound = self._limits.starts_are_bounds
         self._cache.slide(lease, min(start, request.known) if is_bound else start)
-        ahead = self._ahead(request, builder, end)
-        room = ahead + bool(ahead and self._limits.block_drafts) if self._limits.paid_drafts else 0
-        grants = self._cache.grow(lease, end + room)
-        if grants is None and drafts + room:  # they are no reason to retract anybody
+        propose = self._propose(request, builder, end)
+        extra = 0  # positions that the drafter writes after the row
+        if self._limits.paid_drafts:
+            extra = propose + bool(propose and self._limits.block_drafts)
+        grants = self._cache.grow(lease, end + extra)
+        if grants is None and drafts + extra:  # no request is retracted for drafts
             end, count, drafts = end - drafts, count - drafts, 0
-            ahead = 0 if room else ahead
+            propose = 0 if extra else propose
             grants = self._cache.grow(lease, end)
         if grants is None:
-            builder.is_starved, builder.starved_of = True, self._cache.missing(lease, end)
+            builder.is_starved, builder.missing_pages = (
+                True,
+                lease.missing_pages(self._cache.groups, end),
+            )
             return Planned.STARVED
         builder.grants += grants
-        row = len(builder.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
-        hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
         flight = Flight(
-            request, builder.step, row, samples, count, is_decode, hidden, restores=restores
+            request=request,
+            step=builder.step,
+            row=len(builder.rows),
+            samples=samples,
+            tokens=count,
+            is_decode=is_decode,
+            hidden=(max(start, request.hidden_from), end) if request.wants_hidden else (0, 0),
+            restores=restores,
+            propose=propose if samples else 0,
+            follows_proposal=request.drafting.proposed > 0,
         )
-        self._note_drafting(flight, ahead if samples else 0)
+        request.drafting.proposed = flight.propose
         if restores:
-            builder.copies += self._cache.restores(lease, row, builder.step)
+            builder.copies += self._cache.restores(lease, flight.row, builder.step)
         if samples and request.grammar is not None:
             self._mask(request, builder, flight, drafts)
         builder.rows.append(self._row(request, start, count, drafts, flight))
@@ -71,10 +85,10 @@ class RowPlanner:
         request.planned, request.has_jumped = end, False
         request.latest_step = builder.step
         if not pending:
-            self._share(request, lease, builder, end, row)
+            self._publish(request, lease, builder, end, flight.row)
         if is_decode:
             builder.has_decode = True
-            builder.draft_room -= drafts if builder.steps == 1 else 0
+            builder.draft_budget -= drafts if builder.steps == 1 else 0
         else:
             builder.spend(count)
         return Planned.ROW
@@ -82,11 +96,11 @@ class RowPlanner:
     def _extent(self, request: Request, builder: StepPlanBuilder) -> tuple[int, int]:
         """(count, drafts) of the next row; count 0 = no row now.
 
-        Decode rows are not counted against the step's budget, so a long prompt never holds up
-        those who are past theirs.
+        Decode rows do not use the step's token budget, so a long prompt never holds up requests
+        that are decoding.
         """
         start, known, pending = request.planned, request.known, request.pending
-        if request.has_jumped and request.given_after > self._cache.horizon.completed:
+        if request.has_jumped and request.given_after > self._cache.epochs.completed:
             return 0, 0
         if pending and (
             known + pending >= request.limit
@@ -95,62 +109,61 @@ class RowPlanner:
         ):
             return 0, 0
         assert request.lease is not None
-        border = 0 if pending else self._cache.checkpoint_at(request.lease, known, start)
+        checkpoint = 0 if pending else self._cache.states.boundary(request.lease, known, start)
         if request.is_decoding:
-            drafts = 0 if border else self._drafts(request, pending, builder)
+            drafts = 0 if checkpoint else self._drafts(request, pending, builder)
             return 1 + drafts, drafts
         count = max(0, min(known - start, builder.budget))
         if self._limits.whole_prompts and count < known - start:
             is_first = builder.budget == self._limits.chunk_tokens
             return (known - start, 0) if is_first else (0, 0)
-        return min(count, border - start) if border else count, 0
+        return min(count, checkpoint - start) if checkpoint else count, 0
 
     def _drafts(self, request: Request, pending: int, builder: StepPlanBuilder) -> int:
+        """Drafts that the next row verifies; in a multi-step plan, its further decode steps."""
         left = (request.jumps_at or request.limit) - request.known - pending
         if builder.steps > 1:
             return max(0, min(builder.steps, left) - 1)
         if self._speculation is None or left <= 1:
             return 0
         if request.wants_hidden:
-            return 0  # they are told of positions that stand
+            return 0  # states of rejected drafts must not be reported
         if request.grammar is not None and self._cache.has_state:
-            return 0  # a jump may come before drafts that stand, and a state does not go back
-        wanted = self._speculation.to_verify(request, builder.running)
-        return max(0, min(wanted, left - 1, builder.draft_room))
+            return 0  # a jump may drop accepted drafts, and a state cannot be rolled back
+        wanted = self._speculation.drafts_to_verify(request, builder.running)
+        return max(0, min(wanted, left - 1, builder.draft_budget))
 
-    def _ahead(self, request: Request, builder: StepPlanBuilder, end: int) -> int:
-        """How many tokens to draft behind what the next row samples, if it does."""
+    def _propose(self, request: Request, builder: StepPlanBuilder, end: int) -> int:
+        """How many tokens to draft after the next row, if it samples."""
         if self._speculation is None:
             return 0
         if not self._limits.paid_drafts:
-            return self._speculation.to_tell(request, builder.running)
-        # The row after it has a token of its own to give, and none beyond the end.
+            return self._speculation.drafts_to_report(request, builder.running)
+        # The following row samples one token itself, and none beyond the request's end.
         left = request.limit - 2 - end
         if left <= 0 or request.wants_hidden:
             return 0
-        return min(self._speculation.to_make(request, builder.running), left)
-
-    def _note_drafting(self, flight: Flight, ahead: int) -> None:
-        request = flight.request
-        flight.ahead, flight.is_abreast = ahead, request.ahead > 0
-        request.ahead = ahead
+        return min(self._speculation.drafts_to_make(request, builder.running), left)
 
     def _gap_is_over(self, request: Request, builder: StepPlanBuilder) -> bool:
+        """Whether the last pipeline stage has sampled the token that the next row needs."""
         return builder.step - request.last_sampled_at > self._limits.token_gap
 
     def _samples(self, request: Request, end: int, pending: int, drafts: int) -> int:
-        """Most tokens that a row ending at `end` (drafts left out) can yield."""
+        """Most tokens that a row can yield; `end` is its end without drafts."""
         reaches_last = pending > 0 or end == request.known
         return drafts + 1 if reaches_last and request.known < request.limit else 0
 
     def _mask(
         self, request: Request, builder: StepPlanBuilder, flight: Flight, drafts: int
     ) -> None:
+        """Add the row's masks; with tokens in flight they follow later (rule R4)."""
         assert request.grammar is not None
         if any(f.samples for f in request.flights):
             flight.awaits_mask = True
             return
-        bits = masks_for(request.grammar, request.next_drafts[:drafts], request.next_parents)
+        drafting = request.drafting
+        bits = masks_for(request.grammar, drafting.tokens[:drafts], drafting.parents)
         builder.masks.append(Mask(builder.step, flight.row, bits))
 
     def _row(self, request: Request, start: int, count: int, drafts: int, flight: Flight) -> Row:
@@ -172,14 +185,16 @@ class RowPlanner:
             score_from=max(0, request.score_from),
             masked=bool(flight.samples) and request.grammar is not None,
             hidden_from=flight.hidden[0],
-            propose=flight.ahead,
+            propose=flight.propose,
         )
 
-    def _share(
+    def _publish(
         self, request: Request, lease: Lease, builder: StepPlanBuilder, end: int, row: int
     ) -> None:
-        """Promise the full units of a row of known tokens to whoever comes next (rule R2)."""
+        """Share the full blocks of a row of known tokens before the row has run (rule R2)."""
         end = min(end, request.known)
         self._cache.publish(lease, request.tokens, end, builder.step, request.id)
-        if self._cache.checkpoint_at(lease, request.known, end - 1) == end:
-            builder.copies += self._cache.checkpoints(lease, end, row, builder.step, request.id)
+        if self._cache.states.boundary(lease, request.known, end - 1) == end:
+            builder.copies += self._cache.states.checkpoint(
+                lease, end, row, builder.step, request.id
+            )

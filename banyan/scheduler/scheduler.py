@@ -1,229 +1,175 @@
-"""Scheduler: decides what every step computes. The only giver of slots and pages.
+"""Scheduler: decides what each step computes, and assigns all slots and pages.
 
-Given the same calls it makes the same plans: no clock, no randomness, no address order. Knows
-nothing of text, tensors, sockets or model families.
+`schedule` builds the next plan: running requests first, then new ones. `commit` processes a result.
+The same calls always lead to the same plans: there is no clock, no randomness, and no dependence on
+object addresses. Text, tensors, sockets and model families are handled elsewhere.
 """
 
 from array import array
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
-from banyan.disaggregation.scheduling import open_rooms
+from banyan.disaggregation.scheduling import disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.lora.scheduling import Adapters, has_place
-from banyan.messages.disaggregation import HandOff, KVTransferEvent, RoomLost
-from banyan.messages.plan import (
-    CopyResult,
-    Join,
-    RowFailure,
-    RowScores,
-    StepResult,
-)
+from banyan.messages.disaggregation import KVTransferEvent, PrefillResult, TransferFailed
+from banyan.messages.plan import CopyResult, Join, RowFailure, RowScores, StepResult
 from banyan.messages.requests import Generate
-from banyan.pipeline.micro_batches import StageShare
-from banyan.scheduler.admission import may_enter, prefix_of, reserve, victims, why_no_more
-from banyan.scheduler.budget import Limits, NewTokenRatio
-from banyan.scheduler.fair_queue import Turns, end_overdue
-from banyan.scheduler.hicache_fetch import Fetcher
-from banyan.scheduler.multi_step import steps_of_a_multi_step
-from banyan.scheduler.outputs import Answers
-from banyan.scheduler.queue_limits import check_request
-from banyan.scheduler.queue_order import QueueOrder
+from banyan.pipeline.micro_batches import MicroBatches
+from banyan.scheduler.admission import (
+    Admission,
+    check_request,
+    explain_miss,
+    fail_overdue,
+    prefix_of,
+    victims,
+)
+from banyan.scheduler.budget import NewTokenRatio, SchedulerLimits
+from banyan.scheduler.hicache_fetch import StoreFetcher
+from banyan.scheduler.multi_step import choose_steps
+from banyan.scheduler.output_processor import OutputProcessor
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.request_table import RequestTable
 from banyan.scheduler.row_planner import Planned, RowPlanner
+from banyan.scheduler.schedule_policy import FairQueue, SchedulePolicy
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
 
 class Scheduler:
-    """Decides over the requests and the cache of one replica.
+    """Schedules the requests of one replica.
 
     Args:
-        cache: pages and prefixes.
-        limits: what may not be exceeded.
-        order: in which order waiting requests are tried.
-        grammars: compiles `Generate.grammar`; None when there is no backend.
-        role: GIVES or TAKES of disaggregation/scheduling.py; "" = prompts are computed and
-        continued here. adapters: which there are; None where requests may name none.
+        policy: order in which waiting requests are tried.
+        grammars: compiles `Generate.grammar`; None without a grammar backend.
+        role: PREFILL or DECODE of disaggregation/scheduling.py; "" = no disaggregation.
+        adapters: LoRA adapters; None when they are disabled.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        limits: Limits,
-        order: QueueOrder,
+        limits: SchedulerLimits,
+        policy: SchedulePolicy,
         grammars: GrammarFactory | None = None,
         role: str = "",
         adapters: Adapters | None = None,
     ) -> None:
-        self.adapters = adapters
         self.cache = cache
         self.limits = limits
-        has_stages = limits.token_gap > 0
-        self.request_table = RequestTable(cache, limits.max_running, limits.drafts > 0, has_stages)
+        self.adapters = adapters
+        self.request_table = RequestTable(
+            cache,
+            limits.max_running,
+            is_drafting=limits.drafts > 0,
+            has_stages=limits.token_gap > 0,
+        )
         self.counters = self.request_table.counters
-        self._order = order
-        self._turns = Turns(limits.priorities.max_wait_s)
-        self._grammars = grammars
         self.flights: dict[StepId, list[Flight]] = {}
-        """In flight, by step."""
-        self.fetcher = Fetcher(cache)
-        self.rooms = open_rooms(role, cache, limits.chunk_tokens)
-        if self.rooms is not None:
-            self.request_table.on_end = self.rooms.ended
-        self._answers = Answers(cache, self.request_table, self.rooms, limits.depth)
+        """Rows in flight, by step."""
+        self.store_fetcher = StoreFetcher(cache)
+        self.disaggregation = disaggregation_side(role, cache, limits.chunk_tokens)
+        if self.disaggregation is not None:
+            self.request_table.on_end = self.disaggregation.on_ended
         self.speculation: Speculation | None = None
         if limits.drafts:
-            paid, fixed = limits.paid_drafts, limits.fixed_drafts
-            whole = limits.block_drafts
-            self.speculation = Speculation(limits.drafts, paid, fixed, limits.draft_levels, whole)
-        self._planner = RowPlanner(cache, limits, self.speculation)
-        self._share = StageShare(limits)
+            self.speculation = Speculation(
+                most=limits.drafts,
+                is_paid=limits.paid_drafts,
+                is_fixed=limits.fixed_drafts,
+                levels=limits.draft_levels,
+                in_blocks=limits.block_drafts,
+            )
+        self._policy = policy
+        self._fair_queue = FairQueue(limits.priorities.max_wait_s)
+        self._grammars = grammars
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
+        self._admission = Admission(cache, limits, self._ratio)
+        self._micro_batches = MicroBatches(limits)
+        self._planner = RowPlanner(cache, limits, self.speculation)
+        self._outputs = OutputProcessor(
+            cache, self.request_table, self.disaggregation, limits.depth
+        )
         self._has_suspects = False
         self._arrivals = 0
         self._now = 0.0
 
-    # -- from the front -----------------------------------------------------------------------
+    # -- requests and events ------------------------------------------------------------------
 
     def submit(self, generate: Generate, now: float) -> None:
-        """Queue a request, or answer at once why not."""
+        """Queue a request, or refuse it with an event."""
         try:
             check_request(generate, self.request_table, self.cache, self.limits, self.adapters)
             if self.adapters is not None:
                 generate = self.adapters.received(generate)
-            if self.rooms is not None:
-                generate = self.rooms.enter(generate)
+            if self.disaggregation is not None:
+                generate = self.disaggregation.prepare(generate)
             grammar = self._compile(generate.grammar)
         except RequestError as error:
-            if self.rooms is not None:
-                self.rooms.refused(generate)
+            if self.disaggregation is not None:
+                self.disaggregation.on_refused(generate)
             self.request_table.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
-        priority = self.limits.priorities.of(generate.priority)
         namespace = generate.namespace
-        if self.cache.is_apart:
+        if self.cache.isolates_requests:
             namespace += self._arrivals.to_bytes(8, "little")
-        request = Request(generate, grammar, priority, now, self._arrivals, namespace)
-        self._turns.join(request, self.request_table.alive())
+        request = Request(
+            generate,
+            grammar,
+            priority=self.limits.priorities.of(generate.priority),
+            now=now,
+            order=self._arrivals,
+            namespace=namespace,
+        )
+        self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
-        self.fetcher.begin(request, now)
-        if self.rooms is not None:
-            self.rooms.begin(request)
+        self.store_fetcher.look_up(request, now)
+        if self.disaggregation is not None:
+            self.disaggregation.on_queued(request)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """End a request at any state; unknown ids have ended already."""
+        """End a request in any state. Unknown ids have ended already."""
         request = self.request_table.find(request_id)
         if request is not None:
             self.request_table.finish(request, "abort", now)
-        elif self.rooms is not None:
-            self.rooms.abandon(request_id)
+        elif self.disaggregation is not None:
+            self.disaggregation.cancel(request_id)
 
     def stop_at(self, request_id: RequestId, length: int, now: float) -> None:
-        """The front found a stop text: keep `length` output tokens."""
+        """A stop string matched in the API process: keep `length` output tokens and finish."""
         request = self.request_table.find(request_id)
         if request is not None:
             keep = max(0, min(length, request.output_len))
             self.request_table.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
-    def end_copies(self, result: CopyResult) -> None:
-        self.fetcher.read(len(result.ids), result.seconds)
+    def on_copies_ended(self, result: CopyResult) -> None:
+        self.store_fetcher.note_read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
-        if self.rooms is not None:
-            self.rooms.copies_ended()
+        if self.disaggregation is not None:
+            self.disaggregation.on_copies_ended()
 
-    def hear(self, news: KVTransferEvent, now: float) -> None:
-        """What has become of a room."""
-        request = None if self.rooms is None else self.rooms.hear(news)
+    def on_kv_transfer(self, event: KVTransferEvent, now: float) -> None:
+        """Process an event of the KV transfer mover."""
+        request = None if self.disaggregation is None else self.disaggregation.on_event(event)
         if request is None:
             return
-        if isinstance(news, HandOff):
-            request.cached_tokens = news.cached_tokens
-            self._answers.take(request, array("i", news.tokens), news.scores, now)
-        elif isinstance(news, RoomLost):
-            self.request_table.fail(request, news.status, news.text, news.code)
+        if isinstance(event, PrefillResult):
+            request.stats.cached_tokens = event.cached_tokens
+            self._outputs.process(request, array("i", event.tokens), event.scores, now)
+        elif isinstance(event, TransferFailed):
+            self.request_table.fail(request, event.status, event.text, event.code)
 
     def flush(self, keeps_pins: bool = False) -> bool:
-        """Empty the cache; False (and nothing done) while requests hold pages of it."""
+        """Empty the cache; False (and only pins dropped) while requests hold pages."""
         if not keeps_pins:
-            self.cache.pins.let_go()
-        if self.request_table.running or any(
-            request.flights for request in self.request_table.waiting
-        ):
+            self.cache.pins.unpin()
+        table = self.request_table
+        if table.running or any(request.flights for request in table.waiting):
             return False
         self.cache.flush()
         return True
-
-    # -- a step -------------------------------------------------------------------------------
-
-    def schedule(self, step: StepId, now: float) -> StepPlanBuilder:
-        """What step `step` should do; a sheet without work is not launched."""
-        self._now = now
-        limits = self.limits
-        end_overdue(self.request_table, limits, now)
-        self.request_table.free_lingering()
-        self.cache.pins.expire(now)
-        builder = StepPlanBuilder(
-            *(step, self.request_table.leaves, limits.chunk_tokens, limits.max_prompts),
-            *(len(self.request_table.running), limits.draft_room),
-        )
-        if self.rooms is not None:
-            request_table = self.request_table
-            self.rooms.go_on(
-                request_table.running, request_table.waiting, len(request_table.free_slots)
-            )
-        suspect = self._suspect()
-        if suspect is not None:
-            self._run_alone(suspect, builder)
-        else:
-            self._preempt()
-            builder.steps, builder.tell = steps_of_a_multi_step(self.request_table, limits)
-            self._plan_running(builder)
-            self._admit(builder)
-        # What goes elsewhere is read first: its page may be another's in this very plan.
-        if self.cache.tier is not None:
-            self.cache.tier.plan_writes(bool(builder.rows))
-            builder.copies[:0] = self.cache.tier.take_copies()
-        if self.cache.peers is not None:
-            builder.copies[:0] = self.cache.peers.take_copies()
-        if builder.has_work:
-            self.request_table.leaves = []
-            self.flights[step] = builder.flights
-            self.counters.steps += 1
-            self.counters.computed_tokens += sum(row.count for row in builder.rows)
-            if builder.has_decode:
-                self._ratio.decay()
-        return builder
-
-    def commit(self, result: StepResult, now: float) -> None:
-        """Take in the outcome of the oldest step in flight."""
-        self._now = now
-        flights = self.flights.pop(result.step, [])
-        self.fetcher.computed(sum(f.tokens for f in flights), result.seconds)
-        if result.error:
-            self._fail_step(result, flights)
-            return
-        for failure in result.failed:
-            self._fail_row(flights[failure.row], failure)
-        self.cache.settle(result.step)
-        if self.speculation is not None and (tokens_run := _decoded(flights)):
-            self.speculation.learn(tokens_run, flights, result)
-        scores: dict[int, list[RowScores]] = {}
-        for score in result.scores:
-            scores.setdefault(score.row, []).append(score)
-        for flight in flights:
-            if not flight.is_void:
-                drafts = _told(result, flight.row)
-                vector = result.vectors[flight.row] if result.vectors else b""
-                hidden = result.hidden[flight.row] if result.hidden else b""
-                row_scores = scores.get(flight.row, [])
-                tokens = result.tokens[flight.row]
-                self._accept(flight, tokens, drafts, row_scores, vector, hidden)
-        if not len(self.request_table):
-            self._ratio.reset()
 
     @property
     def is_idle(self) -> bool:
@@ -235,120 +181,208 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check()
 
-    # -- planning -----------------------------------------------------------------------------
+    # -- one step -----------------------------------------------------------------------------
 
-    def _preempt(self) -> None:
-        """Retract the lowest running request when one far above it waits for room in vain.
+    def schedule(self, step: StepId, now: float) -> StepPlanBuilder:
+        """Build the plan of `step`. A plan without work is not launched."""
+        self._now = now
+        limits, table, cache = self.limits, self.request_table, self.cache
+        fail_overdue(table, limits, now)
+        table.slots.free_lingering()
+        cache.pins.expire(now)
+        builder = StepPlanBuilder(
+            step=step,
+            leaves=table.slots.leaves,
+            chunk_tokens=limits.chunk_tokens,
+            max_prompts=limits.max_prompts,
+            running=len(table.running),
+            draft_budget=limits.draft_budget,
+        )
+        if self.disaggregation is not None:
+            self.disaggregation.before_step(table.running, table.waiting, len(table.slots.free))
+        suspect = self._suspect()
+        if suspect is not None:
+            self._run_alone(suspect, builder)
+        else:
+            self._preempt()
+            builder.steps, builder.report_every = choose_steps(table, limits)
+            self._plan_running(builder)
+            self._admit(builder)
+        # Copies off the device come first: this plan may give their pages to another request.
+        if cache.tier is not None:
+            cache.tier.plan_writes(bool(builder.rows))
+            builder.copies[:0] = cache.tier.take_copies()
+        if cache.peers is not None:
+            builder.copies[:0] = cache.peers.take_copies()
+        if builder.has_work:
+            table.slots.leaves = []
+            self.flights[step] = builder.flights
+            self.counters.steps += 1
+            self.counters.computed_tokens += sum(row.count for row in builder.rows)
+            if builder.has_decode:
+                self._ratio.decay()
+        return builder
 
-        One at a time, and none while pages of a retracted one are still coming back.
+    def commit(self, result: StepResult, now: float) -> None:
+        """Process the result of the oldest step in flight."""
+        self._now = now
+        flights = self.flights.pop(result.step, [])
+        self.store_fetcher.note_step(sum(f.tokens for f in flights), result.seconds)
+        if result.error:
+            self._fail_step(result, flights)
+            return
+        for failure in result.failed:
+            self._fail_row(flights[failure.row], failure)
+        self.cache.settle(result.step)
+        if self.speculation is not None and (tokens_run := _decode_tokens(flights)):
+            self.speculation.learn_times(tokens_run, flights, result)
+        scores: dict[int, list[RowScores]] = {}
+        for score in result.scores:
+            scores.setdefault(score.row, []).append(score)
+        for flight in flights:
+            if not flight.is_void:
+                self._commit_row(flight, result, scores.get(flight.row, []))
+        if not len(self.request_table):
+            self._ratio.reset()
+
+    def _commit_row(self, flight: Flight, result: StepResult, scores: list[RowScores]) -> None:
+        """Append the output of a row to its request, report it, and end the request if it is
+        complete.
         """
-        gap = self.limits.priorities.preemption_gap
-        if not gap or not self.request_table.waiting or not self.request_table.running:
-            return
-        first, lowest = self.request_table.waiting[0], self.request_table.running[-1]
-        if self._waits(first):
-            return
-        if first.priority - lowest.priority < gap or any(
-            r.flights for r in self.request_table.waiting
-        ):
-            return
-        reserved = reserve(self.request_table.running, self.cache, self._ratio)
-        match = prefix_of(first, self.cache).whole
-        if not self.request_table.free_slots or not may_enter(
-            first, match, self.cache, self.limits, self._ratio, reserved
-        ):
-            self.request_table.retract(lowest)
+        request, row = flight.request, flight.row
+        assert request.flights[0] is flight
+        request.flights.popleft()
+        tokens = array("i", result.tokens[row])
+        if flight.samples:
+            drafting = request.drafting
+            if self.speculation is not None and flight.is_decode:
+                verified = min(flight.samples - 1, len(drafting.tokens))
+                self.speculation.learn_acceptance(request, verified, tokens)
+            # Also for a retracted request: rows in flight may need masks for these drafts.
+            drafts = result.drafts[row] if result.drafts else b""
+            parents = result.parents[row] if result.parents else b""
+            drafting.tokens, drafting.parents = list(array("i", drafts)), list(array("i", parents))
+            if request.lease is not None:
+                request.planned -= flight.samples - len(tokens)  # rejected drafts
+                request.has_sampled = True
+        request.is_suspect = request.is_suspect and not flight.samples
+        request.hidden_to = max(request.hidden_to, flight.hidden[1])
+        before = request.output_len
+        self._outputs.process(
+            request,
+            tokens,
+            scores,
+            self._now,
+            vector=result.vectors[row] if result.vectors else b"",
+            hidden=result.hidden[row] if result.hidden else b"",
+            hidden_first=flight.hidden[0],
+        )
+        self._fair_queue.charge(request, flight.tokens + request.output_len - before)
+
+    # -- running requests ---------------------------------------------------------------------
 
     def _plan_running(self, builder: StepPlanBuilder) -> None:
-        for request in self._share.of(self.request_table.running, builder):
+        for request in self._micro_batches.select(self.request_table.running, builder):
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
             if self._planner.plan(request, builder) is Planned.STARVED:
                 self._make_way(request, builder)
                 if request.state == RUNNING:
-                    self._planner.plan(request, builder)  # what was retracted may be free at once
+                    self._planner.plan(request, builder)  # retracted pages may be free at once
         builder.is_starved = builder.is_starved and bool(self.request_table.running)
 
     def _make_way(self, starved: Request, builder: StepPlanBuilder) -> None:
-        """Retract until the pages that `starved` lacks are at least on their way back.
+        """Retract requests until the pages that `starved` lacks are free or on their way back.
 
-        What this very step reads and writes stays: with stages, lower ranks may have rows in it
-        already. Then `starved` waits, and comes first in the next step.
+        Requests with a row in this very step are not retracted: with pipeline stages, lower ranks
+        may be planned already. Then `starved` waits, and goes first in the next step.
         """
-        wanted, lower = builder.starved_of, victims(self.request_table.running, starved)
+        running, cache = self.request_table.running, self.cache
+        missing, lower = builder.missing_pages, victims(running, starved)
         idle = [victim for victim in lower if victim.latest_step != builder.step]
         for victim in idle:
-            if self.cache.has_room(wanted):
+            if cache.capacity.has(missing):
                 return
             self.request_table.retract(victim)
-        if self.cache.has_room(wanted) or len(idle) < len(lower):
+        if cache.capacity.has(missing) or len(idle) < len(lower):
             return
         assert starved.lease is not None
-        if len(self.request_table.running) > 1 or self.cache.has_copies(starved.lease):
+        if len(running) > 1 or starved.lease.has_copies(cache.groups, cache.block_size):
             self.request_table.retract(starved)
-        elif self.cache.horizon.is_clear and not self.cache.pins.give_way():
-            text = f"needs {wanted} more pages, which the cache does not have"
+        elif cache.epochs.is_clear and not cache.pins.evict_one():
+            text = f"needs {missing} more pages, which the cache does not have"
             self.request_table.fail(starved, 500, text, "out_of_pages")
-        self._ratio.retracted(self.request_table.running)
+        self._ratio.on_retraction(running)
+
+    def _preempt(self) -> None:
+        """Retract the lowest running request if a waiting one of far higher priority does not fit.
+
+        One at a time, and none while pages of a retracted one are still on their way back.
+        """
+        gap, table = self.limits.priorities.preemption_gap, self.request_table
+        if not gap or not table.waiting or not table.running:
+            return
+        first, lowest = table.waiting[0], table.running[-1]
+        if self._is_blocked(first):
+            return
+        is_far_above = first.priority - lowest.priority >= gap
+        if not is_far_above or any(r.flights for r in table.waiting):
+            return
+        reserved = self._admission.reserve(table.running)
+        match = prefix_of(first, self.cache).whole_blocks
+        if not table.slots.free or not self._admission.fits(first, match, reserved):
+            table.retract(lowest)
+
+    # -- new requests -------------------------------------------------------------------------
 
     def _admit(self, builder: StepPlanBuilder) -> None:
-        if builder.is_starved or not self.request_table.waiting:
+        table, admission = self.request_table, self._admission
+        if builder.is_starved or not table.waiting:
             return
         has_store = self.cache.tier is not None and self.cache.tier.is_attached
-        if not self.request_table.free_slots and not has_store:
-            return  # in most steps of an overload; putting a long queue in order takes time
-        reserved = reserve(self.request_table.running, self.cache, self._ratio)
-        self.fetcher.go_on(
-            self.request_table.waiting,
-            lambda request, match: may_enter(
-                request, match, self.cache, self.limits, self._ratio, reserved
-            ),
+        if not table.slots.free and not has_store:
+            return  # the usual case in an overload: sorting a long queue would take time
+        reserved = admission.reserve(table.running)
+        self.store_fetcher.start_loads(
+            table.waiting, lambda request, match: admission.fits(request, match, reserved)
         )
-        if not self.request_table.free_slots:
+        if not table.slots.free:
             return
-        ordered = self._order(self.request_table.waiting, self._probe)
-        for request in self._turns.deal(ordered, self._now):
-            if request.flights or self._waits(request):
-                continue  # for its last token, which was in flight when it was retracted, or pages
-            if (
-                builder.budget <= 0
-                or not self.request_table.free_slots
-                or self._share.is_full(builder)
-            ):
+        ordered = self._policy(table.waiting, self._probe)
+        for request in self._fair_queue.interleave(ordered, self._now):
+            if request.flights or self._is_blocked(request):
+                continue  # retracted with its last token in flight, or waiting for something
+            is_full = builder.budget <= 0 or self._micro_batches.is_full(builder)
+            if is_full or not table.slots.free:
                 return
             while not self._enter(request, builder, reserved):
-                if self.request_table.running or not self.cache.pins.give_way():
+                if table.running or not self.cache.pins.evict_one():
                     return
-            for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
+            for g, pages in enumerate(admission.reserve([request])):
                 reserved[g] += pages
 
-    def _waits(self, request: Request) -> bool:
-        """Whether it waits for its adapter, for a store, or for another server."""
-        if not has_place(request, self.adapters, self.request_table, self._now):
-            return True
-        if self.rooms is not None and self.rooms.holds_back(request):
-            return True
-        return self.fetcher.holds_back(request, self._now)
-
     def _enter(self, request: Request, builder: StepPlanBuilder, reserved: list[int]) -> bool:
-        """Give a slot, a lease and the first row; False (and nothing changed) without room."""
+        """Give the request a slot, a lease and its first row; False (and nothing changed) if it
+        does not fit.
+        """
         if not has_place(request, self.adapters, self.request_table, self._now):
             return False
         match = prefix_of(request, self.cache)
-        if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
-            match = match.whole  # what it would copy may have to go for it
-            if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
+        if not self._admission.fits(request, match, reserved):
+            match = match.whole_blocks  # the block to copy from may have to be evicted
+            if not self._admission.fits(request, match, reserved):
                 return False
-        if request.admitted_s < 0 and request.taking is None:
-            request.cache_miss, request.missed_eviction = why_no_more(request, self.cache, match)
-        slot = self.request_table.free_slots.pop()
+        stats = request.stats
+        if stats.admitted_s is None and request.incoming is None:
+            stats.cache_miss, stats.missed_eviction = explain_miss(request, self.cache, match)
+        slot = self.request_table.slots.free.pop()
         generate = request.generate
         lease, grants = self.cache.lease(slot, request.namespace, match, generate.priority)
         self.request_table.enter(request, slot, lease, match.tokens)
         at_grants = len(builder.grants)
-        restores = match.part is not None or (self.cache.has_state and match.tokens > 0)
+        restores = match.partial is not None or (self.cache.has_state and match.tokens > 0)
         if self._planner.plan(request, builder, restores) is not Planned.ROW:
-            self.request_table.step_back(request)
+            self.request_table.undo_enter(request)
             return False
         builder.grants[at_grants:at_grants] = grants
         builder.joins.append(
@@ -364,79 +398,37 @@ class Scheduler:
                 namespace=generate.namespace if self.limits.drafts else b"",
             )
         )
-        if request.admitted_s < 0:
-            request.admitted_s = self._now
-            if request.taking is None:
-                request.cached_tokens = match.tokens
-            request.stored_tokens = self.fetcher.stored_tokens(request, match)
+        if stats.admitted_s is None:
+            stats.admitted_s = self._now
+            if request.incoming is None:
+                stats.cached_tokens = match.tokens
+            stats.stored_tokens = self.store_fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
-            self.counters.stored_tokens += request.stored_tokens
+            self.counters.stored_tokens += stats.stored_tokens
         return True
 
-    def _suspect(self) -> Request | None:
-        """The oldest request that was part of a failed step and has not proved itself since."""
-        if self._has_suspects:
-            for request in self.request_table.waiting + self.request_table.running:
-                if request.is_suspect:
-                    return request
-            self._has_suspects = False
-        return None
-
-    def _run_alone(self, suspect: Request, builder: StepPlanBuilder) -> None:
-        """After a step failed as a whole, run its requests one at a time to find the culprit."""
-        if self.flights:
-            return
-        if suspect.state == RUNNING:
-            if self._planner.plan(suspect, builder) is Planned.STARVED:
-                self._make_way(suspect, builder)
-            if suspect.state == RUNNING:
-                return
-        nothing = [0] * len(self.cache.groups)
-        while not self._enter(suspect, builder, nothing):
-            if self.request_table.running:
-                self.request_table.retract(self.request_table.running[-1])
-            elif not self.cache.pins.give_way():
-                return
+    def _is_blocked(self, request: Request) -> bool:
+        """Whether it waits for its adapter, for the store, or for its KV transfer."""
+        if not has_place(request, self.adapters, self.request_table, self._now):
+            return True
+        if self.disaggregation is not None and self.disaggregation.is_blocked(request):
+            return True
+        return self.store_fetcher.is_blocked(request, self._now)
 
     def _probe(self, request: Request) -> Match:
         return prefix_of(request, self.cache)
 
-    # -- results ------------------------------------------------------------------------------
-
-    def _accept(
-        self,
-        flight: Flight,
-        sampled: bytes,
-        drafts: tuple[list[int], list[int]],
-        scores: list[RowScores],
-        vector: bytes,
-        hidden: bytes,
-    ) -> None:
-        """Append what a row yielded, pass it on, and see whether the request ends."""
-        request = flight.request
-        assert request.flights[0] is flight
-        request.flights.popleft()
-        tokens = array("i", sampled)
-        if flight.samples:
-            if self.speculation is not None and flight.is_decode:
-                told = request.next_drafts
-                verified = min(flight.samples - 1, len(told))
-                self.speculation.saw(request, told, verified, tokens)
-            # A retracted one may await a mask.
-            request.next_drafts, request.next_parents = drafts
-            if request.lease is not None:
-                request.planned -= flight.samples - len(tokens)  # rejected drafts
-                request.has_sampled = True
-        request.is_suspect = request.is_suspect and not flight.samples
-        first, request.hidden_to = flight.hidden[0], max(request.hidden_to, flight.hidden[1])
-        before = request.output_len
-        self._answers.take(request, tokens, scores, self._now, vector, hidden, first)
-        self._turns.charge(request, flight.tokens + request.output_len - before)
+    def _compile(self, text: str) -> Grammar | None:
+        if not text:
+            return None
+        if self._grammars is None:
+            raise RequestError("Constrained output is not available: no grammar backend is loaded")
+        return self._grammars(text)
 
     # -- failures -----------------------------------------------------------------------------
 
     def _fail_row(self, flight: Flight, failure: RowFailure) -> None:
-        """One row failed: its request alone, and whoever relied on the pages it promised."""
+        """Fail the request of a row. Requests that share its promised pages recompute."""
         if not flight.is_void:
             if flight.restores:
                 flight.request.starts_over = True
@@ -446,7 +438,7 @@ class Scheduler:
         self._drop_promises(flight.step, flight.request.id)
 
     def _fail_step(self, result: StepResult, flights: list[Flight]) -> None:
-        """A step failed as a whole: recompute everything, its requests one at a time."""
+        """A whole step failed: recompute every request, and run its requests one at a time."""
         alive = [f.request for f in flights if not f.is_void]
         if len(alive) == 1:
             self.request_table.fail(alive[0], 500, result.error)
@@ -460,7 +452,33 @@ class Scheduler:
         for request in self.request_table.waiting:
             self.request_table.void(request)
 
+    def _suspect(self) -> Request | None:
+        """The oldest request that took part in a failed step and has not succeeded since."""
+        if self._has_suspects:
+            for request in self.request_table.waiting + self.request_table.running:
+                if request.is_suspect:
+                    return request
+            self._has_suspects = False
+        return None
+
+    def _run_alone(self, suspect: Request, builder: StepPlanBuilder) -> None:
+        """Run one suspect by itself, to find the request that makes steps fail."""
+        if self.flights:
+            return
+        if suspect.state == RUNNING:
+            if self._planner.plan(suspect, builder) is Planned.STARVED:
+                self._make_way(suspect, builder)
+            if suspect.state == RUNNING:
+                return
+        nothing = [0] * len(self.cache.groups)
+        while not self._enter(suspect, builder, nothing):
+            if self.request_table.running:
+                self.request_table.retract(self.request_table.running[-1])
+            elif not self.cache.pins.evict_one():
+                return
+
     def _drop_promises(self, step: StepId, writer: str) -> None:
+        """Drop pages that a failed step promised, and recompute every request that uses them."""
         if not self.cache.forget_promises(step, writer):
             return
         for request in list(self.request_table.running):
@@ -468,26 +486,11 @@ class Scheduler:
             if not all(node.is_attached for node in request.lease.path):
                 self.request_table.recompute(request)
         for request in self.request_table.waiting:
-            self.request_table.void(request)  # retracted: which pages it read is no longer known
-
-    # -- the door -----------------------------------------------------------------------------
-
-    def _compile(self, text: str) -> Grammar | None:
-        if not text:
-            return None
-        if self._grammars is None:
-            raise RequestError("Constrained output is not available: no grammar backend is loaded")
-        return self._grammars(text)
+            self.request_table.void(request)  # retracted: the pages it read are not known any more
 
 
-def _told(result: StepResult, row: int) -> tuple[list[int], list[int]]:
-    """The drafts of a row, and what they follow where they branch."""
-    drafts = array("i", result.drafts[row] if result.drafts else b"")
-    return list(drafts), list(array("i", result.parents[row] if result.parents else b""))
-
-
-def _decoded(flights: list[Flight]) -> int:
+def _decode_tokens(flights: list[Flight]) -> int:
     """Tokens of a step in which every row began at its request's newest token; 0 for others."""
     if not all(flight.is_decode and not flight.is_void for flight in flights):
         return 0
-    return sum(1 + min(f.samples - 1, len(f.request.next_drafts)) for f in flights)
+    return sum(1 + min(f.samples - 1, len(f.request.drafting.tokens)) for f in flights)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from banyan.base.table import Table
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.server.http.listen import bind
 from banyan.server.state import ServerState
 

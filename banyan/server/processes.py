@@ -55,7 +55,7 @@ class EngineHandle:
 
     stop: Callable[[], None]
     put_down: Callable[[], None]
-    """End one that no longer answers, after the log was told where it stands."""
+    """Kill an engine that does not answer, after its stack traces are in the log."""
     pids: Callable[[], list[int]]
     recording: Callable[[], bytes] = bytes
     """What its flight recorder holds, as the content of a journal, also when it has died."""
@@ -73,7 +73,7 @@ def start_engine_process(
     parallel = config.parallel
     if parallel.node_of(parallel.replica):
         raise ConfigError(
-            f"--enable-dp-attention and {parallel.nodes_flag} go together in a server alone",
+            f"--enable-dp-attention with {parallel.nodes_flag} works only in a server",
             hint="run: banyan serve with the same flags, on each node",
         )
     config = replace(config, observe=replace(config.observe, recorder_bytes=0))
@@ -198,7 +198,7 @@ def start_engine_thread(
         for loop in loops:
             loop.stop()
         thread.join()
-        gc.unfreeze()  # what the engine held for good may go with it, files and memory too
+        gc.unfreeze()  # frees what the engine kept frozen, files and memory included
         gc.collect()
 
     return EngineHandle(stop=stop, put_down=stop, pids=list)
@@ -272,7 +272,7 @@ def _serve_engine(process_spec: ProcessSpec, spares: Sequence[Process]) -> None:
             spares,
         )
     except BanyanError as error:
-        link.send([Fatal(str(error), error.exit_code)])  # the front tells it
+        link.send([Fatal(str(error), error.exit_code)])  # the API server reports it
         raise SystemExit(error.exit_code) from None
     finally:
         link.close()

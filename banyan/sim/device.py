@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from banyan.messages.plan import Load, StepPlan
+from banyan.messages.plan import StepLoad, StepPlan
 from banyan.sim.steptime import StepTime
 from banyan.sim.world import World
 
@@ -113,14 +113,14 @@ class DPAttentionDevices:
         self._step_time = step_time
         self._free_s = 0.0
         self.wake: list[Callable[[], None]] = []
-        self._loads: dict[int, dict[int, Load]] = {}
+        self._loads: dict[int, dict[int, StepLoad]] = {}
         """Step -> load of each replica."""
         self._agreed = [0] * replicas
         """Per replica, the number of steps whose loads it has received."""
         self._begun: dict[int, dict[int, _Passing]] = {}
         self._launched = [0] * replicas
 
-    def agree(self, replica: int, load: Load) -> list[Load] | None:
+    def agree(self, replica: int, load: StepLoad) -> list[StepLoad] | None:
         """See `dp_attention.step_clock.StepAgreement`."""
         step = self._agreed[replica]
         loads = self._loads.setdefault(step, {})
@@ -139,7 +139,7 @@ class DPAttentionDevices:
         return [loads[number] for number in range(len(self._agreed))]
 
     def begin(self, replica: int, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
-        if not plan.peers:  # nothing is computed
+        if not plan.replica_loads:  # nothing is computed
             self._world.at(max(ready_s, self._free_s), done)
             return
         step = self._launched[replica]
@@ -167,5 +167,5 @@ class DPAttentionDevice:
     def begin(self, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
         self.devices.begin(self.replica, plan, ready_s, done)
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         return self.devices.agree(self.replica, load)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    SeekRoom,
-    TakeRoom,
+    CloseTransfer,
+    FindTransfer,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFound,
 )
-from banyan.messages.plan import CopyResult, PageCopy, StepPlan, place_of
+from banyan.messages.plan import CopyResult, PageCopy, StepPlan, transfer_position
 from banyan.sim.replica import SimulatedReplica
 from banyan.sim.world import World
 
@@ -35,7 +35,7 @@ class _Transfer:
     wanted: list[PageCopy] = field(default_factory=list[PageCopy])
     missing: int | None = None
     """Copies that have not been requested or have not arrived; None = not announced yet."""
-    handoff: HandOff | None = None
+    handoff: PrefillResult | None = None
 
 
 class SimulatedTransfer:
@@ -65,7 +65,7 @@ class SimulatedTransfer:
             if copy.is_on_device:
                 continue
             key = copy.dst.key or copy.src.key
-            name, _ = place_of(key)
+            name, _ = transfer_position(key)
             transfer = self._transfers.get(name)
             if transfer is None:  # its request has ended
                 dropped.append(copy.id)
@@ -83,23 +83,23 @@ class SimulatedTransfer:
         return [copy.id for copy in plan.copies if copy.is_on_device]
 
     def run_transfer_ops(self, replica: SimulatedReplica) -> None:
-        for op in replica.take_room_orders():
-            transfer = self._transfers.setdefault(op.room, _Transfer())
+        for op in replica.take_transfer_ops():
+            transfer = self._transfers.setdefault(op.transfer_id, _Transfer())
             match op:
-                case OpenRoom():
+                case OpenTransfer():
                     transfer.prefill, transfer.tokens = replica, op.tokens
-                case SeekRoom():
+                case FindTransfer():
                     transfer.decode = replica
-                case TakeRoom():
+                case ReceiveTransfer():
                     transfer.missing = op.copies
-                case HandOff():
+                case PrefillResult():
                     transfer.handoff = op
-                case CloseRoom():
-                    self._close(op.room)
+                case CloseTransfer():
+                    self._close(op.transfer_id)
                     continue
-            if isinstance(op, OpenRoom | SeekRoom) and transfer.prefill and transfer.decode:
-                self._notify(transfer.decode, RoomFound(op.room, transfer.tokens))
-            self._advance(op.room)
+            if isinstance(op, OpenTransfer | FindTransfer) and transfer.prefill and transfer.decode:
+                self._notify(transfer.decode, TransferFound(op.transfer_id, transfer.tokens))
+            self._advance(op.transfer_id)
 
     def _advance(self, name: bytes) -> None:
         """Send the pages that are available, in order, then the handoff."""
@@ -128,9 +128,9 @@ class SimulatedTransfer:
     def _close(self, name: bytes) -> None:
         transfer = self._transfers.pop(name, None)
         if transfer is not None and transfer.prefill is not None:
-            self._notify(transfer.prefill, RoomClosed(name))
+            self._notify(transfer.prefill, TransferClosed(name))
 
     def _notify(
-        self, replica: SimulatedReplica, event: CopyResult | RoomFound | RoomClosed
+        self, replica: SimulatedReplica, event: CopyResult | TransferFound | TransferClosed
     ) -> None:
         self._world.at(self._world.clock.now() + self._latency_s, lambda: replica.receive(event))

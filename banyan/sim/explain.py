@@ -11,7 +11,7 @@ from banyan.base.errors import ModelError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Began, Full, Launched
 from banyan.kv_cache import misses
-from banyan.kv_cache.cache import unit_keys
+from banyan.kv_cache.cache import block_keys
 from banyan.kv_cache.radix_tree import Node
 from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import StepPlan
@@ -113,7 +113,7 @@ def explain(path: str, request: str) -> Explanation:
             is_late = played.core.scheduler.cache.tree.evicted > 0
         evictions.see(played)
         if watcher is None:
-            for one in played.core.scheduler.request_table.alive():
+            for one in played.core.scheduler.request_table.alive:
                 names[one.id] = None
                 if _is_meant(one.id, request):
                     found = Explanation(one.id, prompt_tokens=one.prompt_len, is_late=is_late)
@@ -164,15 +164,15 @@ class _Watcher:
         self, found: Explanation, request: Request, was_there: bool, evictions: Evictions
     ) -> None:
         self._evictions = evictions
-        self._had_entered = was_there and request.admitted_s >= 0
+        self._had_entered = was_there and request.stats.admitted_s is not None
         """It was admitted before the recording began, so its eviction number has no time here."""
         self._found = found
         self._request = request
         self._why = ""
         self._since_s = 0.0
-        self._retractions = request.retractions
+        self._retractions = request.stats.retractions
         if not was_there:
-            found.came_s = request.submitted_s
+            found.came_s = request.stats.submitted_s
 
     def see(self, played: Played) -> bool:
         """Whether the request has ended."""
@@ -180,16 +180,19 @@ class _Watcher:
         if self._why and now > self._since_s:
             found.waits[self._why] = found.waits.get(self._why, 0.0) + now - self._since_s
         self._since_s = now
-        if request.retractions > self._retractions:
-            self._retractions = request.retractions
+        if request.stats.retractions > self._retractions:
+            self._retractions = request.stats.retractions
             found.retracted_s.append(now)
-        if request.admitted_s >= 0 and found.entered_s < 0:
-            found.entered_s = request.admitted_s
-            found.miss = request.cache_miss
-            if request.missed_eviction and not self._had_entered:
-                found.evicted_s = self._evictions.moment(request.missed_eviction)
+        if request.stats.admitted_s is not None and found.entered_s < 0:
+            found.entered_s = request.stats.admitted_s
+            found.miss = request.stats.cache_miss
+            if request.stats.missed_eviction and not self._had_entered:
+                found.evicted_s = self._evictions.moment(request.stats.missed_eviction)
             found.elsewhere_tokens = _elsewhere(played.core, request)
-        found.cached_tokens, found.stored_tokens = request.cached_tokens, request.stored_tokens
+        found.cached_tokens, found.stored_tokens = (
+            request.stats.cached_tokens,
+            request.stats.stored_tokens,
+        )
         found.output_tokens = request.output_len
         if played.plan is not None:
             self._count(played.plan)
@@ -234,7 +237,7 @@ def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> st
         return PAUSED if core.is_paused else MEMORY
     if request.flights:
         return IN_FLIGHT
-    if not request_table.free_slots:
+    if not request_table.slots.free:
         return PLACES
     if request.fetch is not None and not request.fetch.is_over:
         return COMING if request.fetch.is_loading else STORE
@@ -253,11 +256,11 @@ def _elsewhere(core: EngineCore, request: Request) -> int:
     cache = core.scheduler.cache
     own = cache.weights + request.generate.namespace
     tops = {top.key for node in cache.tree.nodes() if (top := _top_of(node)) is not None}
-    units, found = request.prompt_len // cache.unit, 0
+    blocks, found = request.prompt_len // cache.block_size, 0
     for namespace in tops - {own}:
-        keys = unit_keys(request.tokens, cache.unit, 0, units)
+        keys = block_keys(request.tokens, cache.block_size, 0, blocks)
         found = max(found, sum(1 for _ in cache.tree.walk(namespace, keys)))
-    return found * cache.unit
+    return found * cache.block_size
 
 
 def _top_of(node: Node) -> Node | None:

@@ -22,7 +22,7 @@ from banyan.engine.journal import (
 from banyan.engine.snapshot import restore
 from banyan.grammar.base import GrammarFactory
 from banyan.messages.events import Event
-from banyan.messages.plan import Load, StepPlan, StepResult
+from banyan.messages.plan import StepLoad, StepPlan, StepResult
 from banyan.messages.requests import Generate
 
 
@@ -51,9 +51,9 @@ class _RecordedPeers:
     """Answers what the other replicas answered then."""
 
     def __init__(self) -> None:
-        self.next: list[Load] | None = []
+        self.next: list[StepLoad] | None = []
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         return self.next
 
 

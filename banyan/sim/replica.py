@@ -18,7 +18,7 @@ from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.counters import Counters
+from banyan.scheduler.request_table import Counters
 from banyan.sim.device import Device
 from banyan.sim.report import RequestTimes
 from banyan.sim.workload import Arrival
@@ -99,8 +99,8 @@ class SimulatedReplica:
             tokens=arrival.prompt,
             sampling=sampling,
             priority=arrival.priority,
-            room=room,
-            peer=_PEER if room else "",
+            transfer_id=room,
+            prefill_address=_PEER if room else "",
         )
         self._core.receive(generate, now)
         self.turn()
@@ -110,8 +110,8 @@ class SimulatedReplica:
         self._core.receive(news, self._world.clock.now())
         self.turn()
 
-    def take_room_orders(self) -> list[KVTransferOp]:
-        return self._core.take_room_orders()
+    def take_transfer_ops(self) -> list[KVTransferOp]:
+        return self._core.take_transfer_ops()
 
     @property
     def open_requests(self) -> int:

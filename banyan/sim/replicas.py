@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from banyan.messages.plan import ROOM_BYTES
+from banyan.messages.plan import TRANSFER_ID_BYTES
 from banyan.scheduler.routing import Route
 from banyan.sim.replica import SimulatedReplica
 from banyan.sim.report import SimulationReport, report
@@ -81,6 +81,6 @@ class PrefillDecodePairs(ReplicaSet):
     def _arrive(self, arrival: Arrival) -> None:
         self._routed += 1
         prefill, decode = self._routed_to(self._prefill), self._routed_to(self._replicas)
-        room = self._routed.to_bytes(ROOM_BYTES, "little")
+        room = self._routed.to_bytes(TRANSFER_ID_BYTES, "little")
         prefill.submit(arrival, room)
         decode.submit(arrival, room)

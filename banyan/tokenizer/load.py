@@ -2,7 +2,7 @@
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import printable
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.tokenizer.encode import BatchingEncoder
 from banyan.tokenizer.encode_processes import EncodeProcesses
 from banyan.tokenizer.folder_tokenizer import load_folder_tokenizer

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from banyan.disaggregation.scheduling import TAKES
+from banyan.disaggregation.scheduling import DECODE
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import CoreRecorder, EngineCore
 from banyan.engine.core_spec import CoreSpec
@@ -19,9 +19,9 @@ from banyan.kv_cache.hierarchical_cache import (
     WRITE_THROUGH,
     StoreRules,
 )
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 from banyan.runner.runner_config import Abilities
-from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.faults import Faults
 from tests.border.laws import Device
@@ -57,7 +57,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     may_draft = abilities.drafts and (abilities.goes_back or "state" not in kind)
     drafts = random.choice((0, 0, 1, 3)) if may_draft else 0
     multi_step = random.choice((1, 2, 5)) if abilities.multi_steps and not drafts else 1
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=random.choice((1, 3, 6)),
         chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),
         max_prompts=random.choice((0, 0, 1, 2)),
@@ -116,7 +116,7 @@ def with_store(random: Random, world: World) -> World:
 def with_peer(world: World) -> World:
     """The same world on a server that continues prompts; hidden states are not handed over."""
     groups = tuple(group for group in world.core.groups if group.kind != STATE)
-    core = replace(world.core, groups=groups, role=TAKES)
+    core = replace(world.core, groups=groups, role=DECODE)
     device = dataclasses.replace(world.device, groups=groups)
     return dataclasses.replace(world, core=core, device=device, has_hidden=False)
 
@@ -167,13 +167,13 @@ class RandomPeers:
     def __init__(self, random: Random, is_quick: bool) -> None:
         self._random = random
         self._is_quick = is_quick
-        self._offered: Load | None = None
+        self._offered: StepLoad | None = None
         self.is_pending = False
 
     def wait(self) -> None:
         """They answer when they like."""
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         assert self._offered in (None, load), "another load than the one that is held"
         other = self._random.randrange(1, 4) if self._random.random() < 0.2 else 0
         if not load.tokens and not other and not self.is_pending:
@@ -182,4 +182,4 @@ class RandomPeers:
         self._offered = load if self.is_pending else None
         if self.is_pending:
             return None
-        return [load, Load(other or int(not load.tokens), other)]
+        return [load, StepLoad(other or int(not load.tokens), other)]

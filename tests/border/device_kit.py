@@ -90,7 +90,7 @@ class DeviceKit:
             vectors=False,
         )
         world = random_world(random, abilities, SCALE)
-        limits = replace(world.core.limits, max_request_tokens=LONGEST)
+        limits = msgspec.structs.replace(world.core.limits, max_request_tokens=LONGEST)
         groups = tuple(
             CacheGroup(group.kind, PAGE, group.num_pages, group.window)
             for group in world.core.groups

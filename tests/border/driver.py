@@ -112,7 +112,7 @@ class Play:
         self._hear(self.core.take_events())
         self.runner.look(self.core.take_lookups())
         if self.world.core.role:
-            self.runner.peer.execute(self.core.take_room_orders())
+            self.runner.peer.execute(self.core.take_transfer_ops())
         self.core.check()
         self._progress()
 
@@ -135,7 +135,7 @@ class Play:
         self.seen["evicted pages"] += cache.tree.evicted
         require(self.core.flush(self.now), "an idle engine does not flush")
         for group, pool in enumerate(cache.pools):
-            require(pool.free == pool.total, f"group {group} leaks: {cache.ledger(group)}")
+            require(pool.free == pool.total, f"group {group} leaks: {cache.ledgers[group]}")
         self.seen["retractions"] += self.core.scheduler.counters.retractions
 
     # -- actions ------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Play:
                 return
             plan = self.core.launch(self.now)
         events = self.core.take_events()
-        rooms = self.core.take_room_orders()
+        rooms = self.core.take_transfer_ops()
         if rooms:
             self.runner.peer.execute(rooms)
         stuck = plan is None and not events and not rooms

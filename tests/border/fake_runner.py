@@ -14,7 +14,7 @@ from random import Random
 
 import msgspec
 
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, unit_tokens
+from banyan.kv_cache.groups import FULL, STATE, WINDOW, common_block_size
 from banyan.messages.control_ops import (
     KV_CACHE,
     AttachStore,
@@ -105,7 +105,7 @@ class FakeRunner:
         self._moving: list[tuple[PageCopy, list[Content]]] = []
         """Copies to the store with what they bring, and from it with nothing."""
         self._lookups: deque[Lookup] = deque()
-        self.peer = FakePeer(unit_tokens(device.groups), random, self.failed_seeds, self.seen)
+        self.peer = FakePeer(common_block_size(device.groups), random, self.failed_seeds, self.seen)
 
     # -- what the driver calls ----------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Execution:
         """Steps of a burst."""
 
     def run(self) -> StepResult:
-        replies = self.runner.obey(self.plan.orders)
+        replies = self.runner.obey(self.plan.control_ops)
         self.laws.start(self.launched)
         for copy in self.plan.copies:
             if not copy.is_on_device:

@@ -37,7 +37,7 @@ class FarModel:
         kept: of K and V in pages.
     """
 
-    narrows = False
+    prunes_to_outputs = False
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class FaultyModel:
     def __init__(self, model: PageModel, injector: Injector) -> None:
         self.model_config = model.model_config
         self.caches = model.caches
-        self.narrows = model.narrows
+        self.prunes_to_outputs = model.prunes_to_outputs
         self.logits = model.logits
         self.classify = model.classify
         self._model = model
@@ -62,8 +62,8 @@ class FaultyModel:
         self._injector.strike("after")
         if self._injector.nan_tokens:
             tokens = torch.tensor(self._injector.nan_tokens, device=hidden.device)
-            if step.chosen is not None:
-                tokens = torch.isin(step.chosen.tokens, tokens).nonzero().flatten()
+            if step.output_tokens is not None:
+                tokens = torch.isin(step.output_tokens.tokens, tokens).nonzero().flatten()
             hidden = hidden.index_fill(0, tokens, torch.nan)
         return hidden
 

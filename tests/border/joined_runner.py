@@ -137,7 +137,7 @@ class JoinedRunner:
         """Give the thread the oldest plan that it has not got; it may wait for others there."""
         launched = self._coming.popleft()
         self.laws.start(launched)
-        self.begun += bool(launched.plan.peers)
+        self.begun += bool(launched.plan.replica_loads)
         self._passing.append(launched.plan)
         self._plans.put(launched.plan)
 

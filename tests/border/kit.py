@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import (
-    ROOM_BYTES,
+    TRANSFER_ID_BYTES,
     CopyResult,
     Held,
     Lookup,
@@ -152,9 +152,9 @@ class PeerKit(FakeKit):
         if generate.pool or random.random() < 0.2:
             return generate
         self._rooms += 1
-        room = self._rooms.to_bytes(ROOM_BYTES, "little")
+        room = self._rooms.to_bytes(TRANSFER_ID_BYTES, "little")
         self._runner.peer.requests[room] = generate
-        return replace(generate, room=room, peer="there:1")
+        return replace(generate, transfer_id=room, prefill_address="there:1")
 
 
 FAKE = FakeKit()

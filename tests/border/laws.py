@@ -123,8 +123,8 @@ class Laws:
     def launch(self, plan: StepPlan) -> Launched:
         """Take a plan and check what can be seen without executing it."""
         require(plan.step > self._launched, f"step {plan.step} after step {self._launched}")
-        counting = sum(bool(x.plan.rows or x.plan.peers) for x in self.queue)
-        if plan.rows or plan.peers:
+        counting = sum(bool(x.plan.rows or x.plan.replica_loads) for x in self.queue)
+        if plan.rows or plan.replica_loads:
             require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
         self._launch_orders(plan)
         self._launched = plan.step
@@ -136,7 +136,7 @@ class Laws:
         for copy in plan.copies:
             self._launch_copy(copy)
         self.seen["steps"] += 1
-        self.seen["idle peer steps"] += not plan.rows and bool(plan.peers)
+        self.seen["idle peer steps"] += not plan.rows and bool(plan.replica_loads)
         self.seen["copy-only plans"] += not plan.rows and bool(plan.copies)
         self.seen["overlapped steps"] += len(self.queue) > 1
         return launched
@@ -147,13 +147,13 @@ class Laws:
 
     def _launch_orders(self, plan: StepPlan) -> None:
         """A plan with orders is alone in flight."""
-        if plan.orders:
+        if plan.control_ops:
             where = f"step {plan.step} has orders"
             require(not self.queue, f"{where} while {len(self.queue)} steps are in flight")
             using = [copy for copy in self.copies.values() if copy.dst.tier != STORE]
             require(not using, f"{where} while {len(using)} copies are")
             require(not plan.rows, f"{where} and rows")
-        ordered = [x.plan.step for x in self.queue if x.plan.orders]
+        ordered = [x.plan.step for x in self.queue if x.plan.control_ops]
         require(not ordered, f"step {plan.step} is launched before the orders of {ordered} ended")
 
     def _change_occupancy(self, launched: Launched) -> None:

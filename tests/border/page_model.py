@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.cache_spec import CacheTensor, LayerCache
-from banyan.layers.step_inputs import AttentionSpec, Chosen, StepInputs
+from banyan.layers.step_inputs import AttentionSpec, OutputTokens, StepInputs
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
@@ -69,7 +69,7 @@ class PageModel:
         certainty: factor on the logits.
     """
 
-    narrows = True
+    prunes_to_outputs = True
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class PageModel:
         ops = self._ops
         keys = ops.add(self._token_keys(step.tokens), self._position_keys(step.positions))
         keys = keys.unflatten(-1, (KV_HEADS, HEAD_DIM))
-        units = step.carried
+        units = step.previous_states
         if self._stages.rank == 0:
             parts = [self._token_codes(step.tokens), self._factors(step.positions)]
             units = self._remainder(ops.silu_and_mul(ops.concat(parts)))
         assert units is not None
         for layer in self._here:
             spec, queries, counts = self._specs[layer], self._queries[layer], self._counts[layer]
-            chosen = step.chosen if layer == len(self._specs) - 1 else None
+            chosen = step.output_tokens if layer == len(self._specs) - 1 else None
             code = self._count(units, self._count_bias)  # [tokens, WIDTH]
             if spec.window == STATEFUL:
                 total = self._through_states(spec.layer, code, step)
@@ -176,7 +176,7 @@ class _Packer:
         return Staircase(self._ops, self.linear(up), torch.from_numpy(bias).float())
 
 
-def _narrowed(x: Tensor, chosen: Chosen | None, ops: Ops) -> Tensor:
+def _narrowed(x: Tensor, chosen: OutputTokens | None, ops: Ops) -> Tensor:
     return x if chosen is None else chosen.of(x, ops)
 
 

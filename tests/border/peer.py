@@ -7,16 +7,16 @@ from random import Random
 
 from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
+    CloseTransfer,
+    FindTransfer,
     KVTransferEvent,
     KVTransferOp,
-    RoomFound,
-    RoomLost,
-    SeekRoom,
-    TakeRoom,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferFailed,
+    TransferFound,
 )
-from banyan.messages.plan import RowScores, place_of
+from banyan.messages.plan import RowScores, transfer_position
 from banyan.messages.requests import Generate
 from tests.border.oracle import BARRED, Answer, HashStory, mix, start_of
 
@@ -31,10 +31,12 @@ class FakePeer:
         failed: sampling seeds of requests whose room is lost.
     """
 
-    def __init__(self, unit: int, random: Random, failed: set[int], seen: Counter[str]) -> None:
+    def __init__(
+        self, block_size: int, random: Random, failed: set[int], seen: Counter[str]
+    ) -> None:
         self.requests: dict[bytes, Generate] = {}
         """By room."""
-        self._unit = unit
+        self._block_size = block_size
         self._given: dict[bytes, int] = {}
         """Tokens whose pages are there, by room."""
         self._random = random
@@ -50,14 +52,14 @@ class FakePeer:
     def execute(self, orders: list[KVTransferOp]) -> None:
         for order in orders:
             match order:
-                case SeekRoom():
-                    self._sought.append(order.room)
-                case TakeRoom():
-                    self._taken.append(order.room)
-                case CloseRoom():
+                case FindTransfer():
+                    self._sought.append(order.transfer_id)
+                case ReceiveTransfer():
+                    self._taken.append(order.transfer_id)
+                case CloseTransfer():
                     for rooms in (self._sought, self._taken):
-                        if order.room in rooms:
-                            rooms.remove(order.room)
+                        if order.transfer_id in rooms:
+                            rooms.remove(order.transfer_id)
                 case _:
                     raise AssertionError(f"a core that takes says {order}")
 
@@ -73,17 +75,19 @@ class FakePeer:
         if handoff is None or self._random.random() < LOST:
             self._failed.add(self.requests[room].sampling.seed)
             self._seen["lost rooms"] += 1
-            return RoomLost(room, 503, "injected")
+            return TransferFailed(room, 503, "injected")
         if waiting is self._sought:
-            whole = self._random.choice((1, self._unit, 3 * self._unit))  # tokens of its pages
+            whole = self._random.choice(
+                (1, self._block_size, 3 * self._block_size)
+            )  # tokens of its pages
             self._given[room] = len(self.requests[room].tokens) // TOKEN_BYTES // whole * whole
-            return RoomFound(room, self._given[room])
+            return TransferFound(room, self._given[room])
         self._seen["handoffs"] += 1
         return handoff
 
     def page(self, key: bytes, page_tokens: int) -> list[int] | None:
         """Hashes of the positions of a page; None where it is missing."""
-        room, first = place_of(key)
+        room, first = transfer_position(key)
         if self._random.random() < MISSING:
             return None
         generate = self.requests[room]
@@ -93,7 +97,7 @@ class FakePeer:
         assert first + page_tokens <= self._given[room], "a page that the other server has not"
         return hashes[first + 1 : first + 1 + page_tokens]
 
-    def _handoff(self, room: bytes) -> HandOff | None:
+    def _handoff(self, room: bytes) -> PrefillResult | None:
         """None where the prompt's own server finds no token that is allowed."""
         generate = self.requests[room]
         answer = Answer(generate, HashStory(generate))
@@ -106,4 +110,4 @@ class FakePeer:
         scored = range(max(1, generate.score_from), end) if generate.score_from >= 0 else range(0)
         values = array("f", [answer.score(position) for position in scored])
         scores = [RowScores(-1, scored[0], values.tobytes())] if values else []
-        return HandOff(room, tokens.tobytes(), scores)
+        return PrefillResult(room, tokens.tobytes(), scores)

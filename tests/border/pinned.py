@@ -91,8 +91,8 @@ class PinPlay(Play):
             if isinstance(event, Finished) and event.reason != "abort":
                 generate = self.clients[event.request].answer.generate
                 if generate.pin_s:
-                    whole = event.prompt_tokens // self.core.scheduler.cache.unit
-                    size = whole * self.core.scheduler.cache.unit * array("i").itemsize
+                    whole = event.prompt_tokens // self.core.scheduler.cache.block_size
+                    size = whole * self.core.scheduler.cache.block_size * array("i").itemsize
                     self.seen["pins"] += 1
                     self.promises[event.request] = Promise(
                         self.now + generate.pin_s,

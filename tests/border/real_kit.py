@@ -90,9 +90,16 @@ class RealKit:
         while self.branches and not world.core.limits.drafts:
             world = random_world(random, abilities, scale)
         if self.branches:
-            limits = replace(world.core.limits, drafts=self.branches, fixed_drafts=True)
-            paid = {"paid_drafts": self.levels > 0, "draft_levels": self.levels}
-            limits = replace(limits, **paid)
+            limits = msgspec.structs.replace(
+                world.core.limits, drafts=self.branches, fixed_drafts=True
+            )
+            limits = msgspec.structs.replace(
+                limits,
+                drafts=self.branches,
+                fixed_drafts=True,
+                paid_drafts=self.levels > 0,
+                draft_levels=self.levels,
+            )
             core, device = msgspec.structs.replace(world.core, limits=limits), world.device
             world = replace(world, core=core, device=replace(device, drafts=self.branches))
         if self.stored is not None:

@@ -246,7 +246,7 @@ class RealRunner:
         is_carried = self._random.random() < 0.3 and self._shelf is None  # it takes pages too
         out = self._carry_away(launched) if is_carried else []
         self._arm(launched)
-        is_checked = self._random.random() < 0.25 and not plan.orders
+        is_checked = self._random.random() < 0.25 and not plan.control_ops
         before = self._snapshot() if is_checked else None
         builder = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
         self._wait_for_device()

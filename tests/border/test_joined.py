@@ -14,7 +14,7 @@ import pytest
 from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows, DPAttentionStep
 from banyan.dp_attention.step_clock import LocalPeer, StepClock
 from banyan.kv_cache.groups import FULL, WINDOW
-from banyan.messages.plan import Load, Row
+from banyan.messages.plan import Row, StepLoad
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups
 from banyan.runner.batch import Batch
@@ -48,7 +48,7 @@ MUST_HAPPEN = (
 
 @dataclass(frozen=True)
 class JoinedWorld(World):
-    are_heads_apart: bool = False
+    replicates_lm_head: bool = False
     poison: float = math.nan
 
     @property
@@ -67,7 +67,7 @@ class Clock:
         self._clock = clock
         self._company = company
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         self._clock.receive()
         loads = self._clock.agree(load)
         self.is_pending = loads is None
@@ -100,7 +100,7 @@ class JoinedKit:
         known = {f.name: getattr(world, f.name) for f in fields(World)}
         return JoinedWorld(
             **known | {"faults": Faults(), "has_peers": True},
-            are_heads_apart=random.random() < 0.5,
+            replicates_lm_head=random.random() < 0.5,
             poison=random.choice((math.nan, 1e6)),
         )
 
@@ -118,9 +118,9 @@ class JoinedKit:
             models.append(model)
             return model
 
-        joint = DPAttentionBatch(number, REPLICAS, 1, has_outputs=not world.are_heads_apart)
+        joint = DPAttentionBatch(number, REPLICAS, 1, has_outputs=not world.replicates_lm_head)
         groups = Groups.of_replicas(Group(), self._threads[number], joint, False)
-        groups = groups.with_heads_apart() if world.are_heads_apart else groups
+        groups = groups.with_heads_apart() if world.replicates_lm_head else groups
         drafter = None
         if world.core.limits.drafts:
             drafter = Prompter(answers, Random(random.random()), random.choice((0.5, 0.9)))
@@ -176,7 +176,7 @@ def test_joined_replicas_give_the_oracles_answers(request) -> None:
         seed += 1
         for game in play_joined(seed):
             seen += game.seen + game.runner.seen
-            are_apart = game.world.are_heads_apart
+            are_apart = game.world.replicates_lm_head
             seen["worlds with heads apart" if are_apart else "worlds with shared heads"] += 1
     missing = [what for what in MUST_HAPPEN if not seen[what]]
     assert not missing, f"never happened in {seen['steps']} steps: {missing}; happened: {seen}"

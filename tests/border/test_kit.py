@@ -10,15 +10,15 @@ from banyan.engine import core
 from banyan.engine.core import EngineCore
 from banyan.kv_cache import partial_blocks as partial
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache
-from banyan.kv_cache.epochs import NEVER_USED, Horizon
 from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.page_pool import NEVER_USED, EpochTracker
 from banyan.kv_cache.partial_blocks import PartialBlocks
-from banyan.kv_cache.state_checkpoints import StateCopies
+from banyan.kv_cache.state_checkpoints import StateCheckpoints
 from banyan.messages.control_ops import ControlOpReply
 from banyan.messages.plan import StepResult, device_page
 from banyan.messages.requests import RunControlOps
-from banyan.scheduler.outputs import Answers
-from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.output_processor import OutputProcessor
+from banyan.scheduler.request_table import RequestTable, Slots
 from banyan.scheduler.row_planner import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
 from tests.border.driver import play, random_actions
@@ -39,7 +39,9 @@ def verdict(break_rule: Callable[[pytest.MonkeyPatch], None]) -> str:
 
 
 def test_pages_given_out_while_steps_still_use_them_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(Horizon, "passed", lambda self, stamp: True))
+    found = verdict(
+        lambda patch: patch.setattr(EpochTracker, "has_passed", lambda self, epoch: True)
+    )
     assert "rewritten while in use" in found or "still" in found
 
 
@@ -81,19 +83,19 @@ def test_more_steps_in_flight_than_the_depth_are_noticed() -> None:
 
 def test_a_mask_that_never_comes_is_noticed() -> None:
     found = verdict(
-        lambda patch: patch.setattr(Answers, "_release_mask", lambda self, request: None)
+        lambda patch: patch.setattr(OutputProcessor, "_release_mask", lambda self, request: None)
     )
     assert "no mask came before sampling" in found
 
 
 def test_a_slot_that_is_left_twice_is_noticed() -> None:
-    give = RequestTable._give_slot
+    give = Slots.release
 
-    def twice(self: RequestTable, slot: int) -> None:
+    def twice(self: Slots, slot: int) -> None:
         give(self, slot)
         self.leaves.append(slot)
 
-    found = verdict(lambda patch: patch.setattr(RequestTable, "_give_slot", twice))
+    found = verdict(lambda patch: patch.setattr(Slots, "release", twice))
     assert "leaves but is empty" in found
 
 
@@ -105,21 +107,21 @@ def test_an_engine_without_retraction_is_noticed() -> None:
 
 
 def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
-    restore = StateCopies.restore
+    restore = StateCheckpoints.restore
 
-    def wrong(self: StateCopies, node, group, live, row, step):
+    def wrong(self: StateCheckpoints, node, group, live, row, step):
         copy = restore(self, node, group, live, row, step)
         parent = node.parent
         if parent is not None and parent.pages and parent.pages[group]:
             return msgspec.structs.replace(copy, src=device_page(parent.pages[group][0]))
         return copy
 
-    found = verdict(lambda patch: patch.setattr(StateCopies, "restore", wrong))
+    found = verdict(lambda patch: patch.setattr(StateCheckpoints, "restore", wrong))
     assert "state" in found and "foreign" in found
 
 
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    """A request believes one token more of a unit to be its own."""
+    """A request believes one token more of a block to be its own."""
     shared = partial.shared_tokens
 
     def wrong(one: bytes, other: bytes) -> int:
@@ -133,20 +135,20 @@ def unlocked_sources(patch: pytest.MonkeyPatch) -> None:
     begin = PartialBlocks.begin
 
     def wrong(self: PartialBlocks, lease, row: int):
-        part = lease.part
+        part = lease.partial
         copies = begin(self, lease, row)
         if part is not None:
-            self._unlock(part.node)
+            self._unlock_node(part.node)
         return copies
 
     def end(self: PartialBlocks, ids) -> None:
         for copy_id in ids:
             if self._open.pop(copy_id, None) is not None:
-                del self._horizon.open_copies[copy_id]
+                del self._epochs.open_copies[copy_id]
 
     patch.setattr(PartialBlocks, "begin", wrong)
     patch.setattr(PartialBlocks, "end", end)
-    patch.setattr(Horizon, "now", lambda self: NEVER_USED)
+    patch.setattr(EpochTracker, "now", lambda self: NEVER_USED)
 
 
 PARTS = {"one token too many": one_token_too_many, "unlocked sources": unlocked_sources}
@@ -198,7 +200,7 @@ def test_orders_that_are_lost_are_noticed() -> None:
 
 
 def test_orders_that_come_before_the_steps_in_flight_have_ended_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(Horizon, "is_clear", True))
+    found = verdict(lambda patch: patch.setattr(EpochTracker, "is_clear", True))
     assert "has orders while" in found
 
 
@@ -206,7 +208,7 @@ def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> N
     may_launch = EngineCore._may_launch
 
     def hasty(self: EngineCore) -> bool:
-        return may_launch(self) or (self._running_ops is not None and not self._given)
+        return may_launch(self) or (self._running_ops is not None and not self._queued_ops)
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_may_launch", hasty))
     assert "is launched before the orders of" in found
@@ -217,7 +219,8 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
     def answer_at_once(self: EngineCore, step: int):
         made = builder(self, step)
-        self._end_orders(self._running_ops, StepResult(step=step, replies=[ControlOpReply(True)]))
+        result = StepResult(step=step, replies=[ControlOpReply(True)])
+        self._end_control_ops(self._running_ops, result)
         return made
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
@@ -225,7 +228,7 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
 
 def test_pages_of_other_weights_that_stay_shared_are_noticed() -> None:
-    found = verdict(lambda patch: patch.setattr(core, "name_of_weights", lambda version: b""))
+    found = verdict(lambda patch: patch.setattr(core, "weights_id", lambda version: b""))
     assert "foreign" in found
 
 
@@ -253,11 +256,11 @@ def without_release(draft):
 
 
 def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
-    is_done = EngineCore._is_done
+    is_done = EngineCore._apply
 
     def forget(self: EngineCore, *told: object) -> None:
         is_done(self, *told)
         self.released = []
 
-    found = verdict(lambda patch: patch.setattr(EngineCore, "_is_done", forget))
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_apply", forget))
     assert "has rows while there is no" in found

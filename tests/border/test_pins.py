@@ -35,7 +35,7 @@ def no_locks(patch: pytest.MonkeyPatch) -> None:
         def run(self: Pins, *told: object) -> object:
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(RadixTree, "lock", lambda tree, node, group: None)
-                inner.setattr(RadixTree, "unlock", lambda tree, node, group, stamp: None)
+                inner.setattr(RadixTree, "unlock", lambda tree, node, group, epoch: None)
                 return method(self, *told)
 
         return run
@@ -54,7 +54,7 @@ def too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_let_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pins, "let_go", lambda self, name="": None)
+    patch.setattr(Pins, "unpin", lambda self, name="": None)
 
 
 def locks_that_stay(patch: pytest.MonkeyPatch) -> None:

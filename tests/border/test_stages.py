@@ -15,7 +15,7 @@ from banyan.kv_cache.groups import FULL, WINDOW
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import ALONE
 from banyan.runner.runner import ModelRunner
-from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.request_table import Slots
 from tests.border.build import World, random_world
 from tests.border.driver import Play, play, random_actions, smallest
 from tests.border.faults import Faults
@@ -63,7 +63,7 @@ class StagedKit:
         )
         world = random_world(random, abilities)
         depth = stages + random.choice((0, 1, 1, 3))
-        limits = replace(
+        limits = msgspec.structs.replace(
             world.core.limits,
             depth=depth,
             token_gap=stages - 1,
@@ -130,11 +130,11 @@ def test_stages_with_several_plans_in_their_line_give_the_oracles_answers() -> N
 
 
 def _leaves_slots_at_once(patch: pytest.MonkeyPatch) -> None:
-    def give(self: RequestTable, slot: int) -> None:
-        self.free_slots.append(slot)
+    def release(self: Slots, slot: int) -> None:
+        self.free.append(slot)
         self.leaves.append(slot)
 
-    patch.setattr(RequestTable, "_give_slot", give)
+    patch.setattr(Slots, "release", release)
 
 
 def _samples_where_it_ran_last(patch: pytest.MonkeyPatch) -> None:

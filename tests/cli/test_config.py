@@ -39,7 +39,7 @@ def test_each_value_tells_where_it_came_from(
     assert found["host"] == ("127.0.0.2", f"file {file}")
     assert found["stream-interval"] == (4, "variable BANYAN_STREAM_INTERVAL")
     assert found["page-size"] == (16, "device cpu")
-    assert found["context-length"] == (LLAMA["max_position_embeddings"], "rule bound_the_context")
+    assert found["context-length"] == (LLAMA["max_position_embeddings"], "rule limit_context")
 
 
 def test_what_it_prints_is_a_file_of_flags_that_says_the_same(

@@ -131,14 +131,14 @@ def test_a_module_of_the_documents_is_a_verb(
 def test_a_documented_line_of_the_router_starts_servers_with_the_rest_of_it() -> None:
     checked: list[Sequence[str]] = []
     config = read_flags(["--model-path", "M", "--dp", "2", "--tp", "2"], {}, checked.append)
-    assert (config.fleet.count, config.fleet.start) == (2, ("--model-path", "M", "--tp", "2"))
-    assert checked == [config.fleet.start]
+    assert (config.pool.count, config.pool.start) == (2, ("--model-path", "M", "--tp", "2"))
+    assert checked == [config.pool.start]
 
 
 def test_the_documented_line_of_the_load_balancer_names_two_servers() -> None:
     line = "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000"
     config = read_flags(line.split(), {}, refuse_servers, LB)
-    assert [(spec.url, spec.kind) for spec in config.fleet.workers] == [
+    assert [(spec.url, spec.kind) for spec in config.pool.workers] == [
         ("http://h:8000", "prefill"),
         ("http://h:8001", "decode"),
     ]

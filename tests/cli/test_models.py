@@ -215,7 +215,7 @@ def test_a_server_samples_a_file_of_the_catalogue_as_its_makers_advise(
         done = banyan("config", SMALL.name, **hub.variables(tmp_path))
     (line,) = [row for row in done.stdout.splitlines() if row.startswith("preferred-sampling")]
     assert '{"temperature": 0.2, "top_p": 0.9}' in line
-    assert line.endswith("# rule sample_as_the_makers_advise")
+    assert line.endswith("# rule use_recommended_sampling")
 
 
 def test_an_embedding_model_of_the_catalogue_needs_no_flag(tmp_path: Path, banyan: Run) -> None:

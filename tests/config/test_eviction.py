@@ -53,5 +53,5 @@ def test_numbers_without_a_place_are_refused(
 def test_priorities_decide_on_evictions_only_where_they_count() -> None:
     flags = ["--radix-eviction-policy", "priority"]
     (note,) = parse(flags, Environment()).observe.notes
-    assert "all requests are equal without --enable-priority-scheduling" in note
+    assert "without --enable-priority-scheduling it is the same as lru" in note
     assert not parse([*flags, "--enable-priority-scheduling"], Environment()).observe.notes

@@ -5,7 +5,8 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.flag_rules import without_a_server
+from banyan.config.rules.conflicts import refuse_conflicts
+from banyan.config.rules.ignored import flags_that_need_a_server
 
 
 def notes(line: str) -> list[str]:
@@ -59,14 +60,14 @@ def test_sizes_of_the_host_tier_count_on_devices_that_have_one(device: str) -> N
     line = f"--device {device} --hicache-ratio 3"
     assert notes(f"{line} --enable-hierarchical-cache") == []
     (note,) = notes(line)
-    assert "pages stay on the device without --enable-hierarchical-cache" in note
+    assert "there is no host tier without --enable-hierarchical-cache" in note
     (note,) = notes("--device cpu --hicache-ratio 3 --enable-hierarchical-cache")
     assert "a second tier would be the same memory again" in note
 
 
 def test_what_users_may_not_expect_is_said_at_start() -> None:
     (note,) = parse(["--enable-custom-logit-processor"], Environment()).observe.notes
-    assert "code that a request brings is never run" in note
+    assert "code in requests is never run" in note
 
 
 def test_a_default_is_not_worth_a_line() -> None:
@@ -78,10 +79,11 @@ def test_functions_that_change_weights_are_refused_where_they_cannot_run() -> No
         ConfigError,
         match="--custom-weight-loader cannot be combined with --model-impl transformers",
     ):
-        parse(["--custom-weight-loader", "a:b", "--model-impl", "transformers"], Environment())
+        words = ["--custom-weight-loader", "a:b", "--model-impl", "transformers"]
+        refuse_conflicts(parse(words, Environment()), None, Environment())
 
 
 def test_what_only_a_server_gives_is_told_where_there_is_none() -> None:
-    (line,) = without_a_server(parse(["--enable-metrics"], Environment()))
+    (line,) = flags_that_need_a_server(parse(["--enable-metrics"], Environment()))
     assert "--enable-metrics has no effect" in line
-    assert not list(without_a_server(parse([], Environment())))
+    assert not list(flags_that_need_a_server(parse([], Environment())))

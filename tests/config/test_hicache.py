@@ -71,7 +71,7 @@ def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
             CacheConfig(hierarchical=True, disable_radix=True),
             MODEL_CONFIG,
             {},
-            "exclude each other",
+            "cannot be combined with --disable-radix-cache",
         ),
         (
             CacheConfig(hierarchical=True, store="file"),

@@ -7,6 +7,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config import resolve
+from banyan.config.rules import parallel
 from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
@@ -18,7 +19,7 @@ def ray(monkeypatch) -> None:
     def found(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name == "ray" else find_spec(name)
 
-    monkeypatch.setattr(resolve, "find_spec", found)
+    monkeypatch.setattr(parallel, "find_spec", found)
 
 
 def resolved(*argv: str):
@@ -38,7 +39,7 @@ def test_ranks_that_ray_is_to_start_are_nodes(ray) -> None:
     ("flags", "match"),
     [
         ((), "there is one rank, and nothing for Ray to start"),
-        (("--tp", "2", "--dp", "2"), "--data-parallel-size cannot be combined with --use-ray"),
+        (("--tp", "2", "--dp", "2"), "--data-parallel-size 2 cannot be combined with --use-ray"),
         (
             ("--tp", "4", "--nnodes", "2", "--node-rank", "1"),
             "--use-ray cannot be combined with --node-rank 1",
@@ -53,7 +54,7 @@ def test_what_ray_cannot_start_is_refused(ray, flags: tuple[str, ...], match: st
 
 
 def test_without_the_package_it_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(resolve, "find_spec", lambda name: None)
+    monkeypatch.setattr(parallel, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--use-ray needs the package ray") as caught:
         resolved("--tp", "2", "--use-ray")
     assert "pip install 'banyan[ray]'" in str(caught.value)

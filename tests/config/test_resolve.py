@@ -7,8 +7,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
-from banyan.config.schema import Config, LoadConfig, ParallelConfig, ScheduleConfig
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import Config, LoadConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from banyan.model_config.model_config import ModelConfig, QuantFacts
 from banyan.model_config.quantization import form_of
 from tests.model_config.test_checkpoint import LLAMA, folder
@@ -97,7 +96,7 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("gguf", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("unquant", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("fp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
-        ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and none are rounded to fp8"),
+        ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and cannot be converted to fp8"),
         ("mxfp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
         ("moe_wna16", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, ""),
         ("w8a8_int8", {"quant": QuantFacts("compressed-tensors", "{}")}, ""),
@@ -109,7 +108,7 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("gptq", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, "its weights are awq"),
         ("int8", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, "are awq already"),
         ("int8", {"dtype": "float16", "quant": QuantFacts("fp8", "{}")}, "int8"),
-        ("gguf", {"format": "safetensors"}, "holds safetensors"),
+        ("gguf", {"format": "safetensors"}, "is safetensors"),
         ("int8", {"format": "gguf", "dtype": "q4_1"}, "are q4_1 already"),
     ],
 )
@@ -132,7 +131,7 @@ def test_a_name_that_is_not_the_checkpoints_own_is_told(
     config = Config(model=LoadConfig(source="m", quantization=wanted))
     with caplog.at_level("INFO", "banyan"):
         resolve(config, replace(MODEL_CONFIG, quant=QuantFacts("fp8", "{}")), Environment())
-    assert caplog.text.count(f"--quantization {wanted}: the weights are read as fp8") == lines
+    assert caplog.text.count(f"--quantization {wanted}: reading the weights as fp8") == lines
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
         ),
         (
             "--speculative-algorithm NGRAM --speculative-eagle-topk 4",
-            "NGRAM: it says how drafts of a model branch",
+            "NGRAM: only draft models read it",
         ),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
@@ -62,15 +62,15 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
         (
             "--speculative-algorithm STANDALONE --speculative-ngram-min-bfs-breadth 4 "
             "--speculative-draft-model-path M",
-            "how NGRAM branches",
+            "only NGRAM reads it",
         ),
         ("--speculative-accept-threshold-single 0.9", "only if the model itself would produce it"),
         ("--speculative-accept-threshold-acc 0.9", "only if the model itself would produce it"),
-        ("--speculative-algorithm NGRAM --pp-size 2", "by stages"),
+        ("--speculative-algorithm NGRAM --pp-size 2", "stages do not verify"),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-branch-length 2 "
             "--speculative-ngram-min-match-window-size 2",
-            "leaves no room",
+            "leaves no drafts",
         ),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-min-match-window-size 13",

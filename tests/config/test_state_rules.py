@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from banyan.config.state_rules import check_the_states
+from banyan.config.rules.cache import check_states
 from banyan.model_config.model_config import FULL, STATE, ModelConfig, StateFacts
 from tests.support.flags import config_of
 
@@ -62,7 +62,7 @@ def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
     for model_config, told in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "banyan"):
-            check_the_states(config_of(*line.split()), model_config, Environment())
+            check_states(config_of(*line.split()), model_config, Environment())
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == told
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
+from banyan.config.rules.ignored import ignored_flags
 from banyan.model_config.model_config import ModelConfig, Pooling
 from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.dp_attention.test_rules import EXPERTS
@@ -21,7 +21,9 @@ def test_heads_are_cut_over_the_ranks_of_one_share() -> None:
     with pytest.raises(ConfigError, match="4 attention heads"):
         resolve(config_of("--tp", "8"), MODEL_CONFIG, NOTHING)
     assert resolve(config_of("--tp", "8", *DIVIDED[:2]), MODEL_CONFIG, NOTHING).parallel.world == 8
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 6 \(2 shares of prompts have"):
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 6 \(heads are divided within each of 2 context-"
+    ):
         resolve(config_of("--tp", "6", *DIVIDED[:2]), MODEL_CONFIG, NOTHING)
 
 
@@ -37,7 +39,7 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
 @pytest.mark.parametrize(
     ("flags", "model_config", "match"),
     [
-        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among 2 shares"),
+        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be divided into 2 equal shards"),
         (
             ("--dp", "2", "--enable-dp-attention"),
             MODEL_CONFIG,
@@ -101,8 +103,8 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
             MODEL_CONFIG,
             "cannot be combined with several ranks",
         ),
-        ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
-        ((), replace(MODEL_CONFIG, layer_kinds=("state", "full")), "keep a state"),
+        ((), replace(MODEL_CONFIG, pooling=Pooling()), "an embedding model"),
+        ((), replace(MODEL_CONFIG, layer_kinds=("state", "full")), "recurrent states"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
@@ -122,8 +124,8 @@ def test_what_does_not_go_together_is_refused_by_name(
 )
 def test_what_divides_nothing_is_told(flags: tuple[str, ...], idle: str) -> None:
     origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
-    told = list(check_companions(config_of(*flags), origins, NOTHING))
+    told = list(ignored_flags(config_of(*flags), origins, NOTHING))
     assert any(f"{idle} is accepted but has no effect" in line for line in told)
     assert resolve(config_of(*flags), MODEL_CONFIG, NOTHING).parallel.cp == 1
     all_of_it = config_of(*DIVIDED, "--enable-prefill-cp", "--cp-strategy", "interleave")
-    assert not any(idle in line for line in check_companions(all_of_it, origins, NOTHING))
+    assert not any(idle in line for line in ignored_flags(all_of_it, origins, NOTHING))

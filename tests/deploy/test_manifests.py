@@ -170,7 +170,7 @@ def test_routers_name_every_server_by_its_stable_name(path: Path) -> None:
     routers = [c for _, c in containers(path) if c["args"][0] == "router"]
     assert bool(routers) == bool(sets)
     for container in routers:
-        fleet = routed(container).fleet
+        fleet = routed(container).pool
         assert sorted(spec.url for spec in fleet.workers) == named
         for spec in fleet.workers:
             assert spec.kind == "regular" or spec.kind in spec.url

@@ -17,14 +17,14 @@ from banyan.disaggregation.page_cutting import Block, PageForm
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.messages.disaggregation import (
-    CloseRoom,
-    HandOff,
-    OpenRoom,
-    RoomClosed,
-    RoomFound,
-    RoomLost,
-    SeekRoom,
-    TakeRoom,
+    CloseTransfer,
+    FindTransfer,
+    OpenTransfer,
+    PrefillResult,
+    ReceiveTransfer,
+    TransferClosed,
+    TransferFailed,
+    TransferFound,
 )
 from banyan.messages.plan import (
     CopyResult,
@@ -33,7 +33,7 @@ from banyan.messages.plan import (
     RowScores,
     device_page,
     peer_page,
-    place_of,
+    transfer_position,
 )
 
 WAIT_S = 20.0
@@ -117,18 +117,18 @@ def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
 
 def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
     """Open a room with these pages and complete it."""
-    giver.mover.execute([OpenRoom(room, DIGEST, TOKENS * len(pages))])
+    giver.mover.execute([OpenTransfer(room, DIGEST, TOKENS * len(pages))])
     copies = [
         PageCopy(i + 1, 0, device_page(page), peer_page(room, TOKENS * i), "before")
         for i, page in enumerate(pages)
     ]
     giver.mover.start(copies)
     assert giver.hear(CopyResult).ids == [copy.id for copy in copies]
-    giver.mover.execute([HandOff(room, (7).to_bytes(4, "little"))])
+    giver.mover.execute([PrefillResult(room, (7).to_bytes(4, "little"))])
 
 
 def seek(taker: Side, units: int, room: bytes = ROOM, digest: bytes = DIGEST) -> None:
-    taker.mover.execute([SeekRoom(room, taker.peer, digest, TOKENS * units)])
+    taker.mover.execute([FindTransfer(room, taker.peer, digest, TOKENS * units)])
 
 
 def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
@@ -136,7 +136,7 @@ def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
         PageCopy(unit + 1, 0, peer_page(room, TOKENS * unit), device_page(unit + 1), "before")
         for unit in units
     ]
-    taker.mover.execute([TakeRoom(room, len(copies))])
+    taker.mover.execute([ReceiveTransfer(room, len(copies))])
     taker.mover.start(copies)
 
 
@@ -145,23 +145,23 @@ def test_pages_and_the_rest_come_as_they_were_given(sides) -> None:
     giver.pages.bytes[:] = np.arange(10)[:, None] + 100
     seek(taker, 3)
     give(giver, [4, 5, 6])
-    assert taker.hear(RoomFound).room == ROOM
+    assert taker.hear(TransferFound).transfer_id == ROOM
     take(taker, [1, 2])
     assert taker.hear(CopyResult).ids == [2, 3]
-    assert taker.hear(HandOff).tokens == (7).to_bytes(4, "little")
+    assert taker.hear(PrefillResult).tokens == (7).to_bytes(4, "little")
     assert [int(taker.pages.bytes[i, 0]) for i in range(4)] == [0, 0, 105, 106]
-    assert giver.hear(RoomClosed).room == ROOM
+    assert giver.hear(TransferClosed).transfer_id == ROOM
 
 
 def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
     giver, taker = sides()
     give(giver, [4])
     seek(taker, 1)
-    taker.hear(RoomFound)
+    taker.hear(TransferFound)
     take(taker, [0, 5])
     ended = taker.hear(CopyResult)
     assert (ended.ids, ended.failed) == ([1], [6])
-    assert taker.hear(HandOff)
+    assert taker.hear(PrefillResult)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_servers_that_do_not_belong_together_share_nothing(
     gives, takes = sides(giver, taker)
     give(gives, [4])
     seek(takes, 1)
-    lost = takes.hear(RoomLost)
+    lost = takes.hear(TransferFailed)
     assert lost.status == status and why in lost.text
     assert not takes.pages.bytes.any()
 
@@ -196,26 +196,26 @@ def test_pages_come_in_the_size_that_is_wanted(sides, forms) -> None:
     taker.pages.bytes = np.zeros((10, form.size_bytes), np.uint8)
     taker.pages.page_bytes = lambda group: form.size_bytes
     seek(taker, 2)
-    giver.mover.execute([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
-    assert taker.hear(RoomFound).tokens == 2 * TOKENS
+    giver.mover.execute([OpenTransfer(ROOM, DIGEST, 2 * TOKENS)])
+    assert taker.hear(TransferFound).tokens == 2 * TOKENS
     places = range(0, 2 * TOKENS, form.tokens)
     copies = [
         PageCopy(at + 1, 0, peer_page(ROOM, first), device_page(at), "before")
         for at, first in enumerate((*places, 2 * TOKENS))  # and one that is not there
     ]
-    taker.mover.execute([TakeRoom(ROOM, len(copies))])
+    taker.mover.execute([ReceiveTransfer(ROOM, len(copies))])
     taker.mover.start(copies)
     for at in range(2):  # as if computed one after another
         place = peer_page(ROOM, TOKENS * at)
         giver.mover.start([PageCopy(at + 1, 0, device_page(4 + at), place, "before")])
-    giver.mover.execute([HandOff(ROOM)])
-    assert taker.hear(HandOff).room == ROOM
+    giver.mover.execute([PrefillResult(ROOM)])
+    assert taker.hear(PrefillResult).transfer_id == ROOM
     told = [end for end in taker.told if isinstance(end, CopyResult)]
     assert [i for end in told for i in end.ids] == [copy.id for copy in copies[:-1]]
     assert [i for end in told for i in end.failed] == [copies[-1].id]
     assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
     assert not taker.pages.bytes[len(places) :].any()
-    assert giver.hear(RoomClosed).room == ROOM
+    assert giver.hear(TransferClosed).transfer_id == ROOM
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_who_wants_a_token_twice_or_pages_of_no_size_gets_nothing(
     giver, _ = sides()
     give(giver, [4])
     assert _asked(giver.port, sizes, wants) == []
-    assert giver.hear(RoomClosed).room == ROOM
+    assert giver.hear(TransferClosed).transfer_id == ROOM
 
 
 @pytest.mark.parametrize("size", [2**31, 2**53, 2**63 - 1, 2**64 - 1])
@@ -277,22 +277,22 @@ def test_another_sequence_finds_nothing_and_leaves_the_room_as_it_is(sides) -> N
     giver, taker = sides()
     give(giver, [4])
     seek(taker, 1, digest=b"e" * 32)
-    assert taker.hear(RoomLost).status == 400
+    assert taker.hear(TransferFailed).status == 400
     seek(taker, 1)
-    taker.hear(RoomFound)
+    taker.hear(TransferFound)
     take(taker, [0])
     assert taker.hear(CopyResult).ids == [1]
 
 
 def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
     giver, taker = sides()
-    giver.mover.execute([OpenRoom(ROOM, DIGEST, 2 * TOKENS)])
+    giver.mover.execute([OpenTransfer(ROOM, DIGEST, 2 * TOKENS)])
     seek(taker, 2)
-    taker.hear(RoomFound)
+    taker.hear(TransferFound)
     take(taker, [0, 1])
-    taker.mover.execute([CloseRoom(ROOM)])
+    taker.mover.execute([CloseTransfer(ROOM)])
     assert taker.hear(CopyResult).failed == [1, 2]
-    assert giver.hear(RoomClosed).room == ROOM, "nobody takes it any more"
+    assert giver.hear(TransferClosed).transfer_id == ROOM, "nobody takes it any more"
     take(taker, [0])
     assert taker.hear(CopyResult).failed == [1], "of a room that is not sought"
 
@@ -300,8 +300,8 @@ def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
 def test_a_sequence_that_ends_before_its_prompt_is_computed_is_told(sides) -> None:
     giver, taker = sides()
     seek(taker, 1)
-    giver.mover.execute([CloseRoom(ROOM)])
-    lost = taker.hear(RoomLost)
+    giver.mover.execute([CloseTransfer(ROOM)])
+    lost = taker.hear(TransferFailed)
     assert lost.status == 503 and "ended there" in lost.text
 
 
@@ -327,7 +327,7 @@ def test_whoever_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None
                 heard += data
             assert len(heard) <= len(greeting), "nothing but a greeting"
     seek(taker, 1)
-    assert taker.hear(RoomFound)
+    assert taker.hear(TransferFound)
 
 
 def _received(stranger: socket.socket) -> bytes:
@@ -359,9 +359,9 @@ def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> 
     taker.peer = f"127.0.0.1:{port}"
     try:
         seek(taker, 1)
-        taker.hear(RoomFound)
+        taker.hear(TransferFound)
         take(taker, [0])
-        assert taker.hear(RoomLost).status == 503
+        assert taker.hear(TransferFailed).status == 503
         assert taker.hear(CopyResult).failed == [1]
         assert not taker.pages.bytes.any()
     finally:
@@ -373,23 +373,23 @@ def test_a_server_that_sends_pages_of_another_size_writes_nothing(size: int) -> 
 @pytest.mark.parametrize(
     "handoff",
     [
-        HandOff(b"another room"),
-        HandOff(ROOM, bytes(8)),
-        HandOff(ROOM, (100).to_bytes(4, "little")),
-        HandOff(ROOM, (-1).to_bytes(4, "little", signed=True)),
-        HandOff(ROOM, bytes(4), [RowScores(-1, 0, b"")]),
-        HandOff(ROOM, bytes(4), [RowScores(-1, -1, bytes(4))]),
-        HandOff(ROOM, bytes(4), [RowScores(-1, 17, bytes(4))]),
-        HandOff(ROOM, bytes(4), [RowScores(-1, 3, bytes(8), bytes(4))]),
+        PrefillResult(b"another room"),
+        PrefillResult(ROOM, bytes(8)),
+        PrefillResult(ROOM, (100).to_bytes(4, "little")),
+        PrefillResult(ROOM, (-1).to_bytes(4, "little", signed=True)),
+        PrefillResult(ROOM, bytes(4), [RowScores(-1, 0, b"")]),
+        PrefillResult(ROOM, bytes(4), [RowScores(-1, -1, bytes(4))]),
+        PrefillResult(ROOM, bytes(4), [RowScores(-1, 17, bytes(4))]),
+        PrefillResult(ROOM, bytes(4), [RowScores(-1, 3, bytes(8), bytes(4))]),
     ],
 )
-def test_a_handoff_that_no_engine_says_is_refused(handoff: HandOff) -> None:
+def test_a_handoff_that_no_engine_says_is_refused(handoff: PrefillResult) -> None:
     with pytest.raises(wire.Broken):
         wire.read_handoff(wire.pack(handoff), ROOM, 16, 100)
 
 
 def test_what_an_engine_says_is_read() -> None:
-    handoff = HandOff(ROOM, bytes(4), [RowScores(-1, 16, bytes(4))], 5)
+    handoff = PrefillResult(ROOM, bytes(4), [RowScores(-1, 16, bytes(4))], 5)
     assert wire.read_handoff(wire.pack(handoff), ROOM, 16, 100) == handoff
 
 
@@ -397,7 +397,7 @@ def test_a_page_has_its_own_place() -> None:
     place = peer_page(ROOM, 1 << 40)
     assert isinstance(place, PageAt) and place.tier == "peer"
     assert peer_page(ROOM, 0) != place != peer_page(b"another room", 1 << 40)
-    assert place_of(place.key) == (ROOM, 1 << 40)
+    assert transfer_position(place.key) == (ROOM, 1 << 40)
 
 
 def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeypatch) -> None:
@@ -415,7 +415,7 @@ def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeyp
             await channel.receive({}, WAIT_S)
 
     asyncio.run(seek_and_wait())
-    assert giver.hear(RoomClosed).room == ROOM
+    assert giver.hear(TransferClosed).transfer_id == ROOM
 
 
 def test_a_server_that_takes_says_that_it_lives_while_it_waits_for_room(sides, monkeypatch) -> None:
@@ -424,9 +424,9 @@ def test_a_server_that_takes_says_that_it_lives_while_it_waits_for_room(sides, m
     giver, taker = sides()
     give(giver, [4])
     seek(taker, 1)
-    assert taker.hear(RoomFound).room == ROOM
-    with pytest.raises(AssertionError, match="no RoomClosed"):
-        giver.hear(RoomClosed, 1.5)  # thrice the silence
+    assert taker.hear(TransferFound).transfer_id == ROOM
+    with pytest.raises(AssertionError, match="no TransferClosed"):
+        giver.hear(TransferClosed, 1.5)  # thrice the silence
     take(taker, [0])
-    assert taker.hear(HandOff).room == ROOM
-    assert giver.hear(RoomClosed).room == ROOM
+    assert taker.hear(PrefillResult).transfer_id == ROOM
+    assert giver.hear(TransferClosed).transfer_id == ROOM

@@ -15,7 +15,12 @@ from banyan.disaggregation.decode_side import DecodeSide
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import BATCH, Fabric, HostMemory, Landing, code_of
-from banyan.messages.disaggregation import HandOff, RoomFound, RoomLost, TakeRoom
+from banyan.messages.disaggregation import (
+    PrefillResult,
+    ReceiveTransfer,
+    TransferFailed,
+    TransferFound,
+)
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
 from tests.ascend.emulation import fabric
 from tests.disaggregation.test_transfer import (
@@ -119,7 +124,7 @@ def sides(
 def bring(taker: Side, units: int) -> None:
     """All of a room: unit n into page n + 1, by copy n + 1."""
     seek(taker, units)
-    taker.hear(RoomFound)
+    taker.hear(TransferFound)
     take(taker, list(range(units)))
 
 
@@ -129,7 +134,7 @@ def test_pages_land_and_are_put_where_copies_say(sides) -> None:
     give(giver, [4, 5])
     bring(taker, 2)
     assert taker.hear(CopyResult).ids == [1, 2]
-    assert taker.hear(HandOff).room == ROOM
+    assert taker.hear(PrefillResult).transfer_id == ROOM
     assert (taker.pages.bytes[1] == 44).all() and (taker.pages.bytes[2] == 55).all()
     assert engine.batches == [2]
 
@@ -143,7 +148,7 @@ def test_many_pages_take_turns_in_the_slots(sides) -> None:
     give(giver, list(range(8)))
     bring(taker, 8)
     came = [at for _ in range(3) for at in taker.hear(CopyResult).ids]
-    taker.hear(HandOff)
+    taker.hear(PrefillResult)
     assert came == [1, 2, 3, 4, 5, 6, 7, 8] and engine.batches == [3, 3, 2]
     assert (taker.pages.bytes[1:9] == np.arange(1, 9)[:, None]).all()
     assert len(slots.free) == 3
@@ -166,15 +171,15 @@ def test_an_engine_carries_pages_in_the_size_that_is_wanted() -> None:
         giver.pages.bytes[4:6] = np.arange(2 * SIZE).reshape(2, SIZE)
         seek(taker, 2)
         give(giver, [4, 5])
-        taker.hear(RoomFound)
+        taker.hear(TransferFound)
         copies = [
             PageCopy(at + 1, 0, peer_page(ROOM, form.tokens * at), device_page(at), "before")
             for at in range(4)
         ]
-        taker.mover.execute([TakeRoom(ROOM, len(copies))])
+        taker.mover.execute([ReceiveTransfer(ROOM, len(copies))])
         taker.mover.start(copies)
         assert taker.hear(CopyResult).ids == [1, 2, 3, 4] and engine.batches == [4]
-        taker.hear(HandOff)
+        taker.hear(PrefillResult)
         assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
         landed = taker.mover._slots.memory.read(0, taker.mover._slots.memory.size_bytes)
         assert np.count_nonzero(landed) == 2 * SIZE - 1, "nothing else was written"
@@ -191,7 +196,9 @@ def test_a_page_that_others_write_to_while_it_lands_is_noticed(
     give(giver, [4])
     bring(taker, 1)
     assert taker.hear(CopyResult).failed == [1]
-    assert taker.hear(HandOff).room == ROOM, "its tokens are computed, and the request goes on"
+    assert taker.hear(PrefillResult).transfer_id == ROOM, (
+        "its tokens are computed, and the request goes on"
+    )
     assert not taker.pages.bytes.any()
     assert f"was changed on its way ({engine.name})" in caplog.text
 
@@ -206,7 +213,7 @@ def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(
             give(giver, [4, 5])
             bring(taker, 2)
             assert taker.hear(CopyResult).failed == [1, 2]
-            taker.hear(HandOff)
+            taker.hear(PrefillResult)
     assert caplog.text.count("the engine is dead") == 1
     engine.fails = None
     give(giver, [4])
@@ -227,7 +234,7 @@ def test_codes_for_another_number_of_pages_end_the_room(
     monkeypatch.setattr(giver.mover, "_write_all", write_all)
     give(giver, [4])
     bring(taker, 1)
-    lost = taker.hear(RoomLost)
+    lost = taker.hear(TransferFailed)
     assert lost.status == 503 and "3 codes for 1 pages" in lost.text
     assert taker.hear(CopyResult).failed == [1]
     assert not taker.pages.bytes.any()

@@ -9,7 +9,7 @@ import pytest
 from banyan.base.errors import DeviceError
 from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock
-from banyan.messages.plan import Load
+from banyan.messages.plan import StepLoad
 
 WAIT_S = 20.0
 
@@ -52,7 +52,7 @@ def met(*secrets: str, limit_s: float = WAIT_S) -> list[StepClock]:
     return [clocks[number] for number in range(len(secrets))]
 
 
-def agreed(clock: StepClock, load: Load) -> list[Load]:
+def agreed(clock: StepClock, load: StepLoad) -> list[StepLoad]:
     """As the loop asks: it sleeps until the descriptor says that there is a word."""
     while (found := clock.agree(load)) is None:
         assert select.select([clock.poll_fd], [], [], WAIT_S)[0], "nobody woke it"
@@ -62,10 +62,10 @@ def agreed(clock: StepClock, load: Load) -> list[Load]:
 
 def test_all_agree_on_each_of_many_steps_and_every_word_wakes_its_hearer():
     clocks = met("s", "s", "s")
-    found: dict[int, list[list[Load]]] = {}
+    found: dict[int, list[list[StepLoad]]] = {}
 
     def run(number: int) -> None:
-        found[number] = [agreed(clocks[number], Load(step + number + 1)) for step in range(300)]
+        found[number] = [agreed(clocks[number], StepLoad(step + number + 1)) for step in range(300)]
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(3)]
     for thread in threads:
@@ -73,7 +73,7 @@ def test_all_agree_on_each_of_many_steps_and_every_word_wakes_its_hearer():
     for thread in threads:
         thread.join(WAIT_S)
     assert found[0] == found[1] == found[2]
-    assert found[0] == [[Load(step + n + 1) for n in range(3)] for step in range(300)]
+    assert found[0] == [[StepLoad(step + n + 1) for n in range(3)] for step in range(300)]
     for clock in clocks:
         clock.close()
 

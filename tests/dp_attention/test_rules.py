@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
+from banyan.config.rules.ignored import ignored_flags
 from banyan.dp_attention.rules import of_replica
 from banyan.model_config.model_config import ExpertFacts, ModelConfig, Pooling
 from tests.config.test_resolve import MODEL_CONFIG, NOTHING
@@ -35,14 +35,16 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
         resolve(config_of("--tp", "8", "--dp", "2", JOINED[0]), MODEL_CONFIG, NOTHING).parallel.tp
         == 8
     )
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 6 \(2 replicas share the heads"):
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 6 \(heads are divided within each of 2 replicas"
+    ):
         resolve(config_of("--tp", "6", "--dp", "2", JOINED[0]), MODEL_CONFIG, NOTHING)
 
 
 @pytest.mark.parametrize(
     ("flags", "model_config", "match"),
     [
-        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be shared out among .* 2 replicas"),
+        (("--tp", "3"), MODEL_CONFIG, "3 ranks cannot be divided among .* 2 replicas"),
         (
             ("--pp", "2"),
             MODEL_CONFIG,
@@ -68,13 +70,13 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
             MODEL_CONFIG,
             "--enable-dp-attention cannot be combined with --model-impl trans",
         ),
-        ((), replace(MODEL_CONFIG, pooling=Pooling()), "models for vectors"),
+        ((), replace(MODEL_CONFIG, pooling=Pooling()), "an embedding model"),
         (
             ("--moe-dense-tp-size", "1"),
             MODEL_CONFIG,
             "--moe-dense-tp-size 1: this model has no experts",
         ),
-        (("--moe-dense-tp-size", "2"), EXPERTS, "cut over all ranks or whole on each"),
+        (("--moe-dense-tp-size", "2"), EXPERTS, "sharded over all ranks or whole on each"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
@@ -94,9 +96,9 @@ def test_dense_blocks_that_are_whole_need_not_divide() -> None:
 
 def test_one_replica_has_nobody_to_be_joined_with_and_that_is_told() -> None:
     config = config_of("--enable-dp-attention", "--enable-dp-lm-head")
-    told = list(check_companions(config, {}, NOTHING))
+    told = list(ignored_flags(config, {}, NOTHING))
     assert any("--enable-dp-attention is accepted but has no effect" in line for line in told)
     assert any("--enable-dp-lm-head is accepted but has no effect" in line for line in told)
     assert not resolve(config, MODEL_CONFIG, NOTHING).parallel.uses_dp_attention
     joined = config_of(*JOINED, "--enable-dp-lm-head")
-    assert not any("--enable-dp" in line for line in check_companions(joined, {}, NOTHING))
+    assert not any("--enable-dp" in line for line in ignored_flags(joined, {}, NOTHING))

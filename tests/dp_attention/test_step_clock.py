@@ -11,7 +11,7 @@ from banyan.base.errors import DeviceError
 from banyan.dp_attention.step_clock import LocalPeer, StepClock, open_step_clock
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Journal
-from banyan.messages.plan import SAMPLE, Load, StepResult
+from banyan.messages.plan import SAMPLE, StepLoad, StepResult
 from banyan.messages.requests import Abort
 from banyan.messages.transport import PrivateFolder
 from banyan.sim.replay import check
@@ -48,13 +48,13 @@ def hear(clocks: list[StepClock]) -> None:
 
 def test_nobody_steps_while_nobody_has_work():
     clocks, _ = three()
-    assert [clock.agree(Load(0)) for clock in clocks] == [[], [], []]
+    assert [clock.agree(StepLoad(0)) for clock in clocks] == [[], [], []]
     assert not select.select([clock.poll_fd for clock in clocks], [], [], 0)[0]
 
 
 def test_all_launch_the_same_step_once_everybody_has_spoken():
     clocks, _ = three()
-    mine = [Load(0), Load(5, 1), Load(2, 2, 7)]
+    mine = [StepLoad(0), StepLoad(5, 1), StepLoad(2, 2, 7)]
     assert clocks[1].agree(mine[1]) is None
     assert select.select([clocks[0].poll_fd], [], [], WAIT_S)[0], "it wakes the others"
     hear(clocks)
@@ -64,29 +64,29 @@ def test_all_launch_the_same_step_once_everybody_has_spoken():
     assert clocks[2].agree(mine[2]) == mine
     hear(clocks)
     assert [clock.agree(load) for clock, load in zip(clocks[:2], mine, strict=False)] == [mine] * 2
-    assert clocks[0].agree(Load(0)) == [], "that step is over"
+    assert clocks[0].agree(StepLoad(0)) == [], "that step is over"
 
 
 def test_one_that_is_a_step_ahead_is_heard_in_order():
     clocks, _ = three()
     for clock in clocks:
-        clock.agree(Load(1))
+        clock.agree(StepLoad(1))
     clocks[0].receive()
-    assert clocks[0].agree(Load(1)) == [Load(1)] * 3
-    assert clocks[0].agree(Load(9)) is None
+    assert clocks[0].agree(StepLoad(1)) == [StepLoad(1)] * 3
+    assert clocks[0].agree(StepLoad(9)) is None
     hear(clocks[1:])
     for number in (1, 2):
-        assert clocks[number].agree(Load(1)) == [Load(1)] * 3
-        assert clocks[number].agree(Load(0)) is None
+        assert clocks[number].agree(StepLoad(1)) == [StepLoad(1)] * 3
+        assert clocks[number].agree(StepLoad(0)) is None
     hear(clocks)
-    assert clocks[1].agree(Load(0)) == [Load(9), Load(0), Load(0)]
+    assert clocks[1].agree(StepLoad(0)) == [StepLoad(9), StepLoad(0), StepLoad(0)]
 
 
 def test_who_does_not_answer_in_time_is_named():
     clocks, hand = three(timeout_s=5.0)
-    clocks[0].agree(Load(1))
+    clocks[0].agree(StepLoad(1))
     clocks[1].receive()
-    clocks[1].agree(Load(0))
+    clocks[1].agree(StepLoad(0))
     hear(clocks)
     hand.at_s = 4.9
     clocks[0].check()
@@ -111,9 +111,9 @@ def test_a_replica_that_is_told_to_end_ends_nobody_who_has_nothing_to_do():
     clocks, _ = three()
     clocks[2].close()
     hear(clocks[:2])
-    assert clocks[0].agree(Load(0)) == []
+    assert clocks[0].agree(StepLoad(0)) == []
     with pytest.raises(DeviceError, match="replica 2 was stopped, and there is work for all"):
-        clocks[0].agree(Load(1))
+        clocks[0].agree(StepLoad(1))
 
 
 def test_replicas_meet_in_any_order_and_leave_no_socket_behind():
@@ -129,7 +129,7 @@ def test_replicas_meet_in_any_order_and_leave_no_socket_behind():
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert met[2].agree(Load(3)) is None
+        assert met[2].agree(StepLoad(3)) is None
         for number in (0, 1):
             assert select.select([met[number].poll_fd], [], [], WAIT_S)[0]
         assert os.listdir(folder.path) == []
@@ -151,15 +151,15 @@ def test_a_replica_that_does_not_come_is_named():
 class Others:
     """Another replica whose answers are given beforehand; then it has nothing to say."""
 
-    def __init__(self, *answers: list[Load] | None) -> None:
+    def __init__(self, *answers: list[StepLoad] | None) -> None:
         self.answers = list(answers)
-        self.told: list[Load] = []
+        self.told: list[StepLoad] = []
 
-    def agree(self, load: Load) -> list[Load] | None:
+    def agree(self, load: StepLoad) -> list[StepLoad] | None:
         self.told.append(load)
         if self.answers:
             return self.answers.pop(0)
-        return [load, Load(0)] if load.tokens else []
+        return [load, StepLoad(0)] if load.tokens else []
 
 
 def held_core(others: Others, path: str) -> tuple[EngineCore, Journal]:
@@ -181,9 +181,9 @@ def finish(core: EngineCore) -> None:
 
 
 def test_what_is_drafted_is_held_until_all_agree_and_a_replay_makes_the_same_plans(tmp_path):
-    others = Others([], None, None, [Load(3, 1), Load(9)])
+    others = Others([], None, None, [StepLoad(3, 1), StepLoad(9)])
     core, journal = held_core(others, str(tmp_path / "journal"))
-    assert core.launch(0.0) is None and others.told == [Load(0)]
+    assert core.launch(0.0) is None and others.told == [StepLoad(0)]
     core.receive(generate("a"), 0.1)
     core.receive(generate("b"), 0.1)
     assert core.launch(0.2) is None
@@ -191,8 +191,12 @@ def test_what_is_drafted_is_held_until_all_agree_and_a_replay_makes_the_same_pla
     assert core.launch(0.3) is None
     assert not core.is_idle and core.stats(1.2).step_age_s == pytest.approx(1.0)
     plan = core.launch(0.4)
-    assert plan is not None and len(plan.rows) == 2 and plan.peers == [Load(3, 1), Load(9)]
-    assert others.told[1:] == [Load(6, 2)] * 3
+    assert (
+        plan is not None
+        and len(plan.rows) == 2
+        and plan.replica_loads == [StepLoad(3, 1), StepLoad(9)]
+    )
+    assert others.told[1:] == [StepLoad(6, 2)] * 3
     core.complete(StepResult(step=plan.step, tokens=[(5).to_bytes(4, "little")] * 2), 0.5)
     finish(core)
     assert core.is_idle
@@ -202,7 +206,9 @@ def test_what_is_drafted_is_held_until_all_agree_and_a_replay_makes_the_same_pla
 
 
 def test_a_request_that_ends_while_its_row_is_held_keeps_its_pages_until_the_step_is_over(tmp_path):
-    core, journal = held_core(Others(None, [Load(3, 1), Load(0)]), str(tmp_path / "journal"))
+    core, journal = held_core(
+        Others(None, [StepLoad(3, 1), StepLoad(0)]), str(tmp_path / "journal")
+    )
     core.receive(generate("a"), 0.0)
     assert core.launch(0.0) is None
     core.receive(Abort("a"), 0.1)
@@ -219,13 +225,13 @@ def test_a_request_that_ends_while_its_row_is_held_keeps_its_pages_until_the_ste
 
 
 def test_a_paused_replica_goes_along_with_the_others_and_a_replay_knows(tmp_path):
-    others = Others([], [Load(0), Load(4, 1)])
+    others = Others([], [StepLoad(0), StepLoad(4, 1)])
     core, journal = held_core(others, str(tmp_path / "journal"))
     core.is_paused = True
     core.receive(generate("a"), 0.0)
     assert core.launch(0.0) is None
     plan = core.launch(0.1)
-    assert plan is not None and not plan.rows and others.told == [Load(0)] * 2
+    assert plan is not None and not plan.rows and others.told == [StepLoad(0)] * 2
     core.complete(StepResult(step=plan.step), 0.2)
     core.is_paused = False
     finish(core)

@@ -106,7 +106,7 @@ def test_a_core_brought_back_from_a_snapshot_decides_alike(seed):
 
 
 def _alive(core):
-    return core.scheduler.request_table.alive()
+    return core.scheduler.request_table.alive
 
 
 @pytest.mark.parametrize("rests", [False, True])

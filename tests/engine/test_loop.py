@@ -23,8 +23,8 @@ from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, 
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits
-from banyan.scheduler.queue_order import fcfs
+from banyan.scheduler.budget import SchedulerLimits
+from banyan.scheduler.schedule_policy import fcfs
 from banyan.scheduler.scheduler import Scheduler
 from tests.support.flags import config_of
 
@@ -104,7 +104,7 @@ def served():
 def serving(check_ledger, multi_step=1, **options):
     link, runner, wake = QueueLink(), CountingRunner(), WakeEvent()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, multi_step=multi_step
     )
     core = EngineCore(Scheduler(cache, limits, fcfs))
@@ -256,7 +256,7 @@ def test_a_broken_loop_tells_the_front_before_it_dies():
     link, wake = QueueLink(), WakeEvent()
     runner = CountingRunner()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     loop = EngineLoop(core, Threaded(runner, wake.wake), link, wake, WallClock())
     link.tell(generate("a"))
@@ -276,7 +276,7 @@ def nan_loop(*flags):
 
     runner.launch = launch
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     crashes = config_of(*flags).schedule.crashes_on_nan
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.loop_wake = wake
@@ -322,7 +322,7 @@ def broken_loop(ranks):
     link, wake, runner = QueueLink(), WakeEvent(), CountingRunner()
     runner.raises = True
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     link.tell(generate("a"))
     launcher = Threaded(runner, wake.wake)

@@ -10,7 +10,7 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
 from banyan.base.log import start_logging
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.request_log import BEGINNING, RequestLog
 from banyan.engine_client.text_generator import TextGenerator, open_generator
 from banyan.requests.generation import TextChunk, Usage, collect

@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.metrics_observer import RequestOutcome
 from banyan.engine_client.request_records import (
     KEPT_S,

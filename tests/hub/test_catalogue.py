@@ -7,7 +7,8 @@ import pytest
 
 from banyan.base.errors import ModelError
 from banyan.config.env import Environment
-from banyan.config.resolve import sample_as_the_makers_advise, serve_what_is_meant
+from banyan.config.resolve import set_embedding
+from banyan.config.rules.model import use_recommended_sampling
 from banyan.config.schema import LoadConfig
 from banyan.hub.catalogue import entries, find, near, recognise
 from banyan.hub.sources import fetch, kind_of
@@ -106,7 +107,7 @@ def test_a_file_of_the_catalogue_is_sampled_as_its_makers_advise(source: str, pa
     found = recognise(source, path)
     assert found is not None and found.name == "qwen3-0.6b"
     model_config = model_config_of(path, "gguf")
-    config = sample_as_the_makers_advise(config_of(source), model_config, NOTHING)
+    config = use_recommended_sampling(config_of(source), model_config, NOTHING)
     assert config.server.preferred_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
@@ -119,13 +120,13 @@ def test_a_file_of_the_catalogue_is_sampled_as_its_makers_advise(source: str, pa
 )
 def test_what_people_say_wins_over_the_makers(flags: tuple[str, ...]) -> None:
     before = config_of("qwen3-0.6b", *flags)
-    after = sample_as_the_makers_advise(before, model_config_of("/x/m.gguf", "gguf"), NOTHING)
+    after = use_recommended_sampling(before, model_config_of("/x/m.gguf", "gguf"), NOTHING)
     assert after == before
 
 
 def test_a_folder_says_itself_how_it_is_sampled() -> None:
     before = config_of("Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf")
-    after = sample_as_the_makers_advise(before, model_config_of("/x", "safetensors"), NOTHING)
+    after = use_recommended_sampling(before, model_config_of("/x", "safetensors"), NOTHING)
     assert after == before
 
 
@@ -133,5 +134,5 @@ def test_a_folder_says_itself_how_it_is_sampled() -> None:
     ("source", "is_embedding"), [("qwen3-embedding-0.6b", True), ("qwen3-0.6b", False)]
 )
 def test_an_embedding_model_needs_no_flag(source: str, is_embedding: bool) -> None:
-    config = serve_what_is_meant(config_of(source), "/x/m.gguf")
+    config = set_embedding(config_of(source), "/x/m.gguf")
     assert config.model.is_embedding == is_embedding

@@ -36,7 +36,7 @@ def test_full_pages_are_shared_and_the_rest_is_not():
     cache = make_cache()
     fill(cache, ids(10))
     assert cache.probe(b"", ids(10), 10).tokens == 8
-    assert cache.probe(b"", ids(10), 7).whole.tokens == 4
+    assert cache.probe(b"", ids(10), 7).whole_blocks.tokens == 4
     assert cache.probe(b"other", ids(10), 10).tokens == 0
     assert cache.probe(b"", ids(10, start=1), 10).tokens == 0
 
@@ -62,13 +62,13 @@ def test_growing_without_room_changes_nothing():
     cache = make_cache(CacheGroup(FULL, 4, 4))
     lease = lease_of(cache)
     assert cache.grow(lease, 13) is None
-    assert cache.ledger(0).free == 3 and lease.tables == [[]]
+    assert cache.ledgers[0].free == 3 and lease.tables == [[]]
 
 
 def test_pages_of_ended_requests_are_evicted_for_new_ones():
     cache = make_cache(CacheGroup(FULL, 4, 4))
     cache.release(fill(cache, ids(12)))
-    assert cache.ledger(0).cached == 3
+    assert cache.ledgers[0].cached == 3
     lease = lease_of(cache)
     assert cache.grow(lease, 12) is not None
     assert cache.tree.evicted == 3
@@ -79,11 +79,11 @@ def test_a_private_page_returns_only_when_the_steps_in_flight_are_complete():
     cache = make_cache(CacheGroup(FULL, 4, 4))
     lease = lease_of(cache)
     cache.grow(lease, 12)
-    cache.horizon.launched = StepId(1)
+    cache.epochs.launched = StepId(1)
     cache.release(lease)
     other = lease_of(cache, slot=2)
     assert cache.grow(other, 4) is None
-    assert cache.has_room([1])
+    assert cache.capacity.has([1])
     cache.settle(StepId(1))
     assert cache.grow(other, 4) is not None
 
@@ -95,11 +95,11 @@ def test_the_same_unit_from_two_writers_keeps_one_copy_in_the_tree():
         cache.grow(lease, 8)
     cache.publish(first, ids(8), 8, NO_STEP, "a")
     cache.publish(second, ids(8), 8, NO_STEP, "b")
-    assert cache.ledger(0).cached == 2 and cache.ledger(0).held == 2
+    assert cache.ledgers[0].cached == 2 and cache.ledgers[0].held == 2
     cache.check([first, second])
     cache.release(first)
     cache.tree.evict(0, 10)
-    assert cache.ledger(0).cached == 2, "the second writer's path is locked"
+    assert cache.ledgers[0].cached == 2, "the second writer's path is locked"
     cache.release(second)
     cache.check([])
 
@@ -137,7 +137,7 @@ def test_window_pages_return_while_the_request_runs():
     lease = lease_of(cache)
     cache.grow(lease, 40)
     cache.slide(lease, 30)
-    assert cache.ledger(0).held == 4
+    assert cache.ledgers[0].held == 4
     assert lease.tables[0][:6] == [0] * 6
     cache.check([lease])
 
@@ -156,7 +156,7 @@ def test_a_state_is_resumed_only_where_a_checkpoint_was_copied():
     cache = make_cache(CacheGroup(FULL, 4, 40), CacheGroup(STATE, 4, 10))
     lease = fill(cache, ids(8), step=StepId(1))
     assert cache.probe(b"", ids(9), 8).tokens == 0
-    (copy,) = cache.checkpoints(lease, 8, 0, StepId(1), "writer")
+    (copy,) = cache.states.checkpoint(lease, 8, 0, StepId(1), "writer")
     assert copy.when == "after" and copy.src.page == lease.tables[1][0]
     cache.settle(StepId(1))
     cache.end_copies([copy.id], [])
@@ -174,7 +174,7 @@ def test_a_state_is_resumed_only_where_a_checkpoint_was_copied():
 def test_a_checkpoint_of_a_failed_step_is_thrown_away(is_late):
     cache = make_cache(CacheGroup(FULL, 4, 40), CacheGroup(STATE, 4, 10))
     lease = fill(cache, ids(8), step=StepId(1))
-    (copy,) = cache.checkpoints(lease, 8, 0, StepId(1), "writer")
+    (copy,) = cache.states.checkpoint(lease, 8, 0, StepId(1), "writer")
     if is_late:
         cache.forget_promises(StepId(1))
         cache.end_copies([copy.id], [])

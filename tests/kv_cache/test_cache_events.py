@@ -22,8 +22,8 @@ class Reader:
         self.held: dict[int, tuple[int | None, bytes]] = {}
 
     def take(self, cache: KVCache) -> None:
-        size = cache.unit * 4
-        for one in cache.news.take():
+        size = cache.block_size * 4
+        for one in cache.events.take():
             if isinstance(one, Removed):
                 for name in one.names:
                     del self.held[name]
@@ -57,7 +57,7 @@ def held_by(cache: KVCache) -> list[bytes]:
 def driver(**spec) -> Driver:
     made = Driver(pages=24, page_tokens=4, max_running=4)
     made.spec = msgspec.structs.replace(made.spec, **spec)
-    made.core = made.spec.build(tells=True)
+    made.core = made.spec.build(records_events=True)
     return made
 
 
@@ -118,4 +118,4 @@ def test_tenants_have_names_of_their_own_for_the_same_tokens():
 
 def test_a_cache_that_tells_nobody_keeps_no_names():
     cache = KVCache((CacheGroup(FULL, 4, 24),), EVICTION.load("lru"))
-    assert cache.news is None
+    assert cache.events is None

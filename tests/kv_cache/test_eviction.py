@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.ids import PageId
-from banyan.kv_cache.epochs import NEVER_USED
 from banyan.kv_cache.eviction import eviction_key
 from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.page_pool import NEVER_USED
 from banyan.kv_cache.radix_tree import Node, RadixTree
 
 UNIT = 4
@@ -32,7 +32,7 @@ Path = tuple[str, ...]
 
 @dataclass
 class Seen:
-    """What the reference knows of one unit."""
+    """What the reference knows of one block."""
 
     born: int
     used: int
@@ -64,7 +64,7 @@ def rank(policy: str, path: Path, seen: Seen, is_leaf: bool) -> tuple[float, ...
 class Reference:
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.units: dict[Path, Seen] = {}
+        self.blocks: dict[Path, Seen] = {}
         self.now = 0
 
     def tick(self) -> int:
@@ -73,32 +73,32 @@ class Reference:
 
     def put(self, path: Path, priority: int) -> None:
         for end in range(2, len(path) + 1):
-            unit = path[:end]
-            if unit not in self.units:
-                self.units[unit] = Seen(now := self.tick(), now, priority=priority)
-            self.units[unit].longest = max(self.units[unit].longest, len(path) - 1)
+            block = path[:end]
+            if block not in self.blocks:
+                self.blocks[block] = Seen(now := self.tick(), now, priority=priority)
+            self.blocks[block].longest = max(self.blocks[block].longest, len(path) - 1)
 
     def hit(self, path: Path, priority: int) -> None:
         for end in range(2, len(path) + 1):
-            if (seen := self.units.get(path[:end])) is None:
+            if (seen := self.blocks.get(path[:end])) is None:
                 return
             seen.used, seen.hits = self.tick(), seen.hits + 1
             seen.priority = max(seen.priority, priority)
 
     def evict(self, group: int) -> tuple[Path, int] | None:
-        inner = {path[:-1] for path in self.units}
+        inner = {path[:-1] for path in self.blocks}
         free = [
             path
-            for path, seen in self.units.items()
+            for path, seen in self.blocks.items()
             if group in seen.pages and not seen.locks and (group == 1 or path not in inner)
         ]
         if not free:
             return None
-        first = min(free, key=lambda p: rank(self.policy, p, self.units[p], p not in inner))
+        first = min(free, key=lambda p: rank(self.policy, p, self.blocks[p], p not in inner))
         if group == 0:
-            del self.units[first]
+            del self.blocks[first]
         else:
-            self.units[first].pages.remove(1)
+            self.blocks[first].pages.remove(1)
         return first, group
 
 
@@ -108,13 +108,13 @@ class Real:
         self.tree = RadixTree(
             GROUPS,
             eviction_key(policy, POLICIES[policy]),
-            lambda g, pages, stamp: self.gone.extend(pages),
-            unit=UNIT,
+            lambda g, pages, epoch: self.gone.extend(pages),
+            block_size=UNIT,
         )
         self.names: dict[int, tuple[Path, int]] = {}
 
     def nodes(self, path: Path) -> list[Node]:
-        return list(self.tree.walk(path[0].encode(), (unit.encode() for unit in path[1:])))
+        return list(self.tree.walk(path[0].encode(), (block.encode() for block in path[1:])))
 
     def put(self, path: Path, priority: int) -> None:
         parent: Node | None = None
@@ -145,7 +145,7 @@ ACTIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(actions=ACTIONS)
 def test_what_goes_is_what_the_policy_says(policy: str, actions: list) -> None:
-    """Branches of two tenants, hits, locks, and pages that go with a unit and without it."""
+    """Branches of two tenants, hits, locks, and pages that go with a block and without it."""
     real, model = Real(policy), Reference(policy)
     locked: list[list[Node]] = []
     for action, path, number in actions:
@@ -159,18 +159,18 @@ def test_what_goes_is_what_the_policy_says(policy: str, actions: list) -> None:
         elif action == "l":
             locked.append(nodes := real.nodes(path))
             for end, node in enumerate(nodes, 2):
-                model.units[path[:end]].locks += 1
+                model.blocks[path[:end]].locks += 1
                 for group in (0, 1):
                     real.tree.lock(node, group)
         elif action == "u" and locked:
             for node in reversed(locked.pop()):
                 for group in (0, 1):
                     real.tree.unlock(node, group, NEVER_USED)
-            for seen in model.units.values():
+            for seen in model.blocks.values():
                 seen.locks = 0
             for nodes in locked:
                 for node in nodes:
-                    model.units[path_of(node)].locks += 1
+                    model.blocks[path_of(node)].locks += 1
         elif action in "ew":
             group = int(action == "w")
             went, told = real.evict(group), model.evict(group)

@@ -1,4 +1,4 @@
-"""Prefixes that end within a unit: what is found, copied, kept, and let go."""
+"""Prefixes that end within a block: what is found, copied, kept, and let go."""
 
 from array import array
 
@@ -6,14 +6,16 @@ from banyan.base.ids import NO_STEP, SlotId, StepId
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
 from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.kv_cache.partial_blocks import Part
+from banyan.kv_cache.lease import PartialMatch
 from banyan.messages.requests import StopAt
 from tests.kv_cache.test_cache import fill, ids, lease_of, make_cache
 from tests.scheduler.driver import Driver
 
 
-def part_of(cache: KVCache, tokens: bytes, limit: int, namespace: bytes = b"") -> Part | None:
-    return cache.probe(namespace, tokens, limit).part
+def part_of(
+    cache: KVCache, tokens: bytes, limit: int, namespace: bytes = b""
+) -> PartialMatch | None:
+    return cache.probe(namespace, tokens, limit).partial
 
 
 def tokens(*values: int) -> bytes:
@@ -22,8 +24,8 @@ def tokens(*values: int) -> bytes:
 
 def test_of_many_units_the_one_that_begins_with_most_tokens_is_found() -> None:
     cache = make_cache()
-    for unit in ((5, 6, 7, 8), (5, 6, 9, 9), (5, 6, 7, 1), (4, 6, 7, 8)):
-        cache.release(fill(cache, tokens(*unit)))
+    for block in ((5, 6, 7, 8), (5, 6, 9, 9), (5, 6, 7, 1), (4, 6, 7, 8)):
+        cache.release(fill(cache, tokens(*block)))
     for wanted, shared in (((5, 6, 9, 1), 3), ((5, 6, 7, 3), 3), ((4, 4, 4, 4), 1), ((9, 9), 0)):
         part = part_of(cache, tokens(*wanted), 4)
         assert (part.tokens if part else 0) == shared
@@ -52,14 +54,14 @@ def test_a_copied_unit_stays_until_the_copies_of_all_its_pages_have_ended() -> N
     ]
     cache.release(lease)
     cache.flush()
-    assert cache.tree.num_nodes == 2, "the unit is being read"
+    assert cache.tree.num_nodes == 2, "the block is being read"
     cache.end_copies([copies[0].id], [copies[1].id])
     cache.flush()
     assert cache.tree.num_nodes == 2
     cache.end_copies([copies[2].id], [])
     cache.flush()
     cache.check([])
-    assert not cache.tree.num_nodes and cache.ledger(0).free == 19
+    assert not cache.tree.num_nodes and cache.ledgers[0].free == 19
 
 
 def test_a_lease_that_ends_before_its_copy_begins_lets_the_unit_go() -> None:
@@ -78,7 +80,7 @@ def ended(cache: KVCache, prompt: bytes, slot: int = 1) -> None:
     lease = lease_of(cache, slot)
     cache.grow(lease, count)
     cache.publish(lease, prompt, count, NO_STEP, "writer")
-    cache.parts.keep(lease, prompt, count)
+    cache.partial_blocks.keep(lease, prompt, count)
     cache.release(lease)
     cache.check([])
 
@@ -94,7 +96,7 @@ def test_what_lies_behind_the_last_whole_unit_is_kept_until_something_longer_is_
     ended(cache, ids(8))
     assert cache.probe(b"", ids(12), 11).tokens == 8
     cache.flush()
-    assert cache.ledger(0).free == 19
+    assert cache.ledgers[0].free == 19
 
 
 def test_states_and_pages_of_one_token_have_no_parts() -> None:

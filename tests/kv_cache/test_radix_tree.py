@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banyan.kv_cache.epochs import NEVER_USED
 from banyan.kv_cache.eviction import EVICTION, eviction_key, lru
 from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.page_pool import NEVER_USED
 from banyan.kv_cache.radix_tree import RadixTree
 
 FULL_GROUP = (CacheGroup(FULL, 1, 100),)
@@ -12,7 +12,7 @@ FULL_GROUP = (CacheGroup(FULL, 1, 100),)
 
 def make_tree(groups=FULL_GROUP, policy=lru):
     given_back = []
-    tree = RadixTree(groups, policy, lambda g, pages, stamp: given_back.extend(pages))
+    tree = RadixTree(groups, policy, lambda g, pages, epoch: given_back.extend(pages))
     return tree, given_back
 
 

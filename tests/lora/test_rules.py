@@ -62,23 +62,23 @@ def test_paths_switch_adapters_on_and_tell_the_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--enable-lora", "nothing tells how large"),
+        ("--enable-lora", "the maximum rank is unknown"),
         ("--lora-paths a={}/r8 --max-lora-rank 4", "has rank 8, --max-lora-rank is 4"),
         ("--lora-paths a={}/nowhere", "it is not a folder"),
-        ("--enable-lora --max-lora-rank 5000", "at most 4096"),
+        ("--enable-lora --max-lora-rank 5000", "the maximum is 4096"),
         ("--lora-paths a={0}/r8 b={0}/r8 --max-loaded-loras 1 --max-loras-per-batch 1", "2 adap"),
         ("--enable-lora --max-lora-rank 8 --max-loaded-loras 2", "less than --max-loras-per-batch"),
         ("--enable-lora --max-lora-rank 8 --model-impl transformers", "cannot be combined"),
         (
             "--enable-lora --max-lora-rank 8 --enable-dp-attention --dp 2 --tp 2",
-            "have the adapters of the start alone",
+            "only have the adapters of the start",
         ),
         (
             "--lora-paths a={}/r8 --lora-target-modules all lm_head --enable-dp-attention --dp 2 "
             "--tp 2",
             "lm_head cannot be combined with --enable-dp-attention .* Add --enable-dp-lm-head",
         ),
-        ("--enable-lora --max-lora-rank 8 --lora-target-modules w1", "'w1' is no projection"),
+        ("--enable-lora --max-lora-rank 8 --lora-target-modules w1", "'w1' is not a LoRA target"),
         (
             "--enable-lora --max-lora-rank 8 --lora-target-modules all experts",
             "and the model has no experts",
@@ -104,7 +104,7 @@ def test_adapters_of_experts_are_refused_where_experts_move() -> None:
     assert lora("experts", "router").kinds == ("experts", "router")
     assert lora(*moving).kinds == ()
     for kind in ("experts", "router"):
-        with pytest.raises(ConfigError, match="experts that lie in their order"):
+        with pytest.raises(ConfigError, match="need every expert once"):
             lora(kind, *moving)
 
 

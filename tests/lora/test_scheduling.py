@@ -46,7 +46,7 @@ class Rack(Driver):
 
     def _execute(self, plan: StepPlan) -> StepResult:
         replies = []
-        for order in plan.orders:
+        for order in plan.control_ops:
             if isinstance(order, TakeAdapter) and order.path in self.broken:
                 replies.append(ControlOpReply(False, "no such folder"))
                 break

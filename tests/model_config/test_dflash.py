@@ -65,7 +65,7 @@ def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
     served = read_model_config(config.model.path)
     model_config = draft_model_config(config.speculative, draft_of(config), served)
     assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
-    assert (model_config.eagle.taps, model_config.eagle.block, model_config.eagle.mask) == (
+    assert (model_config.eagle.aux_layers, model_config.eagle.block, model_config.eagle.mask) == (
         taps,
         block,
         5,
@@ -97,7 +97,7 @@ def told(**facts: object) -> dict[str, object]:
             "a row verifies one block",
         ),
         ({}, {}, "--tp-size 2 --attn-cp-size 2", "DFLASH"),
-        ({}, {}, "--pp-size 2", "by stages"),
+        ({}, {}, "--pp-size 2", "stages do not verify"),
         ({}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "", "not drafted for"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, draft, target, w
 
 def test_a_length_of_blocks_is_for_dflash_alone():
     words = ("--speculative-algorithm", "NGRAM", "--speculative-dflash-block-size", "4")
-    with pytest.raises(BanyanError, match="it says how long the blocks of DFLASH are"):
+    with pytest.raises(BanyanError, match="only DFLASH reads it"):
         prepare(config_of(*words), Environment())
     with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
         prepare(config_of("--speculative-algorithm", "DFLASH"), Environment())

@@ -11,11 +11,12 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
+from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config, SpeculativeConfig
-from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
+from banyan.config.speculation import branching_flag, longest_branch, plan_drafts
 from banyan.formats.arrays import write_arrays
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.draft_model import draft_model_config, draft_of, find_the_draft
+from banyan.model_config.draft_model import draft_model_config, draft_of, find_draft_model
 from tests.model_config.test_checkpoint import LLAMA, folder
 from tests.support.flags import config_of
 
@@ -85,10 +86,10 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
+        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on one machine only"),
         ("--enable-memory-saver", "are not released"),
-        ("--pp-size 2", "by stages"),
-        ("--speculative-eagle-topk 2", "how large a tree may be is not said"),
+        ("--pp-size 2", "stages do not verify"),
+        ("--speculative-eagle-topk 2", "the size of the draft tree is not given"),
         ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
         ("--speculative-draft-model-quantization nvfp4_online", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
@@ -144,7 +145,7 @@ def ahead(path: Path, facts: dict, *words: str):
 
 def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
     speculative = ahead(tmp_path, AHEAD)
-    assert speculative.is_ahead and speculative.is_model and speculative.drafts == 3
+    assert speculative.is_mtp and speculative.is_model and speculative.drafts == 3
     assert not speculative.draft_path
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "DEEPSEEK_MTP")
     assert resolved(*named).speculative == speculative
@@ -157,9 +158,9 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--speculative-draft-model-path M", "the served model's own checkpoint"),
         ({}, "--speculative-draft-model-quantization int8", "the served model's own checkpoint"),
         ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
-        ({}, "--pp-size 2", "by stages"),
+        ({}, "--pp-size 2", "stages do not verify"),
         ({}, "--enable-memory-saver", "are not released"),
-        ({}, "--speculative-eagle-topk 4", "how large a tree may be is not said"),
+        ({}, "--speculative-eagle-topk 4", "the size of the draft tree is not given"),
     ],
 )
 def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
@@ -173,7 +174,7 @@ def test_the_layer_of_a_model_with_an_indexer_drafts(tmp_path):
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
     indexer = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "v_head_dim": 8}
     facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
-    assert ahead(tmp_path, facts).is_ahead
+    assert ahead(tmp_path, facts).is_mtp
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
     config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
     model_config = replace(read_model_config(config.model.path), **other)
     with pytest.raises(BanyanError, match=f"of {model_config.architecture} is not run here from"):
-        find_the_draft(
+        find_draft_model(
             config, model_config, Environment(), lambda config, model_config, environment: config
         )
 
@@ -206,7 +207,7 @@ def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
 def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, name: str):
     config = eagle(models, EAGLE | {"architectures": [name]})
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead
+    assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
 
@@ -222,7 +223,7 @@ def test_a_tree_has_as_many_drafts_as_all_three_flags_say(models, tmp_path, name
         words = (*named, "--speculative-algorithm", name, *TREE.split())
         speculative = resolved(*words).speculative
     assert (speculative.drafts, speculative.levels, longest_branch(speculative)) == (8, 2, 3)
-    assert what_branches(speculative) == "--speculative-eagle-topk 3"
+    assert branching_flag(speculative) == "--speculative-eagle-topk 3"
 
 
 @pytest.mark.parametrize(
@@ -254,10 +255,11 @@ def test_other_attention_reads_no_trees(models):
         given = replace(given, **{name: getattr(config.speculative, name) for name in named})
         device = replace(config.device, attention="of a plug-in")
         config = replace(config, speculative=given, device=device)
-        return plan_the_drafts(config, read_model_config(config.model.path), Environment())
+        refuse_conflicts(config, None, Environment())
+        return plan_drafts(config, read_model_config(config.model.path), Environment())
 
     assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
-    with pytest.raises(BanyanError, match="topk 3 and --attention-backend of a plug-in: drafts th"):
+    with pytest.raises(BanyanError, match="topk 3 cannot be combined with --attention-backend"):
         with_another(*TREE.split())
 
 
@@ -276,10 +278,10 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
         *("--speculative-algorithm", "EAGLE3"),
     )
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead
+    assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
     assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
-    assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
+    assert (draft.eagle.num_tokens, draft.eagle.aux_layers) == (7, taps)
 
 
 def test_eagle3_needs_a_model(tmp_path):
@@ -299,7 +301,7 @@ def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models)
 
 def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
-    assert resolved(*named).speculative.is_ahead
+    assert resolved(*named).speculative.is_mtp
     with pytest.raises(BanyanError, match="says nothing of a layer.*DeepSeek|layer for drafting"):
         resolved(*named[:1], folder(tmp_path, LLAMA), *named[2:])
 
@@ -318,9 +320,9 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ),
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
         ({}, AHEAD, "", "is not drafted for by its hidden states"),
-        ({}, {}, "--pp-size 2", "by stages"),
+        ({}, {}, "--pp-size 2", "stages do not verify"),
         ({}, {}, "--enable-memory-saver", "are not released"),
-        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not said"),
+        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not given"),
         ({}, {}, TREE.replace("tokens 9", "tokens 14"), "at most 12 drafts, not 13"),
         ({}, {}, f"{TREE} --tp-size 2 --attn-cp-size 2", "cannot be combined with .*topk 3"),
         ({}, {}, "--speculative-token-map FILE.json", "cannot be read: .*No such file"),
@@ -373,7 +375,11 @@ def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
     served = read_model_config(config.model.path)
     draft = draft_model_config(config.speculative, draft_of(config), served)
     assert draft.eagle is not None
-    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
+    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.aux_layers) == (
+        (3, 7, 400),
+        3,
+        (),
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ PlainTree = tuple[list[int], list[int]]
 """Tokens, and which of them each follows."""
 
 
-class PlainAhead:
+class PlainMTP:
     """The published rule: the layer reads the tokens 1 … n with the states of 0 … n − 1.
 
     Args:
@@ -110,7 +110,7 @@ class PlainAhead:
         return int(self.head(made).argmax())
 
 
-class PlainEagle(PlainAhead):
+class PlainEagle(PlainMTP):
     """EAGLE's published rule: the same places, another model.
 
     Args:
@@ -128,7 +128,7 @@ class PlainEagle(PlainAhead):
         return out
 
 
-class PlainEagle3(PlainAhead):
+class PlainEagle3(PlainMTP):
     """EAGLE-3's published rule: what it reads is made of the inputs of some layers.
 
     Args:
@@ -167,7 +167,7 @@ class PlainEagle3(PlainAhead):
         return logits
 
 
-class PlainBlocks(PlainAhead):
+class PlainBlocks(PlainMTP):
     """DFlash's published rule: each layer takes keys and values from states made of the inputs of
     some layers, behind them the newest token and masks read each other, and each mask tells the
     token in its place.
@@ -225,7 +225,7 @@ def tiny_blocks(
     **more: object,
 ) -> PlainBlocks:
     """A model of a variant, and one of DFlash's kind that was made to draft for it; arguments as
-    `tiny_ahead`.
+    `tiny_mtp`.
 
     Args:
         block: tokens that the draft model was trained for.
@@ -285,7 +285,7 @@ def tiny_eagle3(
     variant: str, target: Path, draft: Path, noise: float = 0.03, known: int = 88, **more: object
 ) -> PlainEagle3:
     """A model of a variant, and one of EAGLE-3 that was made to draft for it; arguments as
-    `tiny_ahead`.
+    `tiny_mtp`.
 
     Args:
         known: how many tokens the draft model knows.
@@ -347,7 +347,7 @@ def tiny_eagle3(
 def tiny_eagle(
     variant: str, target: Path, draft: Path, noise: float = 0.05, **more: object
 ) -> PlainEagle:
-    """A model of a variant, and one that was made to draft for it; arguments as `tiny_ahead`."""
+    """A model of a variant, and one that was made to draft for it; arguments as `tiny_mtp`."""
     model = tiny(variant, target, **more)
     size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
     facts = {key: getattr(model.config, key) for key in SIZES if hasattr(model.config, key)}
@@ -376,7 +376,7 @@ def tiny_eagle(
     return PlainEagle(model, layer.eval(), fc)
 
 
-def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> PlainAhead:
+def tiny_mtp(variant: str, folder: Path, noise: float = 0.05, **more) -> PlainMTP:
     """A model of a variant whose checkpoint has a layer more, which drafts.
 
     Args:
@@ -412,14 +412,14 @@ def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> Plain
     listed = getattr(model.config, "mlp_layer_types", None)
     mine = {} if listed is None else {"mlp_layer_types": listed[:LAYERS]}
     rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1, **mine)
-    return PlainAhead(model, model.config.rms_norm_eps, weights)
+    return PlainMTP(model, model.config.rms_norm_eps, weights)
 
 
-def tiny_next(variant: str, folder: Path, **more: object) -> PlainAhead:
+def tiny_next(variant: str, folder: Path, **more: object) -> PlainMTP:
     """Qwen3-Next's and Qwen3.5's form of the same: other names, and norms around nought; what comes
     before has layers that keep a state."""
     kinds = ["linear_attention", "full_attention"] * 2
-    plain = tiny_ahead(variant, folder, layer_types=[*kinds, "full_attention"], **more)
+    plain = tiny_mtp(variant, folder, layer_types=[*kinds, "full_attention"], **more)
     mine = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     stored = {}
     for name, value in load_file(folder / "model.safetensors").items():
@@ -441,9 +441,9 @@ def tiny_next(variant: str, folder: Path, **more: object) -> PlainAhead:
     return plain
 
 
-def tiny_mimo(folder: Path, **more: object) -> PlainAhead:
+def tiny_mimo(folder: Path, **more: object) -> PlainMTP:
     """MiMo's form of the same: other names, and the state before the token."""
-    plain = tiny_ahead("qwen2", folder, **more)
+    plain = tiny_mtp("qwen2", folder, **more)
     mine = {
         "enorm": "token_layernorm",
         "hnorm": "hidden_layernorm",

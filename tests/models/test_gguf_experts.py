@@ -314,7 +314,7 @@ def test_a_stack_of_too_few_experts_is_refused(ops, tmp_path):
 
 
 def test_half_of_an_expansion_is_named(ops, tmp_path):
-    from banyan.models.weights.latent import with_whole_expansions
+    from banyan.models.weights.checkpoint_layouts import with_whole_expansions
     from banyan.ops.stored import StoredWeight
 
     half = StoredWeight.from_tensor(torch.ones(2, 3, 4))

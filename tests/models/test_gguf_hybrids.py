@@ -13,8 +13,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import StateFacts
+from banyan.models.weights.checkpoint_layouts import with_heads_of_keys
 from banyan.models.weights.loader import load_model
-from banyan.models.weights.states import with_heads_of_keys
 from banyan.ops.stored import StoredWeight
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT, assert_as_expected, expected_logits
@@ -325,7 +325,7 @@ def test_layers_for_drafting_are_not_read(ops, paged, tmp_path):
 def test_ranks_cannot_share_value_heads_that_lie_in_turns(ops, tmp_path):
     model_config = read_model_config(made("qwen3.5", tmp_path)[1])
 
-    with pytest.raises(ConfigError, match="2 ranks cannot share value heads that lie in turns"):
+    with pytest.raises(ConfigError, match="2 ranks cannot share interleaved value heads"):
         load_model(model_config, shared_by_two(ops))
 
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import StepInputs
-from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model
-from banyan.models.weights.reader import read_tensors
+from banyan.models.weights.reader import load_transforms, read_tensors
 from banyan.ops.bind import bind
 
 CPU = torch.device("cpu")

@@ -14,4 +14,4 @@ def test_logits_are_those_of_the_model_without_the_layer_that_drafts(ops, paged,
     (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, plain.head(plain.states(PROMPT)), atol=1e-4, rtol=0)
-    assert read_model_config(str(tmp_path)).num_ahead == 1
+    assert read_model_config(str(tmp_path)).num_mtp_layers == 1

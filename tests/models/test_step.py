@@ -270,11 +270,11 @@ def test_its_makers_words_give_the_same_card(tmp_path):
     in_makers_words(tmp_path)
 
     found = read_model_config(str(tmp_path))
-    assert found.num_ahead == 1
+    assert found.num_mtp_layers == 1
     same = {
         "architecture": model_config.architecture,
         "model_type": model_config.model_type,
-        "num_ahead": 0,
+        "num_mtp_layers": 0,
     }
     assert replace(found, **same) == model_config
 
@@ -389,7 +389,7 @@ def test_a_file_of_llama_cpp_gives_the_same_logits(drafting, ops, paged, tmp_pat
 
     ours = ("experts", "window_heads", "mlp_limits", "rotary_dim", "layer_kinds", "num_layers")
     assert [getattr(model_config, name) for name in ours] == [getattr(hub, name) for name in ours]
-    assert model_config.num_ahead == drafting
+    assert model_config.num_mtp_layers == drafting
     (logits,) = paged(load_model(model_config, Build(ops))).step([(0, PROMPT)])
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
 

@@ -8,8 +8,8 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.flags.model import TORCHAO_NAMES
 from banyan.config.prepare import prepare
-from banyan.config.torchao import TORCHAO_NAMES
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model, tensors_of

@@ -8,7 +8,7 @@ from banyan import Engine
 from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
-from banyan.models.transformers_model import load_foreign
+from banyan.models.transformers_model import load_transformers_model
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import SIZES, VARIANTS, rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits
@@ -25,7 +25,7 @@ OTHERS = {
 
 def load(folder, ops, **more):
     model_config = read_model_config(str(folder), is_foreign=True)
-    return load_foreign(model_config, Build(ops), **more)
+    return load_transformers_model(model_config, Build(ops), **more)
 
 
 @pytest.mark.parametrize("variant", [*OTHERS, "mistral, window", "gemma2", "cohere2", "granite"])
@@ -92,7 +92,7 @@ def test_what_the_library_cannot_do_here_is_refused(ops, tmp_path):
     model_config = read_model_config(str(tmp_path), is_foreign=True)
 
     with pytest.raises(ConfigError, match="--tp 1"):
-        load_foreign(model_config, Build(ops, Groups.of(Group(0, 2, object()))))
+        load_transformers_model(model_config, Build(ops, Groups.of(Group(0, 2, object()))))
     with pytest.raises(ConfigError, match="cannot load the format dummy"):
         load(tmp_path, ops, load_format="dummy")
     with pytest.raises(ConfigError, match="needs a folder"):

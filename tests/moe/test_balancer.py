@@ -97,14 +97,14 @@ def test_an_expert_comes_from_its_own_rank_where_it_can():
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (("--enable-eplb",), "one rank has all experts"),
+        (("--enable-eplb",), "no rank holds whole experts"),
         (
             (*SHARED, "--enable-eplb", "--model-impl", "transformers"),
             "--enable-eplb cannot be combined with --model-impl transformers",
         ),
         (
             (*SHARED, "--enable-eplb", "--ep-dispatch-algorithm", "fake"),
-            "those choices are even already",
+            "fake choices are balanced already",
         ),
         (
             (*SHARED, "--enable-eplb", "--eplb-algorithm", "elasticity_aware"),

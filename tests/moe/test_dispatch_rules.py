@@ -9,10 +9,10 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
-from banyan.config.flag_rules import check_companions
 from banyan.config.resolve import resolve
+from banyan.config.rules.ignored import ignored_flags
 from banyan.config.schema import Config
-from banyan.moe.dispatch_rules import LIMIT, check_the_tokens, sends_rows, slot_bytes
+from banyan.moe.rules import LIMIT, check_exchange_size, sends_rows, slot_bytes
 from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.moe.test_rules import EXPERTS
 
@@ -37,7 +37,11 @@ def test_experts_are_shared_out_among_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("flags", "limit", "match"),
     [
-        ((*DEEPEP, "--tp", "4", "--ep", "2"), "", "experts are shared out among all ranks or none"),
+        (
+            (*DEEPEP, "--tp", "4", "--ep", "2"),
+            "",
+            "experts are divided among all ranks or not at all",
+        ),
         ((*DEEPEP, "--model-impl", "transformers"), "", "cannot be combined with --model-impl t"),
         ((*DEEPEP, "--tp", "4"), "0", f"{LIMIT}=0 .* cannot be combined with --deepep-mode auto"),
         ((*DEEPEP, "--tp", "4"), "1025", f"{LIMIT} must be in"),
@@ -68,12 +72,12 @@ def test_a_model_without_experts_has_none_to_send_rows_to() -> None:
 def test_a_step_of_low_latency_is_within_the_bound() -> None:
     flags = (*JOINED, *DEEPEP, "--chunked-prefill-size", "248")
     low = config_with(*flags, "--deepep-mode", "low_latency")
-    check_the_tokens(low, 8)
-    with pytest.raises(ConfigError, match="which is 129 for each of 2 ranks, and .* is 128"):
-        check_the_tokens(low, 9)
+    check_exchange_size(low, 8)
+    with pytest.raises(ConfigError, match="which is 129 for each of 2 ranks; .* is 128"):
+        check_exchange_size(low, 9)
     for mode in ("auto", "normal"):
-        check_the_tokens(config_with(*flags, "--deepep-mode", mode), 2048)
-    check_the_tokens(config_with("--tp", "4", "--ep", "4"), 2048)
+        check_exchange_size(config_with(*flags, "--deepep-mode", mode), 2048)
+    check_exchange_size(config_with("--tp", "4", "--ep", "4"), 2048)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +95,15 @@ def test_what_nobody_says_is_within_the_bound(flags, limit, chunk: int, running:
     found, _ = settle(low, Defaults("some", ("float16",), 16, 2048, 256, 0.8))
     assert (found.schedule.chunk_tokens, found.schedule.running_cap) == (chunk, running)
     if "--chunked-prefill-size" not in flags:
-        check_the_tokens(found, found.schedule.max_running or running)
+        check_exchange_size(found, found.schedule.max_running or running)
 
 
 def test_a_variable_is_the_bound() -> None:
     flags = (*JOINED, *DEEPEP, "--deepep-mode", "low_latency", "--chunked-prefill-size", "40")
     low = config_with(*flags, limit="24")
-    check_the_tokens(low, 8)
-    with pytest.raises(ConfigError, match="is 25 for each of 2 ranks, and .* is 24"):
-        check_the_tokens(low, 9)
+    check_exchange_size(low, 8)
+    with pytest.raises(ConfigError, match="is 25 for each of 2 ranks; .* is 24"):
+        check_exchange_size(low, 9)
 
 
 def test_the_operator_that_runs_experts_is_one_of_two() -> None:
@@ -112,7 +116,7 @@ def test_the_operator_that_runs_experts_is_one_of_two() -> None:
         with pytest.raises(ConfigError, match=f"{MODE} must be in"):
             parse((), read_environment({MODE: value}))
     idle = parse((), read_environment({MODE: "2"}))
-    assert any(MODE in line for line in check_companions(resolve(idle, WIDE, NOTHING), {}, NOTHING))
+    assert any(MODE in line for line in ignored_flags(resolve(idle, WIDE, NOTHING), {}, NOTHING))
 
 
 def test_what_travels_at_once_has_room() -> None:
@@ -135,6 +139,6 @@ def test_what_travels_at_once_has_room() -> None:
 )
 def test_what_has_no_effect_is_told(flags, limit, match) -> None:
     config = config_with(*flags, limit=limit)
-    told = list(check_companions(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
+    told = list(ignored_flags(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
     [line] = [line for line in told if "a2a" in line or "deepep" in line.lower()]
     assert re.search(match, line), line

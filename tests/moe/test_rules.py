@@ -22,12 +22,12 @@ def config_with(*flags: str) -> Config:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (("--ep-num-redundant-experts", "2"), "one rank has all experts"),
-        (("--ep-dispatch-algorithm", "static"), "one rank has all experts"),
-        (("--init-expert-location", "{}"), "one rank has all experts"),
+        (("--ep-num-redundant-experts", "2"), "no rank holds whole experts"),
+        (("--ep-dispatch-algorithm", "static"), "no rank holds whole experts"),
+        (("--init-expert-location", "{}"), "no rank holds whole experts"),
         ((*SHARED, "--ep-num-redundant-experts", "3"), "2 ranks cannot share 4 experts"),
-        ((*SHARED, "--init-expert-location", "map.pt"), "pickled files may run anything"),
-        ((*SHARED, "--init-expert-location", "nowhere.json"), "neither trivial nor JSON"),
+        ((*SHARED, "--init-expert-location", "map.pt"), "pickled files can run code"),
+        ((*SHARED, "--init-expert-location", "nowhere.json"), "neither trivial, JSON nor"),
         (
             (*SHARED, "--ep-dispatch-algorithm", "fake", "--dp", "2", "--enable-dp-attention"),
             "fake cannot be combined with --enable-dp-attention",

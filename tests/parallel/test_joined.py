@@ -19,7 +19,7 @@ from banyan.dp_attention.rules import of_replica
 from banyan.engine.model_loader import Phases, open_model
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import group_caches
-from banyan.messages.plan import Load, StepPlan
+from banyan.messages.plan import StepLoad, StepPlan
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
@@ -55,7 +55,7 @@ class Layout:
     ranks: int = 1
     library: str = "shared"
     are_experts_apart: bool = False
-    are_heads_apart: bool = False
+    replicates_lm_head: bool = False
     is_dense_whole: bool = False
     sends_rows: bool = False
     copies: str = ""
@@ -70,13 +70,13 @@ TWO = (
     Layout("mistral"),
     Layout("mistral", is_eager=True),
     Layout("mistral", library="gloo"),
-    Layout("gemma2", are_heads_apart=True),
+    Layout("gemma2", replicates_lm_head=True),
     Layout("qwen3 moe, six of 21", are_experts_apart=True),
     Layout("deepseek v3", is_dense_whole=True),
 )
 FOUR = (
     Layout("gemma2", ranks=2),
-    Layout("mistral", ranks=2, are_heads_apart=True),
+    Layout("mistral", ranks=2, replicates_lm_head=True),
     Layout("deepseek v3", ranks=2, are_experts_apart=True),
 )
 
@@ -93,11 +93,11 @@ class Joined(Grouped):
         plan = super().plan(**parts)
         builder = StepPlanBuilder(plan.step, [], 0)
         builder.rows = plan.rows
-        return msgspec.structs.replace(plan, peers=self.agree(builder.load))
+        return msgspec.structs.replace(plan, replica_loads=self.agree(builder.load))
 
     def rest(self) -> None:
         """Go along with the others until none has work."""
-        while (plan := self.plan()).peers:
+        while (plan := self.plan()).replica_loads:
             self.empty_steps += 1
             result = self.runner.launch(plan).result()
             assert not result.error, result.error
@@ -161,10 +161,10 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     size = layout.replicas * layout.ranks
     talk = meet("gloo", rank, size, f"{address}-talk")
 
-    def agree(load: Load) -> list[Load]:
+    def agree(load: StepLoad) -> list[StepLoad]:
         told = torch.tensor([msgspec.structs.astuple(load)], dtype=torch.float32)
         heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
-        return [Load(*one) for one in heard] if any(one[0] for one in heard) else []
+        return [StepLoad(*one) for one in heard] if any(one[0] for one in heard) else []
 
     model_config = read_model_config(str(folder))
     runner, num_groups = open_runner(
@@ -180,7 +180,7 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
                 replica=replica,
                 replicas=layout.replicas,
                 are_experts_apart=layout.are_experts_apart,
-                are_heads_apart=layout.are_heads_apart,
+                replicates_lm_head=layout.replicates_lm_head,
                 is_dense_whole=layout.is_dense_whole,
             )
         ),
@@ -287,7 +287,7 @@ def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
     """The groups are opened as the flags say; meeting is all that is left to do."""
 
     def report(config):
-        names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
+        names = ("replica", "replicas", "replicates_lm_head", "is_dense_whole")
         raise TimeoutError((config.size, *(getattr(config, name) for name in names)))
 
     monkeypatch.setattr("banyan.engine.model_loader.open_groups", report)

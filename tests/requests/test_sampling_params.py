@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from banyan.base.errors import RequestError
 from banyan.config.cli import parse as config_parse
 from banyan.config.env import read_environment
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.defaults import seed_source
 from banyan.requests.sampling_params import Limits, fit_prompt, parse_sampling

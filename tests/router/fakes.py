@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import httpx
 import orjson
 
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
+from banyan.router.admission import AdmissionLimiter
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
-from banyan.router.gate import Gate
-from banyan.router.lifecycle import open_figures
+from banyan.router.health import HealthMonitor
+from banyan.router.lifecycle import open_metrics
 from banyan.router.routes import create_app
 from banyan.router.state import RouterState
-from banyan.router.watch import Watch
-from banyan.router.worker_pool import Fleet
+from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, web_server
 
 DEADLINE_S = 20.0
@@ -153,15 +153,15 @@ async def router(
     specs: list[WorkerSpec], config: RouterConfig = BASE, ready: bool = True, key: str = ""
 ) -> AsyncIterator[Routed]:
     """A router over sockets; `ready` waits until every worker is well."""
-    config = replace(config, fleet=replace(config.fleet, workers=tuple(specs)))
-    fleet = Fleet(config)
-    state = RouterState(config, fleet, Gate(config.limits), open_figures(config, fleet))
+    config = replace(config, pool=replace(config.pool, workers=tuple(specs)))
+    pool = WorkerPool(config)
+    state = RouterState(config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool))
     app = create_app(state)
     listener = bind(config.server)
     port = listener.getsockname()[1]
     web = web_server(app, 30, 1.0)
     serving = asyncio.create_task(web.serve([listener]))
-    watch = asyncio.create_task(Watch(config, fleet).run())
+    watch = asyncio.create_task(HealthMonitor(config, pool).run())
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{port}"
     try:
@@ -171,7 +171,7 @@ async def router(
         ):
             await until(lambda: web.started)
             if ready:
-                await until(lambda: all(w.is_well for w in fleet.workers))
+                await until(lambda: all(w.is_well for w in pool.workers))
             yield Routed(state, http, url, port)
     finally:
         watch.cancel()

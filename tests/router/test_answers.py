@@ -3,15 +3,15 @@
 import h11
 import pytest
 
-from banyan.router.answers import (
+from banyan.router.http_response import (
     FEED_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_INTERIM,
     MOST_EVENTS,
-    AnswerReader,
-    BadAnswer,
-    Head,
+    BadResponse,
+    ResponseHead,
+    ResponseReader,
 )
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -29,13 +29,13 @@ WHOLE = {
 }
 
 
-def asked() -> AnswerReader:
-    reader = AnswerReader()
+def asked() -> ResponseReader:
+    reader = ResponseReader()
     reader.request("GET", b"/x", [(b"host", b"h")], b"")
     return reader
 
 
-def read(reader: AnswerReader, parts: list[bytes]) -> tuple[Head | None, bytes]:
+def read(reader: ResponseReader, parts: list[bytes]) -> tuple[ResponseHead | None, bytes]:
     """What a reader makes of an answer that comes in these parts, each no longer than it may be."""
     head, body = None, b""
     for part in parts:
@@ -98,7 +98,7 @@ def test_an_answer_that_has_no_body_ends_with_its_head(status: int) -> None:
 @pytest.mark.parametrize("answer", [WITH_LENGTH, IN_CHUNKS, WITH_TRAILERS])
 def test_an_answer_whose_connection_closes_in_its_body_is_refused(answer: bytes) -> None:
     for at in range(answer.index(b"\r\n\r\n") + 4, len(answer)):
-        with pytest.raises(BadAnswer):
+        with pytest.raises(BadResponse):
             read(asked(), [answer[:at], b""])
 
 
@@ -140,13 +140,13 @@ BAD_CHUNKS = {
 @pytest.mark.parametrize("answer", [*BAD.values(), *BAD_CHUNKS.values()], ids=[*BAD, *BAD_CHUNKS])
 def test_what_is_no_answer_is_refused_wherever_it_is_cut(answer: bytes) -> None:
     for at in (0, *range(1, min(len(answer), 200))):
-        with pytest.raises(BadAnswer):
+        with pytest.raises(BadResponse):
             read(asked(), [answer[:at] or answer, answer[at:] if at else b"", b""])
 
 
 @pytest.mark.parametrize("status", [*range(0, 100), *range(600, 1000)])
 def test_a_number_that_is_no_status_is_refused(status: int) -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         read(asked(), [b"HTTP/1.1 %03d X\r\ncontent-length: 0\r\n\r\n" % status])
 
 
@@ -173,14 +173,14 @@ def test_what_has_no_end_is_refused_after_a_bounded_number_of_bytes(
 ) -> None:
     reader, fed = asked(), 0
     data = begins + goes_on * (2 * (MAX_HEAD_BYTES + FEED_BYTES) // len(goes_on))
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         for at in range(0, len(data), size):
             fed += len(data[at : at + size])
             read_on(reader, data[at : at + size])
     assert fed <= MAX_HEAD_BYTES + 2 * FEED_BYTES
 
 
-def read_on(reader: AnswerReader, part: bytes) -> None:
+def read_on(reader: ResponseReader, part: bytes) -> None:
     reader.feed(part)
     if not reader.has_head:
         reader.head()
@@ -193,9 +193,9 @@ def test_as_many_headers_and_interim_answers_as_may_are_read() -> None:
     whole = OK + lines + b"content-length: 0\r\n\r\n"
     head, _ = read(asked(), [b"HTTP/1.1 100 C\r\n\r\n" * MAX_INTERIM + whole])
     assert head is not None and len(head.headers) == MAX_HEADERS
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         read(asked(), [OK + b"one: more\r\n" + whole[len(OK) :]])
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         read(asked(), [b"HTTP/1.1 100 C\r\n\r\n" * (MAX_INTERIM + 1) + whole])
 
 
@@ -212,7 +212,7 @@ def test_one_call_parses_a_bounded_number_of_chunks() -> None:
 
 def test_a_request_travels_as_it_is_given() -> None:
     headers = [(b"host", b"h:1"), (b"x-Mine", b"a  b\t\xff"), (b"content-length", b"3")]
-    raw = AnswerReader().request("POST", b"/a%2fb?c=%C3%A9&&d", headers, b"\r\n\x00")
+    raw = ResponseReader().request("POST", b"/a%2fb?c=%C3%A9&&d", headers, b"\r\n\x00")
     assert b"".join(raw) == (
         b"POST /a%2fb?c=%C3%A9&&d HTTP/1.1\r\nhost: h:1\r\nx-Mine: a  b\t\xff\r\n"
         b"content-length: 3\r\n\r\n\r\n\x00"
@@ -222,4 +222,4 @@ def test_a_request_travels_as_it_is_given() -> None:
 @pytest.mark.parametrize("target", [b"/a b", b"/a\r\nx: y", b"/\xc3", b""])
 def test_a_request_that_http_cannot_carry_is_not_written(target: bytes) -> None:
     with pytest.raises(h11.LocalProtocolError):
-        AnswerReader().request("GET", target, [(b"host", b"h")], b"")
+        ResponseReader().request("GET", target, [(b"host", b"h")], b"")

@@ -62,7 +62,7 @@ def test_pauses_are_given_in_milliseconds() -> None:
 
 def test_workers_are_named_by_url() -> None:
     config = read("--worker-urls", "http://a:1/", "https://[::1]:2")
-    assert config.fleet.workers == (WorkerSpec("http://a:1"), WorkerSpec("https://[::1]:2"))
+    assert config.pool.workers == (WorkerSpec("http://a:1"), WorkerSpec("https://[::1]:2"))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_workers_are_named_by_url() -> None:
     ],
 )
 def test_prefill_servers_have_bootstrap_ports(line: str) -> None:
-    workers = read("--pd-disaggregation", *line.split()).fleet.workers
+    workers = read("--pd-disaggregation", *line.split()).pool.workers
     assert workers == (
         WorkerSpec("http://p:1", "prefill", 8998),
         WorkerSpec("http://q:1", "prefill"),
@@ -84,7 +84,7 @@ def test_prefill_servers_have_bootstrap_ports(line: str) -> None:
 
 def test_bootstrap_ports_may_be_named_on_their_own() -> None:
     line = "--pd-disaggregation --prefill http://p:1 http://q:1 --prefill-bootstrap-ports 5 6"
-    assert [w.bootstrap_port for w in read(*line.split()).fleet.workers] == [5, 6]
+    assert [w.bootstrap_port for w in read(*line.split()).pool.workers] == [5, 6]
 
 
 @pytest.mark.parametrize(

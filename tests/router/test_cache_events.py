@@ -6,10 +6,10 @@ import msgspec
 import orjson
 import pytest
 
-from banyan.router.cache_events import Unclear, _reachable, take_batch
+from banyan.router.cache_events import BadCacheEvents, _reachable, take_batch
 from banyan.router.config import PolicyConfig
-from banyan.router.policies import Asked, ByLength, ByPrefix
-from banyan.router.prompt_tokens import question_of
+from banyan.router.policies import BucketPolicy, CacheAwarePolicy, RoutingRequest
+from banyan.router.prompts import question_of
 from banyan.scheduler.prefix_hashes import Contents, token_keys
 from banyan.scheduler.routing import CacheAware, bucket, bucket_bounds
 from tests.router.fakes import BASE, router, says, specs, until, whole, workers
@@ -64,7 +64,7 @@ def test_prefixes_of_callers_of_their_own_are_guessed_about() -> None:
     ],
 )
 def test_what_is_no_batch_is_refused(said: bytes) -> None:
-    with pytest.raises(Unclear):
+    with pytest.raises(BadCacheEvents):
         take_batch(said, Contents(BLOCK))
 
 
@@ -90,16 +90,20 @@ class Server:
 def test_a_request_goes_where_its_prefix_is_and_not_where_it_was() -> None:
     first, second = Contents(BLOCK), Contents(BLOCK)
     servers = [Server(first), Server(second)]
-    policy, asked = ByPrefix(PolicyConfig()), Asked(b"x" * 4096, "", TOKENS)
+    policy, asked = CacheAwarePolicy(PolicyConfig()), RoutingRequest(b"x" * 4096, "", TOKENS)
     was = policy.choose(servers, asked)
-    assert was is servers[0] and policy.choose(servers, Asked(b"x" * 4096)) is was, "a guess"
+    assert was is servers[0] and policy.choose(servers, RoutingRequest(b"x" * 4096)) is was, (
+        "a guess"
+    )
     second.stored([1, 2, 3, 4], None, TOKENS[:16])
     assert policy.choose(servers, asked) is servers[1]
     second.clear()
     first.stored([1, 2], None, TOKENS[:8])
     assert policy.choose(servers, asked) is servers[0]
     servers[1].contents = None
-    assert policy.choose(servers, Asked(b"x" * 4096, "", [5] * 20)) is servers[1], "its guess"
+    assert policy.choose(servers, RoutingRequest(b"x" * 4096, "", [5] * 20)) is servers[1], (
+        "its guess"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,11 +143,11 @@ def test_lengths_are_parted_so_that_each_server_has_as_much_to_compute() -> None
 
 def test_bucket_keeps_short_prompts_from_long_ones() -> None:
     servers = [Server(None), Server(None)]
-    policy = ByLength(PolicyConfig(adjust_s=0.0))
+    policy = BucketPolicy(PolicyConfig(adjust_s=0.0))
     for length in [50, 60, 70] * 30 + [5000] * 2:
-        policy.choose(servers, Asked(b"x" * length))
-    assert policy.choose(servers, Asked(b"x" * 55)) is servers[0]
-    assert policy.choose(servers, Asked(b"x" * 5000)) is servers[1]
+        policy.choose(servers, RoutingRequest(b"x" * length))
+    assert policy.choose(servers, RoutingRequest(b"x" * 55)) is servers[0]
+    assert policy.choose(servers, RoutingRequest(b"x" * 5000)) is servers[1]
 
 
 NO_IDS = (2**31, -1, -(2**31) - 1, 2**63, -(2**63), 2**64 - 1)
@@ -158,7 +162,7 @@ async def test_a_prompt_of_ids_that_no_model_has_is_for_the_worker_to_refuse(
     refusal = whole(b'{"error": {"code": "invalid_request"}}', 400)
     async with workers(says(refusal)) as some, router(specs(some), FOLLOWING) as it:
         await until(lambda: "guessing" in caplog.text)
-        it.state.fleet.workers[0].contents = [Contents(BLOCK)]
+        it.state.pool.workers[0].contents = [Contents(BLOCK)]
         for ids in ([wrong], TOKENS + [wrong], [wrong] * 20):
             body = orjson.dumps({field: ids})
             answer = await it.http.post("/v1/completions", content=body)
@@ -174,7 +178,7 @@ async def test_a_worker_that_tells_of_tokens_that_no_model_has_is_not_believed(
     tokens = whole(orjson.dumps({"tokens": [*TOKENS, wrong]}))
     async with workers(says(tokens)) as some, router(specs(some), FOLLOWING) as it:
         await until(lambda: "guessing" in caplog.text)
-        it.state.fleet.workers[0].contents = [Contents(BLOCK)]
+        it.state.pool.workers[0].contents = [Contents(BLOCK)]
         answer = await it.http.post("/v1/completions", json={"prompt": "one two"})
         assert answer.status_code == 200
         assert [r.path for r in some[0].requests[-2:]] == ["/tokenize", "/v1/completions"]
@@ -187,8 +191,8 @@ FOLLOWING = replace(BASE, policy=PolicyConfig(follows_events=True))
     ("facts", "why"),
     [
         (b"{}", "publishes no cache events: guessing"),
-        (b'{"kv_events": {"block_size": 16}}', "are not heard: "),
-        (b'{"kv_events": {"endpoint": "nowhere", "block_size": 16}}', "are not heard: "),
+        (b'{"kv_events": {"block_size": 16}}', "cannot be followed: "),
+        (b'{"kv_events": {"endpoint": "nowhere", "block_size": 16}}', "cannot be followed: "),
     ],
 )
 @pytest.mark.asyncio

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.router.config import FiguresConfig, HealthConfig, PolicyConfig
-from banyan.router.lifecycle import open_figures
+from banyan.router.config import HealthConfig, PolicyConfig, PrometheusConfig
+from banyan.router.lifecycle import open_metrics
 from tests.router.fakes import (
     BASE,
     STREAM_HEAD,
@@ -73,7 +73,7 @@ async def test_nothing_is_counted_unless_asked_for() -> None:
 
 async def test_figures_have_a_port_and_bounds_of_their_own_where_they_are_given() -> None:
     port = free_port()
-    config = replace(COUNTED, figures=FiguresConfig(port, "127.0.0.1", (0.5, 7.0)))
+    config = replace(COUNTED, prometheus=PrometheusConfig(port, "127.0.0.1", (0.5, 7.0)))
     async with workers(says(whole(b"{}"))) as some, router(specs(some), config) as it:
         await it.http.post("/generate", json={})
         async with httpx.AsyncClient() as http:
@@ -81,7 +81,7 @@ async def test_figures_have_a_port_and_bounds_of_their_own_where_they_are_given(
         assert 'duration_seconds_bucket{le="7.0",route="/generate"} 1.0' in text
         assert 'le="0.25"' not in text
         with pytest.raises(ConfigError, match=f"--prometheus-port {port}"):
-            open_figures(config, it.state.fleet)
+            open_metrics(config, it.state.pool)
 
 
 async def test_a_stream_of_a_worker_that_is_stopped_ends_with_one_error() -> None:
@@ -101,4 +101,4 @@ async def test_a_stream_of_a_worker_that_is_stopped_ends_with_one_error() -> Non
                 worker.health = b""  # it says nothing more
         assert got.startswith(b"data: 1\n\n") and got.endswith(b"data: [DONE]\n\n")
         assert got.count(b"worker_lost") == 1 and got.count(b"data: ") == 3
-        await until(lambda: it.state.fleet.workers[0].open == 0)
+        await until(lambda: it.state.pool.workers[0].open == 0)

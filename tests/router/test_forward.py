@@ -177,11 +177,11 @@ async def test_nobody_to_ask_is_a_503_with_the_reason() -> None:
     worker = FakeWorker(health=whole(b'{"reason":"loading"}', 503))
     await worker.start()
     async with router([WorkerSpec(worker.url)], ready=False) as it:
-        await until(lambda: "503" in it.state.fleet.trouble())
+        await until(lambda: "503" in it.state.pool.trouble())
         answer = await it.http.get("/health")
         assert answer.status_code == 503 and "loading" in answer.text and worker.url in answer.text
         worker.health = whole(b"")
-        await until(lambda: not it.state.fleet.trouble())
+        await until(lambda: not it.state.pool.trouble())
         assert (await it.http.get("/readyz")).status_code == 200
     await worker.stop()
 
@@ -199,7 +199,7 @@ async def test_a_worker_that_does_not_answer_its_check_loses_what_it_has() -> No
         await until(lambda: len(some[0].requests) == 1)
         some[0].health = b""
         assert (await asking).content == b'"good"'
-        assert not it.state.fleet.workers[0].is_well
+        assert not it.state.pool.workers[0].is_well
 
 
 async def test_a_worker_that_fails_is_left_alone_and_tried_again() -> None:
@@ -218,7 +218,7 @@ async def test_a_worker_that_fails_is_left_alone_and_tried_again() -> None:
         facts = (await it.http.get("/workers")).json()["workers"]
         assert [w["circuit_breaker"] for w in facts] == ["open", "closed"]
         some[0].say = says(whole(b'"well"'))
-        await until(lambda: it.state.fleet.workers[0].takes())
+        await until(lambda: it.state.pool.workers[0].takes())
         said = {(await it.http.post("/generate", json={})).content for _ in range(4)}
         assert said == {b'"well"', b'"good"'}
 
@@ -227,11 +227,11 @@ async def test_a_worker_that_comes_back_well_is_asked_at_once() -> None:
     config = replace(ROUND, breaker=BreakerConfig(failures=1, open_s=1000.0))
     async with workers(says(whole(b"{}"))) as (worker,), router(specs([worker]), config) as it:
         await worker.stop()
-        it.state.fleet.workers[0].upstream.cut()
+        it.state.pool.workers[0].upstream.cut()
         assert (await it.http.post("/generate", json={})).status_code == 503
-        await until(lambda: not it.state.fleet.workers[0].is_well)
+        await until(lambda: not it.state.pool.workers[0].is_well)
         await worker.start()
-        await until(lambda: it.state.fleet.workers[0].is_well)
+        await until(lambda: it.state.pool.workers[0].is_well)
         assert (await it.http.post("/generate", json={})).status_code == 200
 
 
@@ -246,10 +246,10 @@ async def test_a_client_that_leaves_closes_the_way_to_the_worker() -> None:
     async with workers(says_a_little) as some, router(specs(some)) as it:
         async with it.http.stream("POST", "/generate", json={}) as answer:
             await anext(answer.aiter_raw())
-            assert it.state.fleet.workers[0].open == 1
+            assert it.state.pool.workers[0].open == 1
         await some[0].left.wait()
-        await until(lambda: it.state.fleet.workers[0].open == 0)
-        assert it.state.fleet.workers[0].failed == 0
+        await until(lambda: it.state.pool.workers[0].open == 0)
+        assert it.state.pool.workers[0].failed == 0
 
 
 async def test_a_worker_is_read_no_faster_than_its_client() -> None:
@@ -315,7 +315,7 @@ async def test_no_more_requests_are_in_progress_than_may_and_the_rest_wait() -> 
     config = replace(BASE, limits=LimitConfig(concurrent=1, waiting=1))
     async with workers(waits) as some, router(specs(some), config) as it:
         asking = [asyncio.create_task(it.http.post("/generate", json={})) for _ in range(2)]
-        await until(lambda: it.state.gate.waiting == 1)
+        await until(lambda: it.state.admission.waiting == 1)
         refused = await it.http.post("/generate", json={})
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
         assert len(some[0].requests) == 1
@@ -344,7 +344,7 @@ async def test_workers_come_and_go_while_the_router_runs() -> None:
         assert (await it.http.post("/workers", json={"url": some[1].url})).status_code == 409
         for wrong in ({"url": "ftp://x"}, {"url": ""}, {"url": "http://x", "cost": 1}):
             assert (await it.http.post("/workers", json=wrong)).status_code == 400
-        await until(lambda: all(w.is_well for w in it.state.fleet.workers))
+        await until(lambda: all(w.is_well for w in it.state.pool.workers))
         said = {(await it.http.post("/generate", json={})).content for _ in range(2)}
         assert said == {b'"a"', b'"b"'}
         removed = await it.http.post("/remove_worker", params={"url": some[0].url})
@@ -416,7 +416,7 @@ async def test_a_connection_is_used_again_and_a_stale_one_is_no_error() -> None:
     async with workers(once) as some, router(specs(some)) as it:
         for _ in range(5):
             assert (await it.http.post("/generate", json={})).status_code == 200
-        assert it.state.fleet.workers[0].failed == 0
+        assert it.state.pool.workers[0].failed == 0
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ async def test_a_connection_is_used_again_and_a_stale_one_is_no_error() -> None:
 async def test_an_answer_that_is_no_http_is_the_worker_s_fault(answer: bytes) -> None:
     async with workers(says(answer)) as some, router(specs(some)) as it:
         assert (await it.http.post("/generate", json={})).status_code == 503
-        assert it.state.fleet.workers[0].failed == 2  # asked once more
+        assert it.state.pool.workers[0].failed == 2  # asked once more
 
 
 async def test_every_route_that_clients_post_to_is_routed_or_refused_by_name() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import banyan.router.upstream as upstreams
 from banyan.router.config import HealthConfig, PolicyConfig
-from banyan.router.upstream import Lost, Upstream
+from banyan.router.upstream import Upstream, WorkerLost
 from tests.router.fakes import (
     BASE,
     STREAM_HEAD,
@@ -411,7 +411,7 @@ async def test_a_body_of_many_tiny_chunks_lets_others_have_their_turn() -> None:
 async def test_a_worker_that_sends_more_than_a_limit_is_let_go() -> None:
     async with workers(endless_body) as some:
         upstream = Upstream(some[0].url)
-        with pytest.raises(Lost):
+        with pytest.raises(WorkerLost):
             await (await upstream.send("GET", b"/x", [])).whole(100_000)
         await some[0].left.wait()
 
@@ -434,7 +434,7 @@ async def test_a_query_that_http_cannot_carry_is_its_client_s_fault() -> None:
         )
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
-        assert not some[0].requests and it.state.fleet.workers[0].failed == 0
+        assert not some[0].requests and it.state.pool.workers[0].failed == 0
 
 
 async def test_two_busy_workers_are_asked_again_as_soon_as_they_are_idle() -> None:

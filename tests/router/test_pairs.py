@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from banyan.router.config import FleetConfig, RetryConfig, WorkerSpec
+from banyan.router.config import PoolConfig, RetryConfig, WorkerSpec
 from tests.router.fakes import (
     BASE,
     STREAM_HEAD,
@@ -25,7 +25,7 @@ from tests.router.fakes import (
 
 pytestmark = pytest.mark.asyncio
 
-PAIRED = replace(BASE, fleet=FleetConfig(is_paired=True))
+PAIRED = replace(BASE, pool=PoolConfig(is_paired=True))
 WIRE = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 GOOD = says(whole(b'{"by":"prefill"}'))
 
@@ -114,7 +114,7 @@ async def test_the_stream_is_that_of_the_decode_worker() -> None:
     async with pools([streams], [streams]) as (_, _, it):
         answer = await it.http.post("/generate", json={"text": "a", "stream": True})
         assert answer.content == b"".join(events)
-        await until(lambda: all(w.open == 0 for w in it.state.fleet.workers))
+        await until(lambda: all(w.open == 0 for w in it.state.pool.workers))
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_ends_both_sides() -> None:
         asking.cancel()
         await prefill.left.wait()
         await decode.left.wait()
-        await until(lambda: all(w.open == 0 for w in it.state.fleet.workers))
+        await until(lambda: all(w.open == 0 for w in it.state.pool.workers))
 
 
 async def test_nobody_on_one_side_is_told_by_its_name() -> None:
@@ -183,7 +183,7 @@ async def test_a_pair_may_come_at_run_time() -> None:
             json={"url": some[0].url, "worker_type": "prefill", "bootstrap_port": 77},
         )
         await it.http.post("/workers", json={"url": some[1].url, "worker_type": "decode"})
-        await until(lambda: not it.state.fleet.trouble())
+        await until(lambda: not it.state.pool.trouble())
         assert (await it.http.post("/generate", json={"text": "a"})).json() == {"by": "decode"}
         assert some[1].requests[0].fields["bootstrap_port"] == 77
 

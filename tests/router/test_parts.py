@@ -6,49 +6,48 @@ from typing import Any, cast
 import pytest
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.router.breaker import Breaker, BreakerRule, Circuit
+from banyan.router.admission import AdmissionLimiter
+from banyan.router.breaker import BreakerRule, CircuitBreaker, CircuitState
 from banyan.router.config import (
     DECODE,
     PLAIN,
     PREFILL,
     BreakerConfig,
-    FleetConfig,
     HealthConfig,
     LimitConfig,
+    PoolConfig,
     RouterConfig,
     WorkerSpec,
 )
-from banyan.router.gate import Gate
-from banyan.router.policies import Asked
-from banyan.router.stream_frames import MOST_HELD, Frames, is_stream
-from banyan.router.upstream import Answer, checked_url
-from banyan.router.verdict import speaks_for_worker
+from banyan.router.forward import MOST_HELD, EventBuffer, is_stream, is_worker_good
+from banyan.router.policies import RoutingRequest
+from banyan.router.upstream import UpstreamResponse, checked_url
 from banyan.router.worker import Worker
-from banyan.router.worker_pool import Fleet
+from banyan.router.worker_pool import WorkerPool
 
 
-def fail(breaker: Breaker, now: float) -> None:
+def fail(breaker: CircuitBreaker, now: float) -> None:
     breaker.end(False, breaker.begin(now), now)
 
 
 def test_a_breaker_opens_after_failures_that_come_together() -> None:
-    breaker = Breaker(BreakerRule(failures=3, window_s=10, open_s=5))
+    breaker = CircuitBreaker(BreakerRule(failures=3, window_s=10, open_s=5))
     for now in (0.0, 4.0, 11.0):
         fail(breaker, now)
         assert breaker.lets_in(now)
     fail(breaker, 12.0)
-    assert breaker.state(12.0) is Circuit.OPEN and not breaker.lets_in(16.9)
+    assert breaker.state(12.0) is CircuitState.OPEN and not breaker.lets_in(16.9)
 
 
 def test_a_success_between_failures_starts_the_count_again() -> None:
-    breaker = Breaker(BreakerRule(failures=3))
+    breaker = CircuitBreaker(BreakerRule(failures=3))
     for now in range(30):
         breaker.end(now % 3 == 2, breaker.begin(now), now)
         assert breaker.lets_in(now)
 
 
 def test_what_says_nothing_of_a_worker_neither_counts_nor_starts_the_count_again() -> None:
-    breaker = Breaker(BreakerRule(failures=3))
+    breaker = CircuitBreaker(BreakerRule(failures=3))
     for now in range(100):
         breaker.end(None, breaker.begin(now), now)
     for now in (100, 102):
@@ -56,19 +55,19 @@ def test_what_says_nothing_of_a_worker_neither_counts_nor_starts_the_count_again
         breaker.end(None, breaker.begin(now), now + 1)
         assert breaker.lets_in(now + 1)
     fail(breaker, 104)
-    assert breaker.state(104) is Circuit.OPEN
+    assert breaker.state(104) is CircuitState.OPEN
 
 
 def test_a_trial_while_a_breaker_is_open_counts_like_any_other() -> None:
-    breaker = Breaker(BreakerRule(failures=1, successes=2, open_s=5))
+    breaker = CircuitBreaker(BreakerRule(failures=1, successes=2, open_s=5))
     fail(breaker, 0.0)
     fail(breaker, 3.0)
-    assert breaker.state(7.9) is Circuit.OPEN and breaker.state(8.0) is Circuit.HALF_OPEN
+    assert breaker.state(7.9) is CircuitState.OPEN and breaker.state(8.0) is CircuitState.HALF_OPEN
     fail(breaker, 8.0)
     for now in (9.0, 10.0):
-        assert breaker.state(now) is Circuit.OPEN
+        assert breaker.state(now) is CircuitState.OPEN
         breaker.end(True, breaker.begin(now), now)
-    assert breaker.state(10.0) is Circuit.CLOSED
+    assert breaker.state(10.0) is CircuitState.CLOSED
 
 
 @pytest.mark.parametrize("kind", [PLAIN, PREFILL, DECODE])
@@ -77,28 +76,28 @@ def test_where_all_breakers_are_open_the_one_that_failed_least_recently_is_tried
     others = (
         () if kind == PLAIN else (WorkerSpec("http://p", PREFILL), WorkerSpec("http://d", DECODE))
     )
-    fleet = Fleet(
+    pool = WorkerPool(
         RouterConfig(
-            fleet=FleetConfig(workers=some + others, is_paired=kind != PLAIN),
+            pool=PoolConfig(workers=some + others, is_paired=kind != PLAIN),
             breaker=BreakerConfig(failures=1),
             health=HealthConfig(is_off=True),
         )
     )
-    mine = [w for w in fleet.workers if w.spec.kind == kind]
+    mine = [w for w in pool.workers if w.spec.kind == kind]
     failed: list[Worker] = []
     for worker in (*mine[1:], mine[0]):
-        with worker.trying() as attempt:
+        with worker.attempt() as attempt:
             attempt.is_good = False
         failed.append(worker)
         if len(failed) < len(mine):
-            assert fleet.choose(kind, Asked()) not in failed
+            assert pool.choose(kind, RoutingRequest()) not in failed
     tried: list[Worker] = []
-    while (worker := fleet.choose(kind, Asked(), tried)) is not None:
+    while (worker := pool.choose(kind, RoutingRequest(), tried)) is not None:
         tried.append(worker)
     assert tried == failed
-    assert not fleet.trouble() and fleet.proxy(Asked(), (), kind != PLAIN) is not None
+    assert not pool.trouble() and pool.proxy(RoutingRequest(), (), kind != PLAIN) is not None
     failed[0].trouble = "away"
-    assert fleet.choose(kind, Asked()) is tried[1], "one that is not well is not tried"
+    assert pool.choose(kind, RoutingRequest()) is tried[1], "one that is not well is not tried"
 
 
 LOAD = ("queue_full", "overloaded", "timed_out", "too_many_requests", "deadline_exceeded")
@@ -127,8 +126,8 @@ def test_what_an_answer_says_of_its_worker(
     def lines(given: dict) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in given.items()]
 
-    answer = Answer(cast(Any, None), status, lines(headers))
-    assert speaks_for_worker(answer, body, lines(asked)) is verdict
+    answer = UpstreamResponse(cast(Any, None), status, lines(headers))
+    assert is_worker_good(answer, body, lines(asked)) is verdict
 
 
 @pytest.mark.parametrize(
@@ -143,33 +142,33 @@ def test_what_is_no_address_of_a_worker_is_refused(url: str) -> None:
 
 
 def test_a_breaker_that_was_open_lets_in_one_at_a_time_until_enough_succeed() -> None:
-    breaker = Breaker(BreakerRule(failures=1, successes=2, open_s=5))
+    breaker = CircuitBreaker(BreakerRule(failures=1, successes=2, open_s=5))
     fail(breaker, 0.0)
     assert breaker.lets_in(5.0)
     probe = breaker.begin(5.0)
     assert probe and not breaker.lets_in(5.0)
     breaker.end(True, probe, 5.1)
-    assert breaker.state(5.1) is Circuit.HALF_OPEN and breaker.lets_in(5.1)
+    assert breaker.state(5.1) is CircuitState.HALF_OPEN and breaker.lets_in(5.1)
     breaker.end(True, breaker.begin(5.2), 5.3)
-    assert breaker.state(5.3) is Circuit.CLOSED
+    assert breaker.state(5.3) is CircuitState.CLOSED
 
 
 def test_a_breaker_that_fails_its_trial_opens_again() -> None:
-    breaker = Breaker(BreakerRule(failures=1, open_s=5))
+    breaker = CircuitBreaker(BreakerRule(failures=1, open_s=5))
     fail(breaker, 0.0)
     fail(breaker, 5.0)
-    assert breaker.state(9.9) is Circuit.OPEN and breaker.state(10.0) is Circuit.HALF_OPEN
+    assert breaker.state(9.9) is CircuitState.OPEN and breaker.state(10.0) is CircuitState.HALF_OPEN
 
 
 def test_a_client_that_leaves_a_trial_speaks_neither_for_nor_against() -> None:
-    breaker = Breaker(BreakerRule(failures=1, successes=1, open_s=5))
+    breaker = CircuitBreaker(BreakerRule(failures=1, successes=1, open_s=5))
     fail(breaker, 0.0)
     breaker.end(None, breaker.begin(6.0), 6.5)
-    assert breaker.state(6.5) is Circuit.HALF_OPEN and breaker.lets_in(6.5)
+    assert breaker.state(6.5) is CircuitState.HALF_OPEN and breaker.lets_in(6.5)
 
 
 def test_a_breaker_may_never_open() -> None:
-    breaker = Breaker(BreakerRule(failures=0))
+    breaker = CircuitBreaker(BreakerRule(failures=0))
     for _ in range(100):
         fail(breaker, 0.0)
     assert breaker.lets_in(0.0)
@@ -180,7 +179,7 @@ def test_events_are_passed_on_whole_wherever_they_were_cut(mark: bytes) -> None:
     data = b"data: a" + mark + b"event: x\ndata: {}" + mark + b"tail"
     for first in range(len(data) + 1):
         for second in range(first, len(data) + 1):
-            frames = Frames(b"text/event-stream; charset=utf-8")
+            frames = EventBuffer(b"text/event-stream; charset=utf-8")
             parts = data[:first], data[first:second], data[second:]
             got = [frames.ready(part) for part in parts]
             assert all(part.endswith(mark) for part in got if part)
@@ -188,24 +187,24 @@ def test_events_are_passed_on_whole_wherever_they_were_cut(mark: bytes) -> None:
 
 
 def test_lines_are_the_events_of_json_lines() -> None:
-    frames = Frames(b"application/x-ndjson")
+    frames = EventBuffer(b"application/x-ndjson")
     assert frames.ready(b'{"a":1}\n{"b"') == b'{"a":1}\n' and frames.rest() == b'{"b"'
     assert not is_stream(b"application/json") and is_stream(b"Text/Event-Stream;x=y")
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
-    frames = Frames(b"text/event-stream")
+    frames = EventBuffer(b"text/event-stream")
     sent = sum(len(frames.ready(b"x" * 65536)) for _ in range(40))
     assert sent + len(frames.rest()) == 40 * 65536 and len(frames.rest()) <= MOST_HELD
 
 
 def test_no_more_requests_begin_in_a_second_than_may() -> None:
     now = 0.0
-    gate = Gate(LimitConfig(rate=2), lambda: now)
+    admission = AdmissionLimiter(LimitConfig(rate=2), lambda: now)
 
     async def ask() -> str:
         try:
-            async with gate.place():
+            async with admission.slot():
                 return "in"
         except RequestError as error:
             return error.code
@@ -217,42 +216,42 @@ def test_no_more_requests_begin_in_a_second_than_may() -> None:
 
 def test_who_waits_too_long_for_a_place_is_refused_and_leaves_the_queue() -> None:
     async def play() -> None:
-        gate = Gate(LimitConfig(concurrent=1, waiting=5, waiting_s=0.02))
-        async with gate.place():
+        admission = AdmissionLimiter(LimitConfig(concurrent=1, waiting=5, waiting_s=0.02))
+        async with admission.slot():
             with pytest.raises(RequestError) as caught:
-                async with gate.place():
+                async with admission.slot():
                     raise AssertionError("there was no place")
-            assert caught.value.code == "queue_timeout" and gate.waiting == 0
-            leaving = asyncio.create_task(_enter(gate))
+            assert caught.value.code == "queue_timeout" and admission.waiting == 0
+            leaving = asyncio.create_task(_enter(admission))
             await asyncio.sleep(0)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            assert gate.waiting == 0
-        assert gate.inside == 0
+            assert admission.waiting == 0
+        assert admission.inside == 0
 
     asyncio.run(play())
 
 
 def test_places_go_to_who_waits_in_the_order_of_coming() -> None:
     async def play() -> list[int]:
-        gate = Gate(LimitConfig(concurrent=2, waiting=50))
+        admission = AdmissionLimiter(LimitConfig(concurrent=2, waiting=50))
         order: list[int] = []
         most = 0
 
         async def work(number: int) -> None:
             nonlocal most
-            async with gate.place():
-                most = max(most, gate.inside)
+            async with admission.slot():
+                most = max(most, admission.inside)
                 order.append(number)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(work(number) for number in range(20)))
-        assert most == 2 and gate.inside == 0
+        assert most == 2 and admission.inside == 0
         return order
 
     assert asyncio.run(play()) == list(range(20))
 
 
-async def _enter(gate: Gate) -> None:
-    async with gate.place():
+async def _enter(admission: AdmissionLimiter) -> None:
+    async with admission.slot():
         raise AssertionError("there was no place")

@@ -36,7 +36,7 @@ async def test_one_that_cannot_keep_it_and_one_that_is_away_are_told() -> None:
         workers(KEPT, FULL) as some,
         router([*specs(some), WorkerSpec(away.url)], ready=False) as it,
     ):
-        await until(lambda: sum(w.is_well for w in it.state.fleet.workers) == 2)
+        await until(lambda: sum(w.is_well for w in it.state.pool.workers) == 2)
         answer = await it.http.post("/pin_prefix", json={"text": "a"})
         told = answer.json()
         assert answer.status_code == 400 and told["success"] is False

@@ -62,7 +62,7 @@ class Inner:
 
 def test_orders_come_one_after_another_before_the_rows() -> None:
     inner = Inner()
-    result = inner.taker().launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    result = inner.taker().launch(StepPlan(step=1, control_ops=[TAKE, RELEASE])).result()
     assert [reply.text for reply in result.replies] == ["did TakeWeights", "did ReleaseMemory"]
     assert inner.done == [
         *("ready for TakeWeights", "TakeWeights"),
@@ -78,20 +78,20 @@ def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
 
     taker = ControlOpExecutor(Inner(), {TakeWeights: prepare})
     with torch.inference_mode():  # as the thread that launches works in
-        taker.launch(StepPlan(step=1, orders=[TAKE]))
+        taker.launch(StepPlan(step=1, control_ops=[TAKE]))
     made[0] += 1
     assert made[0].item() == 1
 
 
 def test_what_cannot_be_done_is_told_and_what_follows_is_left_out() -> None:
     inner = Inner(refuses="TakeWeights")
-    result = inner.taker().launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    result = inner.taker().launch(StepPlan(step=1, control_ops=[TAKE, RELEASE])).result()
     assert result.replies == [ControlOpReply(False, "no such file. Look again")]
     assert inner.done == ["ready for TakeWeights", "step 1"] and not result.error
 
 
 def test_an_order_that_nothing_carries_out_is_refused_by_name() -> None:
-    result = Inner().taker().launch(StepPlan(step=1, orders=[StopProfile()])).result()
+    result = Inner().taker().launch(StepPlan(step=1, control_ops=[StopProfile()])).result()
     assert not result.replies[0].ok and "StopProfile" in result.replies[0].text
 
 
@@ -110,7 +110,7 @@ def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) ->
         return Alike(inner.prepare(order), "the file", b"mark 1" if rank else mark)
 
     taker = ControlOpExecutor(inner, {TakeWeights: prepare}, meet(library, rank, size, address))
-    result = taker.launch(StepPlan(step=1, orders=[TAKE])).result()
+    result = taker.launch(StepPlan(step=1, control_ops=[TAKE])).result()
     return [(r.ok, r.text, r.body) for r in result.replies], inner.done
 
 
@@ -118,7 +118,7 @@ def obey(rank: int, size: int, address: str, library: str, refusing: int) -> tup
     inner = Inner(body=b"%d" % rank * 3000)
     inner.refuses = "TakeWeights" if rank == refusing else ""
     taker = inner.taker(meet(library, rank, size, address))
-    result = taker.launch(StepPlan(step=1, orders=[TAKE, RELEASE])).result()
+    result = taker.launch(StepPlan(step=1, control_ops=[TAKE, RELEASE])).result()
     return [(r.ok, r.text, r.body) for r in result.replies], inner.done
 
 

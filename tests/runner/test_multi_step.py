@@ -31,7 +31,7 @@ def prompted(model_config, bell: int) -> tuple[Driver, list[Request]]:
 
 def multi_step(driver: Driver, requests: list[Request], tell: int) -> StepPlan:
     rows = [Row(r.slot, r.known - 1, STEPS, drafts=STEPS - 1, want=SAMPLE) for r in requests]
-    return driver.plan(rows=rows, steps=STEPS, tell=tell)
+    return driver.plan(rows=rows, steps=STEPS, report_every=tell)
 
 
 @pytest.mark.parametrize(("tell", "rings"), [(0, 0), (1, 5), (2, 2), (4, 1)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from banyan.disaggregation.page_cutting import Block, PageForm
-from banyan.layers.cache_spec import CacheTensor, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, LayerCache, ShardedAxis
 from banyan.model_config.model_config import STATE
 from banyan.ops import reference
 from banyan.ops.bind import open_toolkit
@@ -35,7 +35,7 @@ def writers() -> list[tuple[str, Write, PartsOfHead | None]]:
 
 def store_of(size: int, dtype: torch.dtype) -> KVStore:
     """Two layers of heads and one of latents, of so many tokens to a page."""
-    kept = CacheTensor((HEADS, stored_width(DIM, dtype)), dtype, (Shared(HEADS, 0, HEADS),))
+    kept = CacheTensor((HEADS, stored_width(DIM, dtype)), dtype, (ShardedAxis(HEADS, 0, HEADS),))
     layers = [LayerCache(at, {"k": kept, "v": kept}) for at in (0, 1)]
     layers.append(
         LayerCache(2, {"latent": CacheTensor((5,), dtype), "key": CacheTensor((3,), dtype)})

@@ -12,7 +12,7 @@ import zmq
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
-from banyan.layers.cache_spec import CacheTensor, LayerCache, Shared
+from banyan.layers.cache_spec import CacheTensor, LayerCache, ShardedAxis
 from banyan.messages.plan import PageCopy, device_page
 from banyan.model_config.model_config import STATE
 from banyan.parallel.groups import Group
@@ -37,7 +37,7 @@ def layer(number: int, here: int, latent: bool = False, first: int = 0) -> Layer
     """Of one rank: a latent, or `here` of the heads from `first` on."""
     if latent:
         return LayerCache(number, {"latent": CacheTensor((5,), torch.float32)})
-    kept = CacheTensor((here, WIDTH), torch.float32, (Shared(HEADS, first, first + here),))
+    kept = CacheTensor((here, WIDTH), torch.float32, (ShardedAxis(HEADS, first, first + here),))
     return LayerCache(number, {"k": kept, "v": kept})
 
 
@@ -132,9 +132,9 @@ def kept(rank: int, ranks: int) -> LayerCache:
     """What a convolution over values and keys has read last, and a matrix of numbers by channels.
     Above two ranks several of them keep the same key."""
 
-    def span(size: int) -> Shared:
+    def span(size: int) -> ShardedAxis:
         first = rank * size // ranks
-        return Shared(size, first, first + max(1, size // ranks))
+        return ShardedAxis(size, first, first + max(1, size // ranks))
 
     parts = span(VALUES), span(KEYS)
     channels = sum(part.last - part.first for part in parts)

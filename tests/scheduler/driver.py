@@ -13,7 +13,7 @@ from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.budget import Priorities, SchedulerLimits
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.support.flags import config_of
 
@@ -76,7 +76,7 @@ class Driver:
         }
         self.spec = spec or CoreSpec(
             groups=(CacheGroup(FULL, page_tokens, pages),),
-            limits=Limits(max_running=max_running, **limits),
+            limits=SchedulerLimits(max_running=max_running, **limits),
             order=policy,
         )
         self.core = self.spec.build(recorder=recorder and recorder(self.spec), grammars=grammars)

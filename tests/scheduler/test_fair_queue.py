@@ -89,7 +89,7 @@ def test_callers_change_no_answer():
         submit(running, f"r-{i}", b"ab"[i % 2 : i % 2 + 1], new=12)
     prompts = {
         r.id: list(array("i", r.generate.tokens))
-        for r in running.core.scheduler.request_table.alive()
+        for r in running.core.scheduler.request_table.alive
     }
     running.run()
     for name, prompt in prompts.items():
@@ -152,7 +152,7 @@ def test_a_queue_is_put_in_order_only_where_somebody_may_enter(monkeypatch):
         return waiting
 
     running = Driver(max_running=1)
-    monkeypatch.setattr(running.core.scheduler, "_order", order)
+    monkeypatch.setattr(running.core.scheduler, "_policy", order)
     submit(running, "first", new=20)
     submit(running, "second", new=1)
     running.run()

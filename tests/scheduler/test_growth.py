@@ -72,14 +72,14 @@ def test_the_expectation_falls_in_the_steps_given():
 def test_a_retraction_makes_the_room_given():
     ratio, roomy = ratio_under(), ratio_under(RETRACT_DECODE_STEPS="60")
     for each in (ratio, roomy):
-        each.retracted([request(99), request(100)])
+        each.on_retraction([request(99), request(100)])
     assert (ratio.value, roomy.value) == (pytest.approx(40 / 200), pytest.approx(120 / 200))
 
 
 def test_longer_outputs_are_counted_as_those_given():
     ratio = ratio_under(INIT_NEW_TOKEN_RATIO="1", CLIP_MAX_NEW_TOKENS_ESTIMATION="50")
-    assert (ratio.expects(request(20)), ratio.expects(request(2000))) == (20, 50)
-    assert ratio_under(INIT_NEW_TOKEN_RATIO="1").expects(request(2000)) == 2000
+    assert (ratio.expected_tokens(request(20)), ratio.expected_tokens(request(2000))) == (20, 50)
+    assert ratio_under(INIT_NEW_TOKEN_RATIO="1").expected_tokens(request(2000)) == 2000
 
 
 def test_a_lower_expectation_admits_more_requests():

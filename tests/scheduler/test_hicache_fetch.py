@@ -18,7 +18,7 @@ from banyan.messages.events import Reply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, RunControlOps
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 
 PAGE = 4
@@ -33,7 +33,7 @@ class Desk:
         known = {"prefetch": WAIT_COMPLETE, "threshold": 2 * PAGE}
         self.core = CoreSpec(
             groups=(CacheGroup(FULL, PAGE, pages),),
-            limits=Limits(max_running=4, chunk_tokens=64, max_request_tokens=80),
+            limits=SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=80),
             store=StoreRules(**{**known, **rules}),
         ).build()
         self.now = 0.0
@@ -332,7 +332,7 @@ def order(desk: Desk, given: ControlOp, ok: bool = True) -> Reply:
     """Give an order that the ranks carry out, or do not."""
     desk.core.receive(RunControlOps(1, [given]), desk.now)
     plan = desk.launch()
-    assert plan.orders == [given] and not plan.rows
+    assert plan.control_ops == [given] and not plan.rows
     result = StepResult(step=plan.step, replies=[ControlOpReply(ok)])
     ((reply,), _) = desk.core.complete(result, desk.now)
     desk.core.check()
@@ -342,7 +342,7 @@ def order(desk: Desk, given: ControlOp, ok: bool = True) -> Reply:
 def miss(desk: Desk, name: str = "a") -> tuple[str, int]:
     """Why no more of a request came from the cache, and where its first row starts."""
     (start,) = starts(desk.launch())
-    return desk.core.scheduler.request_table.find(name).cache_miss, start
+    return desk.core.scheduler.request_table.find(name).stats.cache_miss, start
 
 
 def test_a_request_that_waits_no_longer_says_that_its_pages_were_on_their_way() -> None:
@@ -383,7 +383,7 @@ def test_pages_that_could_not_be_read_are_told() -> None:
 def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
     desk = Desk()
     desk.run("first", list(range(50, 90)), seconds=40e-6)
-    desk.core.scheduler.fetcher.read(1, 1.0)
+    desk.core.scheduler.store_fetcher.note_read(1, 1.0)
     desk.submit("a", LONG)
     desk.hold(99)
     assert miss(desk) == (misses.STORED, 0)

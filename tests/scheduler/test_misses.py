@@ -9,7 +9,7 @@ from banyan.kv_cache import misses
 from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from tests.scheduler.driver import Driver
 
 PROMPT = list(range(20, 32))
@@ -67,7 +67,7 @@ def test_positions_that_are_asked_for_are_computed() -> None:
     ],
 )
 def test_the_cache_itself_may_be_why(groups: tuple[CacheGroup, ...], share: bool, why: str) -> None:
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=200)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=200)
     driver = Driver(spec=CoreSpec(groups=groups, limits=limits, share=share))
     ask(driver, "first", PROMPT)
     assert ask(driver, "again", PROMPT)[1] == why
@@ -75,7 +75,7 @@ def test_the_cache_itself_may_be_why(groups: tuple[CacheGroup, ...], share: bool
 
 def test_a_part_of_a_page_is_not_shared_beside_states() -> None:
     groups = (CacheGroup(FULL, 4, 40), CacheGroup(STATE, 4, 6))
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=200)
+    limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=200)
     driver = Driver(spec=CoreSpec(groups=groups, limits=limits))
     ask(driver, "first", PROMPT)
     assert ask(driver, "part", [*PROMPT[:2], 1, 2, 3])[1] == misses.PAGE

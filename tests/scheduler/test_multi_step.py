@@ -7,7 +7,7 @@ import pytest
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.multi_step import so_far
+from banyan.scheduler.multi_step import partial_tokens
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -89,7 +89,7 @@ def test_a_burst_tells_of_its_steps_as_often_as_its_most_eager_reader_asks(strid
     for number, stride in enumerate(strides):
         asked(driver, str(number), stride=stride)
     plan = driver.first_multi_step()
-    assert (plan.steps, plan.tell) == (STEPS, tell)
+    assert (plan.steps, plan.report_every) == (STEPS, tell)
 
 
 def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> None:
@@ -99,10 +99,10 @@ def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> N
     step = driver.first_multi_step().step
     tokens = {0: array("i", [7, 8]).tobytes(), 1: array("i", [9]).tobytes()}
     flights = driver.core.scheduler.flights
-    (told,) = so_far(flights[step], tokens)
+    (told,) = partial_tokens(flights[step], tokens)
     assert (told.request, told.first, told.tokens) == ("eager", 1, tokens[0])
     driver.receive(Abort("eager"))
-    assert so_far(flights[step], tokens) == []
+    assert partial_tokens(flights[step], tokens) == []
 
 
 @pytest.mark.parametrize(

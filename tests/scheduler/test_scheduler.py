@@ -152,7 +152,7 @@ def test_an_abort_frees_everything_at_any_moment(moment):
     driver.receive(Abort("a"))
     assert reason(driver, "a") == "abort"
     driver.run()
-    ledger = driver.core.scheduler.cache.ledger(0)
+    ledger = driver.core.scheduler.cache.ledgers[0]
     assert (ledger.held, ledger.in_flight) == (0, 0)
 
 
@@ -309,9 +309,9 @@ def test_flushing_is_refused_while_requests_hold_pages():
     driver.run()
     assert driver.outputs["a"] == continuation(PROMPT, 4)
     assert driver.ends["a"].retractions == 1
-    assert driver.core.scheduler.cache.ledger(0).cached > 0
+    assert driver.core.scheduler.cache.ledgers[0].cached > 0
     assert driver.core.scheduler.flush()
-    assert driver.core.scheduler.cache.ledger(0).cached == 0
+    assert driver.core.scheduler.cache.ledgers[0].cached == 0
 
 
 def test_the_oracle_depends_on_the_whole_history():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
+from banyan.scheduler.request import DraftState
 from banyan.scheduler.speculation import Speculation, StepTimes
 from tests.scheduler.driver import Driver, continuation, next_token
 from tests.support.flags import config_of
@@ -152,7 +153,7 @@ def test_many_requests_verify_fewer_drafts_each_than_one_alone():
 
 
 def test_a_step_has_room_for_so_many_drafts():
-    driver = DraftingDriver(1.0, draft_room=8, max_running=4)
+    driver = DraftingDriver(1.0, draft_budget=8, max_running=4)
     for i in range(4):
         driver.submit(str(i), [*PROMPT, i], 60)
     driver.run()
@@ -213,13 +214,13 @@ def test_a_pass_makes_a_level_of_a_tree_and_its_first_draft_pays_for_it(levels, 
     """A pass takes 0.4 steps, a token next to nothing, and seven of ten drafts come true."""
     speculation = Speculation(MOST, is_paid=True, levels=levels)
     drafting = 0.4 * (levels or MOST)
-    flight = SimpleNamespace(ahead=MOST, is_abreast=True)
+    flight = SimpleNamespace(propose=MOST, follows_proposal=True)
     for tokens in [1, 7] * 20:
         seconds = 1 + 0.01 * tokens + drafting
         result = SimpleNamespace(seconds=seconds, draft_seconds=drafting)
-        speculation.learn(tokens, [flight], result)
-    request = SimpleNamespace(next_parents=parents, draft_share=0.7, watched=0, ahead=MOST)
-    assert speculation.to_make(request, 1) == made
+        speculation.learn_times(tokens, [flight], result)
+    request = SimpleNamespace(drafting=DraftState(parents=parents, acceptance=0.7, proposed=MOST))
+    assert speculation.drafts_to_make(request, 1) == made
 
 
 @pytest.mark.parametrize(
@@ -229,15 +230,17 @@ def test_a_pass_makes_a_level_of_a_tree_and_its_first_draft_pays_for_it(levels, 
 def test_a_block_is_made_as_a_whole_where_its_pass_pays(pass_s, per_token, made, verified):
     """Seven of ten drafts come true."""
     speculation = Speculation(MOST, is_paid=True, levels=1, in_blocks=True)
-    flight = SimpleNamespace(ahead=MOST, is_abreast=True)
+    flight = SimpleNamespace(propose=MOST, follows_proposal=True)
     for tokens in [1, 7] * 20:
         seconds = 1 + per_token * tokens + pass_s
-        speculation.learn(tokens, [flight], SimpleNamespace(seconds=seconds, draft_seconds=pass_s))
-    request = SimpleNamespace(next_parents=[], draft_share=0.7, watched=0, ahead=MOST)
-    assert speculation.to_verify(request, 1) == verified
-    speculation.to_make(request, 1)  # the first look of all
-    request.watched = 0
-    assert speculation.to_make(request, 1) == made
+        speculation.learn_times(
+            tokens, [flight], SimpleNamespace(seconds=seconds, draft_seconds=pass_s)
+        )
+    request = SimpleNamespace(drafting=DraftState(parents=[], acceptance=0.7, proposed=MOST))
+    assert speculation.drafts_to_verify(request, 1) == verified
+    speculation.drafts_to_make(request, 1)  # the first look of all
+    request.drafting.probes_left = 0
+    assert speculation.drafts_to_make(request, 1) == made
 
 
 @pytest.mark.parametrize("more", [0, 1])

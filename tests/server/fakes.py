@@ -16,8 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.chat_template.template import load_chat
-from banyan.config.schema import CacheConfig, Config, LoadConfig
-from banyan.config.serving import ObserveConfig, ServerConfig
+from banyan.config.schema import CacheConfig, Config, LoadConfig, ObserveConfig, ServerConfig
 from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES

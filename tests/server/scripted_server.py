@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import ModelError
 from banyan.base.log import start_logging
-from banyan.config.schema import Config, LoadConfig
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import Config, LoadConfig, ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.transport import SocketEngineLink

@@ -10,7 +10,7 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.messages.constraint import Constraint
 from banyan.requests.generation import Finish
 from tests.server.fakes import Site, refusal, steps

@@ -12,8 +12,7 @@ from openai.types import Batch
 from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
-from banyan.config.schema import ScheduleConfig
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ScheduleConfig, ServerConfig
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Finish
 from banyan.requests.request_spec import RequestSpec, spec_of

@@ -8,8 +8,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from banyan.config.schema import CacheConfig
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import CacheConfig, ServerConfig
 from banyan.requests.generation import Usage
 from tests.server.fakes import Site
 from tests.support.scripted import scripted

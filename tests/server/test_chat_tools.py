@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.messages.constraint import Constraint
 from banyan.requests.generation import Finish
 from tests.server.fakes import Site

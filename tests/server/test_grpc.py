@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import ConfigError
 from banyan.config import prepare
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.engine_client.client import Health
 from banyan.requests.generation import Finish
 from banyan.server.grpc import listener as grpc_listener

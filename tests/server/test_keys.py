@@ -81,7 +81,7 @@ def test_a_changed_file_counts_within_a_second_and_a_bad_one_never(tmp_path: Pat
     written(tmp_path, "keys: [{name: shop}]")
     clock.advance_to(2 * LOOK_S + 0.2)
     assert keys.find(new)
-    assert "the keys stay as they were" in caplog.text and "sk-" not in caplog.text
+    assert "the API keys stay as they were" in caplog.text and "sk-" not in caplog.text
     (tmp_path / "keys.yaml").unlink()
     clock.advance_to(4 * LOOK_S)
     assert keys.find(new)

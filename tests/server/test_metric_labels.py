@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.engine_client.metrics_observer import ObservedGenerator
 from banyan.server.admin.metrics import MOST_SETS, check_labels, open_labels, open_metrics
 from tests.server.fakes import Site

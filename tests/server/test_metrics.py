@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.ids import RequestId
-from banyan.config.buckets import bounds_of
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.histogram_buckets import bounds_of
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import ObservedGenerator
 from banyan.messages.events import Stats

@@ -14,7 +14,7 @@ from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse
 from pydantic import BaseModel
 
 from banyan.chat_template.named_templates import FillIn
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.messages.constraint import Constraint
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.requests.request_spec import RequestSpec

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from banyan.base.clock import VirtualClock
-from banyan.config.described import name_of
+from banyan.config.cli import name_of
 from banyan.config.flags.table import GROUPS
 from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Reply, Stats

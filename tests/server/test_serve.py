@@ -17,8 +17,7 @@ import pytest
 from banyan.base.errors import CapacityError, ConfigError, ModelError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.schema import Config
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
 from banyan.server.http.listen import bind, check_exposure
 from banyan.server.lifecycle.serve import Server
@@ -297,7 +296,7 @@ def test_an_engine_may_be_silent_for_the_seconds_given(tmp_path: Path) -> None:
         client = open_client(config, f"ipc://{tmp_path}/front")
         client._deliver(Ready(max_total_tokens=1, max_request_tokens=1, max_running=1))
         client.stats_at_s -= silent_s
-        client._line.link.close()
+        client._connection.link.close()
         return client.health().progressing
 
     assert is_well(10, under()) and not is_well(30, under())

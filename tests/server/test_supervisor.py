@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.config.schema import Config
-from banyan.config.serving import ObserveConfig, ServerConfig
+from banyan.config.schema import Config, ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
 from banyan.messages.transport import SocketEngineLink
 from banyan.model_config.model_config import ModelConfig

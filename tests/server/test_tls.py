@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import serialization
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
-from banyan.config.described import described
-from banyan.config.serving import ServerConfig
+from banyan.config.cli import described
+from banyan.config.schema import ServerConfig
 from banyan.server.http.listen import bind, web_server
 from banyan.server.http.tls import LOOK_S, tls_context
 from tests.server.fakes import Site

@@ -6,7 +6,7 @@ import pytest
 
 from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache.groups import FULL, CacheGroup
-from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
 from banyan.sim.replica import SimulatedReplica
@@ -19,7 +19,7 @@ from tests.sim.test_replica import DEVICE, MODEL_CONFIG, TRACE, Outcome
 
 
 def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0, **more):
-    limits = Limits(
+    limits = SchedulerLimits(
         max_running=running,
         chunk_tokens=2048,
         max_request_tokens=150_000,

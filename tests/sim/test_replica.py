@@ -11,7 +11,7 @@ from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import ModelConfig
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice
 from banyan.sim.hardware import Hardware
@@ -41,7 +41,9 @@ TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake_con
 
 
 def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order="fcfs"):
-    limits = Limits(depth=depth, max_running=16, chunk_tokens=512, max_request_tokens=32_768)
+    limits = SchedulerLimits(
+        depth=depth, max_running=16, chunk_tokens=512, max_request_tokens=32_768
+    )
     groups = (CacheGroup(FULL, 16, pages),)
     core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead
+from tests.models.drafting import tiny_mtp
 from tests.models.families import tiny
 from tests.system.handing import engines
 from tests.system.test_lora_beside import EXPERTS, random_adapter
@@ -50,7 +50,7 @@ def test_drafts_change_no_bit_beside_adapters_of_experts(algorithm: str, tmp_pat
     variant = "deepseek v3" if algorithm == "NEXTN" else "qwen2 moe"
     reference = tiny(variant, tmp_path / "plain")
     base = tmp_path / "base"
-    (tiny_ahead if algorithm == "NEXTN" else tiny)(variant, base)
+    (tiny_mtp if algorithm == "NEXTN" else tiny)(variant, base)
     path = random_adapter(reference, tmp_path / "a", "o_proj", *EXPERTS, "gate.weight")
     flags = {**FLAGS, "lora_paths": [f"a={path}"]}
     drafts: dict[str, object] = {"speculative_algorithm": algorithm}

@@ -12,7 +12,7 @@ import torch
 import banyan
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead
+from tests.models.drafting import tiny_mtp
 from tests.models.families import tiny
 from tests.system.handing import engines
 from tests.system.test_expert_places import ASKED, PROMPTS, VARIANT
@@ -80,7 +80,7 @@ def test_weights_that_are_taken_after_a_move_lie_where_experts_are(tmp_path, cap
 
 @OUTER
 def test_drafts_come_from_a_layer_whose_experts_stay(tmp_path, caplog):
-    tiny_ahead("deepseek v3", tmp_path, n_routed_experts=8, n_group=2)
+    tiny_mtp("deepseek v3", tmp_path, n_routed_experts=8, n_group=2)
     with opened(tmp_path) as engine:
         expected = told(engine)
     drafts = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}

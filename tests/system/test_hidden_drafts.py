@@ -12,7 +12,7 @@ import transformers
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
+from tests.models.drafting import tiny_eagle, tiny_eagle3, tiny_mtp
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
 ALL = os.environ.get("DRAFTS") == "all"
@@ -43,7 +43,7 @@ def with_words(variant: str, folder: Path, words: Path, **sizes: int) -> Path:
         sizes |= {"head_dim": 16, "known": 450}
         tiny_eagle3(variant, folder, folder / "eagle", **_WORDS, **sizes)
     else:
-        tiny_ahead(variant, folder, **_WORDS, **sizes)
+        tiny_mtp(variant, folder, **_WORDS, **sizes)
     for file in words.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

@@ -9,7 +9,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead, tiny_eagle
+from tests.models.drafting import tiny_eagle, tiny_mtp
 from tests.models.families import tiny
 from tests.support.lora import write_adapter
 
@@ -82,7 +82,7 @@ def test_beside_drafts_of_another_model(tiny_model: Path, told: Path) -> None:
 
 @WHOLE
 def test_beside_drafts_of_the_model_itself(tmp_path: Path, told: Path) -> None:
-    tiny_ahead("deepseek v3", tmp_path / "model")
+    tiny_mtp("deepseek v3", tmp_path / "model")
     named = {"speculative_algorithm": "NEXTN", **ADAPTIVE}
     sees_and_changes_nothing(tmp_path / "model", told, 1, **INSIDE, **named)
 

@@ -10,7 +10,7 @@ import zmq
 
 from banyan.base.errors import ConfigError
 from banyan.config.kv_events import kv_events
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.llm import Engine
 from banyan.lora.namespaces import id_of
 from tests.support.flags import config_of

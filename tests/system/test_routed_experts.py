@@ -11,7 +11,7 @@ import pytest
 import banyan
 from banyan.base.errors import ConfigError, RequestError
 from banyan.formats.arrays import read_arrays
-from tests.models.drafting import tiny_ahead
+from tests.models.drafting import tiny_mtp
 from tests.models.families import tiny
 from tests.system.serving import Server, serving, stream_events
 from tests.system.test_expert_record import VARIANT, paths_in, routed, server_record
@@ -143,7 +143,7 @@ def test_the_routes_of_openai_tell_it_beside_their_choices(is_chat, server, mode
 
 
 def test_requests_that_ask_are_answered_beside_drafts_of_others(tmp_path):
-    tiny_ahead("deepseek v3", tmp_path)
+    tiny_mtp("deepseek v3", tmp_path)
     answers = []
     for drafts in ({}, {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}):
         with open_engine(tmp_path, **drafts) as engine:

@@ -12,10 +12,10 @@ from banyan.base.log import printable
 from banyan.config.argv import plain, split
 from banyan.config.cli import default_of, value_of
 from banyan.config.env import Environment
-from banyan.config.file import read_mapping
 from banyan.config.flags.flag import LISTS, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import Config
+from banyan.config.yaml_file import read_mapping
 
 MODEL = "model-path"
 _MOST_BYTES = 1 << 16

@@ -90,7 +90,7 @@ FLAGS = (
     ),
     Flag(
         "enable-dp-lm-head",
-        "parallel.are_heads_apart",
+        "parallel.replicates_lm_head",
         "with --enable-dp-attention: every replica holds the whole lm_head instead of a shard",
         kind=SWITCH,
         proof="tests/parallel/test_joined.py::test_the_flags_decide_who_shares_what",

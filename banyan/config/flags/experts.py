@@ -30,7 +30,7 @@ FLAGS = (
     ),
     Flag(
         "enable-return-routed-experts",
-        "experts.are_told",
+        "experts.are_returned",
         "allow return_routed_experts in requests: the answer then lists the experts of each token",
         kind=SWITCH,
         proof="tests/system/test_routed_experts.py"

@@ -2,8 +2,13 @@
 
 from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import INT, INTS, JSON, SWITCH, WORDS, Elsewhere, Flag
-from banyan.config.torchao import TORCHAO_NAMES
 from banyan.model_config.quantization import spellings
+
+TORCHAO_NAMES = (
+    *("int8wo", "int8dq", "fp8wo", "fp8dq-per_row", "fp8dq-per_tensor"),
+    *("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256"),
+)
+"""Values of --torchao-config; `models/weights/torchao.py` implements them."""
 
 FLAGS = (
     Flag(

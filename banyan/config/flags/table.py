@@ -1,4 +1,4 @@
-"""The one index of every flag: which spellings exist, and what each stands for."""
+"""The index of all flags: every spelling, and the flag that it means."""
 
 import difflib
 from functools import cache
@@ -8,9 +8,9 @@ from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import (
     device,
+    disaggregation,
     experts,
     grammar,
-    handoff,
     lora,
     model,
     observe,
@@ -26,31 +26,31 @@ GROUPS = (
     ("Server", server.FLAGS),
     ("Scheduler", schedule.FLAGS),
     ("KV cache", cache_flags.FLAGS),
-    ("Grammar", grammar.FLAGS),
-    ("Speculation", speculative.FLAGS),
-    ("Prefill and decode", handoff.FLAGS),
-    ("Adapters", lora.FLAGS),
+    ("Structured output", grammar.FLAGS),
+    ("Speculative decoding", speculative.FLAGS),
+    ("Prefill/decode disaggregation", disaggregation.FLAGS),
+    ("LoRA", lora.FLAGS),
     ("Experts", experts.FLAGS),
-    ("Machine", device.FLAGS),
-    ("Logs", observe.FLAGS),
+    ("Device and parallelism", device.FLAGS),
+    ("Logs, metrics and traces", observe.FLAGS),
 )
 
 CONFIG_FILE = "config"
-"""The flag that names a file of flags; it owns no field."""
+"""The flag of a configuration file; it owns no field."""
 
 Known = Flag | Absent | Replaced
 
 
 @cache
 def known_flags() -> tuple[Known, ...]:
-    """Every flag once: those that have an effect, then the absent, then the replaced ones."""
+    """Every flag once: working ones, then unsupported ones, then old names."""
     working = [flag for _, flags in GROUPS for flag in flags]
     return (*working, *read_absent(), *REPLACED)
 
 
 @cache
 def spellings() -> dict[str, Known]:
-    """Every exact spelling, aliases and old names included; what works stands before the rest."""
+    """Every exact spelling with aliases and old names; working flags win over unsupported ones."""
     index: dict[str, Known] = {}
     for flag in known_flags():
         for name in flag.names:
@@ -59,9 +59,9 @@ def spellings() -> dict[str, Known]:
 
 
 def find(name: str, *, abbreviate: bool) -> Known:
-    """The flag spelled `name` (no dashes in front); ConfigError suggests the nearest one.
+    """Return the flag spelled `name` (without dashes); ConfigError suggests the nearest one.
 
-    With `abbreviate` a beginning that only one documented flag has will do.
+    With `abbreviate` a unique prefix of a documented flag is accepted.
     """
     index = spellings()
     if name in index:

@@ -1,4 +1,5 @@
-"""What a float weight may be rounded to on the disk: the tensors it becomes, and their numbers.
+"""Target layouts of quantisation on disk: the tensors that a float weight becomes, and their
+numbers.
 
     int8        compressed-tensors int-quantized: weight int8, weight_scale [out, 1]
     w8a16       compressed-tensors pack-quantized: weight_packed int32 [out, in/4], weight_scale,
@@ -9,8 +10,6 @@
     bf16, f32   floats of a folder
     q8_0 …      blocks of a GGUF file, under the tensor's own name
     f16         fp16 in a GGUF file
-
-Knows shapes and numbers; knows no files.
 """
 
 import math
@@ -28,7 +27,7 @@ from banyan.ops.stored import StoredWeight
 
 BLOCK_SIDE = 128
 _CHUNK = 1 << 24
-"""Numbers that are rounded at once: what lies in memory as fp32 beside the weight."""
+"""Numbers that are rounded at once; limits the fp32 copy in memory."""
 _GROUPS = (128, 64, 32)
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -52,7 +51,7 @@ class Rounded:
     make: Callable[[StoredWeight], dict[str, Tensor]]
 
 
-class Layout(Protocol):
+class TargetLayout(Protocol):
     """One name of --type."""
 
     @property
@@ -85,7 +84,7 @@ def _octets(numbers: Tensor) -> Tensor:
 
 
 def _all(weight: StoredWeight, make: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The bytes of every tensor from those of the pieces."""
+    """The bytes of every tensor, joined from pieces."""
     pieces: dict[str, list[Tensor]] = {}
     for rows in _rows(weight):
         for name, numbers in make(rows).items():
@@ -98,7 +97,7 @@ def _stem(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedIntegers:
     """Integers of a few bits in 32-bit words.
 
     Attributes:
@@ -205,8 +204,8 @@ def _args(bits: int, number: str, **more: object) -> Settings:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Blocks of a GGUF file.
+class GGUFBlocks:
+    """Quantised blocks of a GGUF file.
 
     Attributes:
         type: a name of TO_BLOCKS.
@@ -259,18 +258,18 @@ def to_floats(name: str, shape: tuple[int, ...], type: str) -> Rounded:
     return Rounded(type, (Entry(name, type, shape),), lambda weight: _all(weight, rows))
 
 
-def layout_of(type: str, group: int) -> Layout:
+def layout_of(type: str, group: int) -> TargetLayout:
     """
     Args:
         type: a name of TYPES.
         group: inputs that share a scale in w4a16.
     """
     if type.upper() in TO_BLOCKS:
-        return Blocks(type.upper())
+        return GGUFBlocks(type.upper())
     return {
         "int8": EightBits("I8"),
-        "w8a16": Packed(8, 0),
-        "w4a16": Packed(4, group),
+        "w8a16": PackedIntegers(8, 0),
+        "w4a16": PackedIntegers(4, group),
         "f16": Floats("F16", "gguf"),
         "bf16": Floats("BF16", "safetensors"),
         "f32": Floats("F32", "safetensors"),

@@ -1,6 +1,5 @@
-"""What a quantised checkpoint will consist of, before a number is rounded: its files, and for every
-tensor of the source what becomes of it. The same source and wishes give the same plan.
-"""
+"""Plans a quantised checkpoint before any number is rounded: its files, and the result of every
+tensor of the source. The same source and settings give the same plan."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +18,11 @@ from banyan.formats.headers import (
     without_keys,
 )
 from banyan.formats.mapped import TensorInfo
-from banyan.models.quantize.layouts import Floats, Layout, Rounded, to_floats
-from banyan.models.quantize.source import Source
-from banyan.models.quantize.translated import translated
+from banyan.models.quantize.layouts import Floats, Rounded, TargetLayout, to_floats
+from banyan.models.quantize.source import SourceCheckpoint
+from banyan.models.quantize.translate import translated
 from banyan.models.weights.names import split_numbers
-from banyan.models.weights.quant.patterns import Modules
+from banyan.models.weights.quant.base import Modules
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 _QUANTIZATION_VERSION = 2
@@ -31,11 +30,11 @@ _FILE_TYPES = {
     **{"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18},
 }
-"""Of general.file_type, which only tells people what a file mostly holds (gguf-py constants)."""
+"""Values of general.file_type: the most common type of the file (gguf-py constants)."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlanUnit:
     """One tensor of the source, or what a module takes of it.
 
     Attributes:
@@ -51,7 +50,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A run of bytes of one file that is written at once, and made again when it is not whole.
 
     Attributes:
@@ -61,7 +60,7 @@ class Piece:
     """
 
     head: bytes
-    units: tuple[Unit, ...]
+    units: tuple[PlanUnit, ...]
     offsets: tuple[int, ...]
     start: int
     end: int
@@ -70,7 +69,7 @@ class Piece:
 @dataclass(frozen=True)
 class OutFile:
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -78,7 +77,7 @@ class OutFile:
 
 
 @dataclass
-class Plan:
+class QuantizePlan:
     """
     Attributes:
         kinds: kind of rounding -> modules that are rounded so.
@@ -101,12 +100,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a GGUF file that is made from a folder says beside its tensors.
+class GGUFMetadata:
+    """Metadata of a GGUF file that is made from a folder.
 
     Attributes:
         keys: its metadata.
-        constants: tensors of numbers that the folder's configuration means, first in the file.
+        constants: tensors computed from the folder's configuration, first in the file.
     """
 
     keys: Mapping[str, object]
@@ -114,21 +113,21 @@ class Words:
 
 
 def make_plan(
-    source: Source,
-    layout: Layout,
+    source: SourceCheckpoint,
+    layout: TargetLayout,
     ignore: Sequence[str],
     most_bytes: int,
     name: str,
-    words: Words | None = None,
-) -> Plan:
+    words: GGUFMetadata | None = None,
+) -> QuantizePlan:
+    """Args:
+    ignore: modules that stay unquantised, in addition to the usual ones.
+    most_bytes: size limit of a file of a folder, or of a piece of a GGUF file that is written
+        again after an interruption.
+    name: of the GGUF file.
+    words: metadata of a GGUF file from a folder; None = source and result have the same format.
     """
-    Args:
-        ignore: modules that stay as they are, beside those that always do.
-        most_bytes: of a file of a folder; of what is lost when a GGUF file is cut off.
-        name: of the GGUF file.
-        words: of a GGUF file from a folder; None = the source is of the layout's own form.
-    """
-    plan = Plan()
+    plan = QuantizePlan()
     left_out = Modules(ignore, "--ignore")
     if words is not None:
         units = [*_constants(words), *_translated(plan, source, layout, left_out)]
@@ -150,55 +149,59 @@ def make_plan(
     for number, mine in enumerate(shards, 1):
         shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         header = safetensors_header(_entries(mine))
-        whole = Piece(header.octets, tuple(mine), header.offsets, 0, header.size_bytes)
+        whole = FilePiece(header.octets, tuple(mine), header.offsets, 0, header.size_bytes)
         plan.files.append(OutFile("model.safetensors" if len(shards) == 1 else shard, (whole,)))
     return plan
 
 
 def _units(
-    plan: Plan, source: Source, layout: Layout, left_out: Modules, name: str
-) -> Iterator[Unit]:
+    plan: QuantizePlan, source: SourceCheckpoint, layout: TargetLayout, left_out: Modules, name: str
+) -> Iterator[PlanUnit]:
     tensor = source.tensors[name]
     slices = source.slices(name) if layout.container == "safetensors" else []
     if not slices:
-        yield _unit(plan, source, layout, left_out, Unit(name, (_as_it_is(tensor),), None))
+        yield _unit(plan, source, layout, left_out, PlanUnit(name, (_as_it_is(tensor),), None))
     for each in slices:
         entry = Entry(each.name, tensor.type, each.shape)
-        copied = Unit(name, (entry,), None, lambda each=each: each.take(source.weight(name)))
+        copied = PlanUnit(name, (entry,), None, lambda each=each: each.take(source.weight(name)))
         yield _unit(plan, source, layout, left_out, copied)
 
 
-def _constants(words: Words) -> Iterator[Unit]:
+def _constants(words: GGUFMetadata) -> Iterator[PlanUnit]:
     for name, numbers in words.constants.items():
         entry = Entry(name, "F32", (len(numbers),))
-        yield Unit(name, (entry,), None, lambda n=numbers: StoredWeight.from_tensor(Tensor(n)))
+        yield PlanUnit(name, (entry,), None, lambda n=numbers: StoredWeight.from_tensor(Tensor(n)))
 
 
-def _translated(plan: Plan, source: Source, layout: Layout, left_out: Modules) -> Iterator[Unit]:
+def _translated(
+    plan: QuantizePlan, source: SourceCheckpoint, layout: TargetLayout, left_out: Modules
+) -> Iterator[PlanUnit]:
     """Of a GGUF file: small tensors are fp32, as its readers want them."""
     for each in translated(source):
         name, shape = each.entry.name, each.entry.shape
-        copied = Unit(each.hub_name, (each.entry,), None, each.take)
+        copied = PlanUnit(each.hub_name, (each.entry,), None, each.take)
         if each.is_small:
             floats = to_floats(name, shape, "F32")
-            copied = Unit(each.hub_name, floats.entries, floats, each.take)
+            copied = PlanUnit(each.hub_name, floats.entries, floats, each.take)
         yield _round(plan, layout, left_out, copied, each.is_projection, each.hub_name)
 
 
-def _of_folder(plan: Plan, source: Source, layout: Layout, left_out: Modules) -> Iterator[Unit]:
+def _of_folder(
+    plan: QuantizePlan, source: SourceCheckpoint, layout: TargetLayout, left_out: Modules
+) -> Iterator[PlanUnit]:
     """Of a folder from a GGUF file: all that is not rounded are floats of one type, but for
     corrections of routers, whose bits matter."""
     dtype = float_type(source, layout)
     for each in translated(source, has_stacks=isinstance(layout, Floats)):
         name, shape = each.entry.name, each.entry.shape
         floats = to_floats(name, shape, "F32" if name.endswith("correction_bias") else dtype)
-        copied = Unit(name, floats.entries, floats, each.take)
+        copied = PlanUnit(name, floats.entries, floats, each.take)
         yield _round(plan, layout, left_out, copied, each.is_projection, name)
 
 
-def float_type(source: Source, layout: Layout) -> str:
-    """What a folder from a GGUF file keeps its floats in: the layout's, else that of most matrices
-    of the file; BF16 where these are in blocks."""
+def float_type(source: SourceCheckpoint, layout: TargetLayout) -> str:
+    """Float type of a folder made from a GGUF file: the layout's, otherwise the type of most
+    matrices of the file; BF16 if these are in blocks."""
     if isinstance(layout, Floats):
         return layout.type
     kinds = Counter(tensor.type for tensor in source.tensors.values() if len(tensor.shape) > 1)
@@ -210,14 +213,25 @@ def _as_it_is(tensor: TensorInfo) -> Entry:
     return Entry(tensor.name, tensor.type, tensor.shape)
 
 
-def _unit(plan: Plan, source: Source, layout: Layout, left_out: Modules, copied: Unit) -> Unit:
+def _unit(
+    plan: QuantizePlan,
+    source: SourceCheckpoint,
+    layout: TargetLayout,
+    left_out: Modules,
+    copied: PlanUnit,
+) -> PlanUnit:
     (whole,) = copied.entries
     return _round(plan, layout, left_out, copied, source.is_projection(whole), whole.name)
 
 
 def _round(
-    plan: Plan, layout: Layout, left_out: Modules, copied: Unit, is_projection: bool, called: str
-) -> Unit:
+    plan: QuantizePlan,
+    layout: TargetLayout,
+    left_out: Modules,
+    copied: PlanUnit,
+    is_projection: bool,
+    called: str,
+) -> PlanUnit:
     """What becomes of a unit that may be rounded; `called` in the source, or as its folder does."""
     (whole,) = copied.entries
     name, stem = whole.name, called.removesuffix(".weight")
@@ -240,14 +254,14 @@ def _round(
     return replace(copied, entries=rounded.entries, rounded=rounded)
 
 
-def _entries(units: Sequence[Unit]) -> list[Entry]:
+def _entries(units: Sequence[PlanUnit]) -> list[Entry]:
     return [entry for unit in units for entry in unit.entries]
 
 
 def _shards(
-    units: Sequence[Unit], size: Callable[[Entry], int], most_bytes: int
-) -> Iterator[list[Unit]]:
-    shard, filled = list[Unit](), 0
+    units: Sequence[PlanUnit], size: Callable[[Entry], int], most_bytes: int
+) -> Iterator[list[PlanUnit]]:
+    shard, filled = list[PlanUnit](), 0
     for unit in units:
         needed = sum(size(entry) for entry in unit.entries)
         if shard and filled + needed > most_bytes:
@@ -260,24 +274,24 @@ def _shards(
 
 
 def _gguf_file(
-    name: str, pairs: Sequence[bytes], units: Sequence[Unit], most_bytes: int
+    name: str, pairs: Sequence[bytes], units: Sequence[PlanUnit], most_bytes: int
 ) -> OutFile:
     kinds = Counter(e.type for e in _entries(units) if not STORAGE_TYPES[e.type].is_float)
     main = kinds.most_common(1)[0][0] if kinds else ""
-    told = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
-    told += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
-    header = gguf_header([*pairs, *told], _entries(units))
+    own = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
+    own += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
+    header = gguf_header([*pairs, *own], _entries(units))
     return OutFile(name, tuple(_pieces(header, units, most_bytes)))
 
 
-def _pieces(header: Header, units: Sequence[Unit], most_bytes: int) -> Iterator[Piece]:
+def _pieces(header: Header, units: Sequence[PlanUnit], most_bytes: int) -> Iterator[FilePiece]:
     at, offsets = 0, header.offsets
     shards = list(_shards(units, size_in_gguf, most_bytes))
     for number, mine in enumerate(shards):
         count = len(_entries(mine))
         end = offsets[at + count] if number + 1 < len(shards) else header.size_bytes
         head, start = (b"", offsets[at]) if number else (header.octets, 0)
-        yield Piece(head, tuple(mine), offsets[at : at + count], start, end)
+        yield FilePiece(head, tuple(mine), offsets[at : at + count], start, end)
         at += count
 
 

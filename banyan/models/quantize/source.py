@@ -1,5 +1,9 @@
-"""The checkpoint that is quantised: its tensors by name, in the order of its files."""
+"""The checkpoint to quantise: its tensors by name, in file order, and slices of stacked experts (in
+a quantised folder each expert is a module of its own)."""
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 from torch import Tensor
@@ -12,13 +16,27 @@ from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.quantize.stacks import Slice, slices_of
-from banyan.models.weights.projections import is_projection
+from banyan.models.weights.checkpoint_layouts import halves_of
+from banyan.models.weights.names import is_projection, place_of, split_numbers
 from banyan.models.weights.reader import as_tensor
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 
-class Source:
+@dataclass(frozen=True)
+class Slice:
+    """What one module takes of a tensor.
+
+    Attributes:
+        name: of the tensor that it becomes.
+        take: it, from the whole tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    take: Callable[[StoredWeight], StoredWeight]
+
+
+class SourceCheckpoint:
     """One checkpoint; holds at most one of its files open.
 
     Attributes:
@@ -80,8 +98,8 @@ class Source:
         with GGUFFile.open(self.model_config.path) as file:
             return file.pairs()
 
-    def stamp(self) -> list[tuple[str, int, int]]:
-        """What tells whether the files are those of before: names, sizes and times."""
+    def files_state(self) -> list[tuple[str, int, int]]:
+        """Names, sizes and times of the files, to detect changes."""
         found = [(path, path.stat()) for path in dict.fromkeys(self._files.values())]
         return [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in found]
 
@@ -97,3 +115,58 @@ class Source:
         if self._open is not None:
             self._open.close()
             self._open = None
+
+
+def slices_of(name: str, shape: Sequence[int], names: NameMap) -> list[Slice]:
+    """The modules whose weights or biases a tensor stacks; none if it is no stack, or the family
+    has no names for single experts."""
+    if len(shape) < 2:
+        return []
+    halves = halves_of(name, len(shape)) if names.has_gates_between else []
+    if not halves:
+        return list(_over_one_another(name, shape, names))
+    inner = tuple(reversed(shape[1:]))
+    found: list[Slice] = []
+    for half in halves:
+        taken = (inner[0] // half.step, *inner[1:])
+        for expert in range(shape[0]):
+            named = _name_of(half.name, 0, expert, names)
+            if not named:
+                return []
+            found.append(Slice(named, taken, lambda t, e=expert, h=half: h.take(t.at(e))))
+    return found
+
+
+def _over_one_another(name: str, shape: Sequence[int], names: NameMap) -> Iterator[Slice]:
+    place = place_of(name, names)
+    if place is None or not all("*" in part for part in place.parts):
+        return
+    count = len(place.parts)
+    rows = shape[1] // count
+    for part in range(count):
+        for expert in range(shape[0]):
+            named = _name_of(name, part, expert, names)
+            if not named:
+                return
+            taken = (rows, *shape[2:])
+            first = part * rows
+
+            def take(t: StoredWeight, e: int = expert, first: int = first) -> StoredWeight:
+                return t.at(e).cut(0, first, first + rows)
+
+            yield Slice(named, taken, take)
+
+
+def _name_of(stack: str, part: int, expert: int, names: NameMap) -> str:
+    """What a checkpoint with a module for each expert calls a part of one, "" = it has no name."""
+    place = place_of(stack, names)
+    if place is None:
+        return ""
+    module, numbers = split_numbers(place.module)
+    wanted = f"{module}:{place.parts[part].replace('*', '{}')}"
+    found = [template for template, target in names.modules.items() if target == wanted]
+    if not found:
+        return ""
+    # Some families have several names for a layer: the one that begins like the stack's.
+    near = max(found, key=lambda template: len(commonprefix((template, split_numbers(stack)[0]))))
+    return f"{near.format(*numbers, expert)}.{place.slot}"

@@ -1,7 +1,7 @@
-"""Fills a model: streams the checkpoint, hands each tensor to its layer, keeps a strict account.
+"""Loads a model: streams the checkpoint's tensors to the layers and accounts for every one of them.
 
-Every tensor of the checkpoint is used or known to be needless, every slot is filled; otherwise the
-first five names are in the error.
+Every tensor is used or known to be unneeded, and every slot is filled; otherwise the error shows
+the first five names.
 """
 
 import difflib
@@ -25,17 +25,19 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
-from banyan.models.mtp import FollowingLM
-from banyan.models.weights.custom import Transform
-from banyan.models.weights.interleaved import with_plain_experts
-from banyan.models.weights.latent import with_whole_expansions
-from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
+from banyan.models.mtp import DraftLM
+from banyan.models.weights.checkpoint_layouts import (
+    with_heads_of_keys,
+    with_numbered_blocks,
+    with_plain_experts,
+    with_plain_states,
+    with_whole_expansions,
+)
+from banyan.models.weights.names import WeightPlace, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.quant.fp8 import with_plain_floats
-from banyan.models.weights.reader import read_tensors, tensor_types
-from banyan.models.weights.shared import with_numbered_blocks
-from banyan.models.weights.states import with_heads_of_keys, with_plain_states
+from banyan.models.weights.reader import Transform, read_tensors, tensor_types
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import E4M3, RawTensor, StoredWeight
@@ -46,22 +48,23 @@ log = logger(__name__)
 
 
 class BlockWatch(Protocol):
-    """Is told of the blocks of a model, so that their weights may go elsewhere one by one."""
+    """Notified when the weights of a block are loaded, so that they can be moved elsewhere
+    (offloading)."""
 
     def begin(self, model: Model) -> None:
-        """A model that is still empty."""
+        """Called with the model before any weight is loaded."""
         ...
 
     def filled(self, layer: int) -> None:
-        """All weights of a block are here."""
+        """All weights of a block are loaded."""
         ...
 
 
 _SHOWN = 5
 _DUMMY_STD = 0.02
 _DUMMY_DRAWN = 4_194_301
-"""Numbers that are drawn for a tensor; a larger one repeats them. A prime, so that no two rows are
-alike."""
+"""Random numbers per tensor; a larger tensor repeats them. A prime, so that no two rows are
+equal."""
 
 
 def load_model(
@@ -74,18 +77,19 @@ def load_model(
     transforms: Sequence[Transform] = (),
     watch: BlockWatch | None = None,
 ) -> Model:
-    """Build this rank's share of a model and fill it.
+    """Build this rank's part of a model and load its weights.
 
     Args:
         load_format: "auto" reads the checkpoint; "dummy" draws random weights from `seed`.
-        served_length: longest request in tokens; 0 = the card's context length.
+        served_length: longest request in tokens; 0 = the model's context length.
         is_mapped: False reads files into memory instead of mapping them.
-        transforms: what to make of the checkpoint's tensors, in order (`custom.py`).
-        watch: is told of each block that is filled.
+        transforms: functions applied to the checkpoint's tensors, in order
+            (--custom-weight-loader).
+        watch: notified when a block is loaded.
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
-        ConfigError: an unknown architecture or load format, or ranks that cannot share it.
+        ConfigError: an unknown architecture or load format, or ranks that cannot shard the model.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -127,9 +131,9 @@ def tensors_of(
     """The tensors of a checkpoint as models take them: whole weights under their names.
 
     Args:
-        beginning: of the names of those that are wanted.
-        ops: of the device that they are for, which may round activations where the checkpoint asks
-            for it, and multiply with floats of 8 bits; None = it does neither.
+        beginning: only tensors whose names start with it.
+        ops: kernels of the target device, which may round activations if the checkpoint asks for
+            it, and multiply 8-bit floats; None = neither.
 
     Raises:
         ModelError: unreadable files.
@@ -171,10 +175,10 @@ def _names_of(model_config: ModelConfig) -> NameMap:
 
 
 def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most: int) -> object:
-    """The first rows of one tensor as numbers in lists.
+    """The first rows of a tensor as nested lists of numbers.
 
     Raises:
-        ConfigError: no tensor has the name, or they are more than `most` numbers.
+        ConfigError: no tensor has the name, or there are more than `most` numbers.
     """
     names: list[str] = []
     for name, tensor in tensors:
@@ -184,7 +188,7 @@ def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most:
         shape = (min(rows, tensor.shape[0]), *tensor.shape[1:]) if tensor.shape else ()
         if math.prod(shape) > most:
             raise ConfigError(
-                f"{math.prod(shape)} numbers are {list(shape)} of it; at most {most} are told",
+                f"{math.prod(shape)} numbers are {list(shape)} of it; at most {most} are returned",
                 hint="send a smaller truncate_size",
             )
         weight = _weight(name, tensor)
@@ -197,11 +201,11 @@ def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most:
 
 
 class Filling:
-    """One pass over a checkpoint into a model."""
+    """One pass over a checkpoint that fills a model."""
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | FollowingLM,
+        model: DecoderLM | EncoderLM | DraftLM,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -238,8 +242,8 @@ class Filling:
                 self._offer(name, part, mine)
         self._settle()
 
-    def _offer(self, name: str, place: Place | None, tensor: Stored) -> None:
-        """Take a tensor, unless other ranks do or it means nothing here."""
+    def _offer(self, name: str, place: WeightPlace | None, tensor: Stored) -> None:
+        """Take a tensor, unless it belongs to other ranks or is not needed."""
         if place is not None and self._is_elsewhere(place):
             return
         if place is None or not self._is_open(place):
@@ -249,16 +253,18 @@ class Filling:
             return
         self._take(name, place, _weight(name, tensor))
 
-    def _is_empty_bias(self, place: Place | None, tensor: Stored) -> bool:
-        """Zeros for a projection that has no bias: some quantisers write one for every weight."""
+    def _is_empty_bias(self, place: WeightPlace | None, tensor: Stored) -> bool:
+        """A bias of zeros for a projection without bias; some quantisers write one for every
+        weight."""
         if place is None or place.slot != "bias" or isinstance(tensor, RawTensor):
             return False
         has_weight = (place.module, "weight") in self.declared
         has_bias = (place.module, "bias") in self.declared
         return has_weight and not has_bias and not bool(tensor.dense.any())
 
-    def _place_of(self, name: str) -> Place | None:
-        """Models for vectors may be stored without what stands around their body."""
+    def _place_of(self, name: str) -> WeightPlace | None:
+        """The place of a tensor. Embedding models may be stored without the prefix of their
+        body."""
         place, alone = place_of(name, self.names), self.names.alone
         if alone and place is not None and place.module not in self.layers:
             return replace(place, module=place.module.replace(alone, "", 1))
@@ -267,39 +273,40 @@ class Filling:
         return place
 
     def _is_needless_head(self) -> bool:
-        """A copy of the embedding, which fills the head, or the head of a model for vectors."""
+        """A copy of the embedding (tied head), or the head of an embedding model."""
         model_config = self.model.model_config
         return model_config.tie_embeddings or (
             model_config.pooling is not None and not model_config.labels
         )
 
-    def _is_open(self, place: Place) -> bool:
-        """Whether the model has this slot with these parts, and none of them is here yet."""
+    def _is_open(self, place: WeightPlace) -> bool:
+        """Whether the model has this slot with these parts, and none of them is loaded yet."""
         key = (place.module, place.slot)
         filled = self.waiting.get(key, {})
         return key in self.open and all(
             part in self.open[key].shapes and part not in filled for part in place.parts
         )
 
-    def _is_elsewhere(self, place: Place) -> bool:
+    def _is_elsewhere(self, place: WeightPlace) -> bool:
         """Whether other ranks take it."""
         layer, beyond = (
             block_of(place.module),
             self.model.model_config.num_layers,
-        )  # are those that draft
+        )  # later layers are MTP layers
         if 0 <= layer < beyond and layer not in self.stage:
             return True
         slot = self.declared.get((place.module, place.slot))
         return slot is not None and all(part in slot.elsewhere for part in place.parts)
 
     def _divide(self, divisors: StoredWeight) -> None:
-        """Slow the plain frequencies; a card that knows the rule behind the factors has done so."""
+        """Divide the plain RoPE frequencies; if the model config knows the rule, it has done so
+        already."""
         assert isinstance(self.model, DecoderLM)
         for rope, rotary in self.model.rotaries.items():
             if rope.kind == "default":
                 rotary.divide(divisors.dense)
 
-    def _take(self, name: str, place: Place, tensor: StoredWeight) -> None:
+    def _take(self, name: str, place: WeightPlace, tensor: StoredWeight) -> None:
         shapes = self.open[place.module, place.slot].shapes
         declared = [shapes[part] for part in place.parts]
         whole = (sum(shape[0] for shape in declared), *declared[0][1:])
@@ -328,7 +335,7 @@ class Filling:
             self._hand_over("head", place.slot, "", tensor)
 
     def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:
-        """Give a slot to its layer as soon as all its parts are here."""
+        """Fill a slot of a layer as soon as all its parts are loaded."""
         key, layer = (module, slot), self.layers[module]
         if not self.open[key].keeps_blocks(part, tensor):
             self.unpacked.append(f"{module}.{slot}")
@@ -385,12 +392,13 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | FollowingLM,
+    model: DecoderLM | EncoderLM | DraftLM,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,
 ) -> None:
-    """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
+    """Fill with random weights of the checkpoint's shapes: norms around one, others small, ties
+    kept."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(shape: tuple[int, ...], mean: float) -> StoredWeight:
@@ -425,9 +433,8 @@ def fill_dummy(
 
 
 def _weight(name: str, tensor: Stored) -> StoredWeight:
-    """
-    Raises:
-        ModelError: it holds raw numbers, of which no method has made a weight.
+    """Raises:
+    ModelError: raw numbers that no quantisation method has turned into a weight.
     """
     if isinstance(tensor, RawTensor):
         raise ModelError(

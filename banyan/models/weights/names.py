@@ -1,5 +1,6 @@
-"""From a checkpoint's tensor names to the slots of a model's layers."""
+"""Maps checkpoint tensor names to the slots of a model's layers."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,14 +10,14 @@ from banyan.ops.stored import RawTensor
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """Where a tensor goes.
 
     Attributes:
-        module: dotted name of the layer within the model.
+        module: dotted name of the layer in the model.
         slot: "weight" or "bias".
-        parts: which parts of the slot, over one another in the tensor; "" when it has one.
-        paired: those of the parts whose rows are in interleaved RoPE pairs.
+        parts: parts of the slot that are stacked in the tensor; "" if the slot has one part.
+        paired: parts whose rows are in interleaved RoPE pairs.
     """
 
     module: str
@@ -25,8 +26,8 @@ class Place:
     paired: tuple[str, ...] = ()
 
 
-def place_of(name: str, names: NameMap) -> Place | None:
-    """The place of a checkpoint tensor, None when the family has none for it."""
+def place_of(name: str, names: NameMap) -> WeightPlace | None:
+    """The place of a checkpoint tensor; None if the family has none for it."""
     template, numbers = split_numbers(name)
     stem, _, slot = template.rpartition(".")
     target = names.modules.get(template)
@@ -41,12 +42,14 @@ def place_of(name: str, names: NameMap) -> Place | None:
     module, _, listed = filled.partition(":")
     parts = listed.split("+")
     turned = tuple(part for part, is_paired in zip(parts, paired, strict=True) if is_paired)
-    return Place(module, slot, tuple(parts), turned)
+    return WeightPlace(module, slot, tuple(parts), turned)
 
 
-def by_expert(place: Place | None, tensor: Stored) -> Iterator[tuple[Place | None, Stored]]:
-    """The places of a tensor that holds one expert after another ("*" in a part), each with its
-    slice; any other tensor as it is."""
+def by_expert(
+    place: WeightPlace | None, tensor: Stored
+) -> Iterator[tuple[WeightPlace | None, Stored]]:
+    """The places of a tensor that stacks experts ("*" in a part), each with its slice; other
+    tensors are yielded unchanged."""
     is_stacked = place is not None and any("*" in part for part in place.parts)
     if place is None or not is_stacked or isinstance(tensor, RawTensor) or len(tensor.shape) < 2:
         yield place, tensor
@@ -66,7 +69,30 @@ def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
 
 
 def split_numbers(name: str) -> tuple[str, list[str]]:
-    """The name with {} for its numbers, and these: "blk.3.x" -> "blk.{}.x", ["3"]."""
+    """The name with {} for its numbers, and the numbers: "blk.3.x" -> "blk.{}.x", ["3"]."""
     parts = name.split(".")
     numbers = [part for part in parts if part.isdecimal()]
     return ".".join("{}" if part.isdecimal() else part for part in parts), numbers
+
+
+_ROUNDED = re.compile(
+    r"layers\.(\d+)\.(attention\.(qkv|query|out|squeeze|latent|expansion|mix)"
+    r"|mlp\.(experts\.|shared\.)?(gate_up|up|down))"
+)
+
+
+def is_projection(name: str, shape: tuple[int, ...], names: NameMap, num_layers: int) -> bool:
+    """Whether a tensor is the matrix of a projection. Only those are quantised, on disk or while
+    loading; embeddings, heads, norms, routers, convolutions, gates and the indexer of sparse
+    attention stay unquantised.
+
+    Args:
+        num_layers: of the model without MTP layers, which stay unquantised too.
+    """
+    if not name.endswith(".weight") or len(shape) < 2:
+        return False
+    place = place_of(name, names) or place_of(f"model.{name}", names)
+    if place is None or place.slot != "weight":
+        return False
+    found = _ROUNDED.fullmatch(place.module)
+    return found is not None and int(found[1]) < num_layers

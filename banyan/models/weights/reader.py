@@ -1,19 +1,22 @@
-"""Reads the tensors of a checkpoint one after another, whatever files it is made of.
+"""Reads the tensors of a checkpoint one after another, from safetensors or GGUF files.
 
-Knows formats and shards; knows no models. Bytes stay in the mapped file until a layer packs them.
+Bytes stay in the mapped file until a layer packs them. User functions (--custom-weight-loader) may
+change the tensors: each takes (name, StoredWeight) pairs and yields what the model should load.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.memory import give_back
+from banyan.base.named_code import load_named
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
@@ -23,17 +26,17 @@ from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
 
 _PART, _LEAST, _MOST = 64, 4 << 20, 256 << 20
-"""After this part of a checkpoint, and at least and at most so many bytes, what was read of it, and
-what was made of that and is packed by now, goes back to the system."""
+"""Memory of what was read and already packed is returned to the system after this fraction of a
+checkpoint, and at least and at most this many bytes."""
 
 
 def read_tensors(model_config: ModelConfig, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
-    """Every tensor of the checkpoint, by file and place within the file, but those of no layer come
-    first, and those of one module together, at the place of the largest. (Files have their widest
-    types first, so the scales of 4-bit words may all be behind the words of all layers.)
+    """Every tensor of the checkpoint, by file and offset, except that tensors outside layers come
+    first, and tensors of one module come together at the offset of the largest. (Files store their
+    widest types first, so scales of 4-bit weights may otherwise follow the weights of all layers.)
 
-    A tensor lives as long as its file is mapped: until the iterator has moved to the next file,
-    unless the caller keeps it (the mapping then stays with it).
+    A tensor is valid until the iterator moves to the next file, unless the caller keeps it (the
+    mapping then stays with it).
 
     Args:
         is_mapped: False reads each file into memory instead of mapping it.
@@ -69,8 +72,8 @@ def read_tensors(model_config: ModelConfig, is_mapped: bool = True) -> Iterator[
 
 
 def _by_module(tensors: Collection[TensorInfo]) -> list[TensorInfo]:
-    """What belongs to no layer first: the head is often the largest weight by far, and while it is
-    packed it lies in memory twice."""
+    """Tensors outside layers first: the head is often by far the largest weight, and while it is
+    packed it is in memory twice."""
     places: dict[str, tuple[int, int]] = {}
     for tensor in tensors:
         module = tensor.name.rpartition(".")[0]
@@ -86,7 +89,7 @@ def _by_module(tensors: Collection[TensorInfo]) -> list[TensorInfo]:
 
 
 def tensor_types(model_config: ModelConfig) -> dict[str, str]:
-    """The type of every tensor of the checkpoint by name; only headers are read.
+    """The type of every tensor of the checkpoint by name; reads headers only.
 
     Raises:
         ModelError: as `read_tensors`.
@@ -98,8 +101,8 @@ def tensor_types(model_config: ModelConfig) -> dict[str, str]:
     return types
 
 
-def stamp_of(model_config: ModelConfig) -> list[tuple[str, int, int]]:
-    """What tells whether the files of a checkpoint are those of before: names, sizes and times.
+def files_state_of(model_config: ModelConfig) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a checkpoint, to detect changes.
 
     Raises:
         ModelError: as `read_tensors`.
@@ -131,3 +134,16 @@ def as_tensor(view: memoryview) -> Tensor:
 def _files(model_config: ModelConfig) -> list[Path]:
     path = Path(model_config.path)
     return [path] if path.is_file() else weight_files(model_config.path)
+
+
+Tensors = Iterator[tuple[str, Stored]]
+Transform = Callable[[Tensors], Tensors]
+
+
+def load_transforms(names: Sequence[str], checkpoint: str) -> list[Transform]:
+    """Import the functions of --custom-weight-loader, in order.
+
+    Raises:
+        ConfigError: one is missing, cannot be called, or is in the checkpoint's folder.
+    """
+    return [cast(Transform, load_named("--custom-weight-loader", n, checkpoint)) for n in names]

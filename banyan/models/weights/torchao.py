@@ -20,11 +20,11 @@ from torch import Tensor
 from banyan.base.log import logger
 from banyan.families import FAMILIES
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.weights.custom import Tensors, Transform
-from banyan.models.weights.projections import is_projection
+from banyan.models.weights.names import is_projection
 from banyan.models.weights.quant.base import Stored
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.groups import from_groups, per_block
+from banyan.models.weights.reader import Tensors, Transform
 from banyan.ops import blocks
 from banyan.ops.rounding import FP8_MOST
 from banyan.ops.stored import STORAGE_TYPES, RawTensor, StoredWeight
@@ -84,7 +84,7 @@ def _round_of(name: str) -> Round:
 
 
 def torchao_transform(name: str, model_config: ModelConfig) -> Transform:
-    """What a checkpoint's tensors become on their way to the model."""
+    """Quantises a checkpoint's tensors while they are loaded."""
     round, names = (
         _round_of(name),
         FAMILIES.load(model_config.architecture).names[model_config.format],
@@ -102,8 +102,8 @@ def torchao_transform(name: str, model_config: ModelConfig) -> Transform:
             found = _by_row(tensor, round)
             types[found.type if found is not None else "floats, whose inputs no group divides"] += 1
             yield label, tensor if found is None else found
-        told = ", ".join(f"{count} as {type}" for type, count in sorted(types.items()))
-        log.info("rounded weights: torchao=%s, %s", name, told or "none")
+        summary = ", ".join(f"{count} as {type}" for type, count in sorted(types.items()))
+        log.info("rounded weights: torchao=%s, %s", name, summary or "none")
         if "dq" in name:
             log.warning("--torchao-config %s: %s", name, _BY_ACTIVATIONS)
 
@@ -111,7 +111,8 @@ def torchao_transform(name: str, model_config: ModelConfig) -> Transform:
 
 
 def _by_row(weight: StoredWeight, round: Round) -> StoredWeight | None:
-    """Also of a stack of experts, one after the other: a scale of a tensor is that of an expert."""
+    """Quantise a weight, or each expert of a stack; a scale per tensor is then a scale per
+    expert."""
     if len(weight.shape) == 2:
         return round(weight.dense.float())
     experts = [_by_row(weight.at(index), round) for index in range(weight.shape[0])]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepAttention
+from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -47,7 +47,7 @@ class _Bound:
         q: Tensor,
         q_turned: Tensor,
         kept: tuple[Tensor, Tensor] | None,
-        indexed: Indexed | None = None,
+        indexed: IndexerOutput | None = None,
     ) -> Tensor:
         raise NotImplementedError("no encoder has latent attention")
 

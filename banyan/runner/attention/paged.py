@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from banyan.layers.step_inputs import AttentionSpec, Indexed, LatentSpec, StepAttention
+from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -89,7 +89,7 @@ class _Bound:
         q: Tensor,
         q_turned: Tensor,
         kept: tuple[Tensor, Tensor] | None,
-        indexed: Indexed | None = None,
+        indexed: IndexerOutput | None = None,
     ) -> Tensor:
         pages = self.store.tensors(spec.layer)
         view = self.step.groups[self.store.group_of(spec.layer)]

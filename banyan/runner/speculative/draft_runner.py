@@ -13,8 +13,8 @@ from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.model_config.model_config import FULL
 from banyan.models.base import Model
-from banyan.models.dflash import BlockLM
-from banyan.models.mtp import END, FIRST, FollowingLM
+from banyan.models.dflash import DFlashLM
+from banyan.models.mtp import END, FIRST, DraftLM
 from banyan.ops.api import Ops
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
@@ -34,7 +34,7 @@ class DraftModel:
     """One rank's part of a draft model, and what it was built from.
 
     Attributes:
-        ahead: the same model, if it reads tokens together with the target's hidden states (MTP,
+        mtp: the same model, if it reads tokens together with the target's hidden states (MTP,
             EAGLE); else None.
         blocks: the same model, if it reads hidden states alone and drafts blocks (DFLASH); else
             None.
@@ -42,13 +42,13 @@ class DraftModel:
 
     model: Model
     build: Build
-    ahead: FollowingLM | None = None
-    blocks: BlockLM | None = None
+    mtp: DraftLM | None = None
+    blocks: DFlashLM | None = None
 
     @property
-    def reads(self) -> FollowingLM | BlockLM | None:
+    def reads(self) -> DraftLM | DFlashLM | None:
         """The model, if it reads the target's hidden states."""
-        return self.ahead or self.blocks
+        return self.mtp or self.blocks
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ def open_draft_runner(
     assert draft is not None, "this drafter needs a model, and none was loaded"
     model, build = draft.model, draft.build
     pages = store.of_layers_from(store.num_layers - len(model.caches))
-    ahead, blocks, page_ends = draft.ahead, draft.blocks, None
+    mtp, blocks, page_ends = draft.mtp, draft.blocks, None
     attention = BACKENDS.load(config.attention or "paged")(build.ops, pages)
-    if ahead is not None:
+    if mtp is not None:
         attention = PagedAttentionBackend(build.ops, pages, first=FIRST)
-        page_ends = PageEndStates(table, pages, len(model.caches) - 1, END, ahead.width)
+        page_ends = PageEndStates(table, pages, len(model.caches) - 1, END, mtp.width)
     # A row that sampled is read together with its new token: one token more for each row.
     most = config.max_tokens and config.max_tokens + config.max_slots
-    width = 0 if ahead is None else ahead.width
+    width = 0 if mtp is None else mtp.width
     draft_room = config.draft_room if config.branching or blocks is not None else 0
     mine = replace(config, max_tokens=most, draft_room=draft_room, verified=0, carried=width)
     reader = None
@@ -152,7 +152,9 @@ def open_draft_runner(
         if blocks is not None:
             states = replace(mine, carried=blocks.width, branching=0)
             writing = WriteOnlyBackend(build.ops, pages)
-            reader = open_forward(blocks.reader, table, pages, build, states, writing, platform)
+            reader = open_forward(
+                blocks.state_writer, table, pages, build, states, writing, platform
+            )
             mine = replace(mine, branching=config.verified)
         forward = open_forward(model, table, pages, build, mine, attention, platform)
     return DraftRunner(
@@ -167,7 +169,7 @@ def open_draft_runner(
         target_hidden=target_hidden,
         fetch=platform.fetch,
         page_ends=page_ends,
-        take_in=None if draft.reads is None else draft.reads.take_in,
+        take_in=None if draft.reads is None else draft.reads.project_states,
         reader=reader,
         mask_token=0 if blocks is None else blocks.facts.mask,
     )

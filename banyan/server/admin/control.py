@@ -6,7 +6,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable, set_level
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log

@@ -14,8 +14,7 @@ from contextvars import ContextVar
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
-from banyan.config.schema import Config
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import Config, ObserveConfig
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import MetricsExporter
 from banyan.server.http.exchange import HttpExchange

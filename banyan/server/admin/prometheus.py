@@ -26,9 +26,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from banyan.config.buckets import bounds_of
-from banyan.config.schema import Config
-from banyan.config.serving import VLLM, ObserveConfig
+from banyan.config.histogram_buckets import bounds_of
+from banyan.config.schema import VLLM, Config, ObserveConfig
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import CLOSED, RequestOutcome
 from banyan.messages.events import accept_length

@@ -7,7 +7,7 @@ import asyncio
 
 import msgspec
 
-from banyan.config.described import described, origins
+from banyan.config.cli import described, origins
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica

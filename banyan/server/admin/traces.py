@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.server.state import Tracing
 
 if TYPE_CHECKING:

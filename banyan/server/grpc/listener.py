@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import CapacityError, ConfigError, RequestError
 from banyan.base.log import logger, printable
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.requests.context import RequestContext
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler

@@ -9,7 +9,7 @@ import logging
 import time
 
 from banyan.base.log import logger, printable
-from banyan.config.serving import ObserveConfig
+from banyan.config.schema import ObserveConfig
 from banyan.engine_client.request_log import write_line
 from banyan.server.http.exchange import HttpExchange
 

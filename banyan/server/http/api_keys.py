@@ -19,7 +19,7 @@ from typing import cast
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.file import read_mapping
+from banyan.config.yaml_file import read_mapping
 
 log = logger(__name__)
 

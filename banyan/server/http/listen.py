@@ -13,7 +13,7 @@ import uvicorn
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.server.http.app import App
 from banyan.server.http.auth import ANY
 from banyan.server.http.connection import connections

@@ -6,7 +6,7 @@ import ssl
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 
 log = logger(__name__)
 

@@ -16,7 +16,7 @@ from banyan.base.thread_pool import use_threads
 from banyan.chat_template.named_templates import FillIn, fill_in_form, template_source
 from banyan.chat_template.template import Chat, load_chat
 from banyan.config.defaults import with_settings
-from banyan.config.disposal import dispose
+from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsObserver
@@ -102,7 +102,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")
-    dispose(config, model_config)
+    delete_weight_files(config, model_config)
     let_go()
     return service
 

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from banyan.config.serving import ServerConfig
+from banyan.config.schema import ServerConfig
 from banyan.server.store.batches import BatchStore
 from banyan.server.store.files import FileStore
 from banyan.server.store.folder import Folder

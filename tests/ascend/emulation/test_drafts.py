@@ -8,7 +8,7 @@ import banyan
 from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.test_families import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
-from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
+from tests.models.drafting import tiny_eagle, tiny_eagle3, tiny_mtp
 from tests.models.families import tiny
 
 WAYS = {"captured": {"cuda_graph_bs": [1, 2, 4]}, "eager": {"disable_cuda_graph": True}}
@@ -20,9 +20,9 @@ def made(drafter: str, folder: Path) -> dict[str, object]:
     """A tiny model, and the flags of what drafts for it."""
     named: dict[str, object] = {"disable_adaptive_drafts": True, "speculative_num_draft_tokens": 4}
     if drafter == "NEXTN":
-        tiny_ahead("deepseek v3", folder, **ROOM, **LATENT)
+        tiny_mtp("deepseek v3", folder, **ROOM, **LATENT)
     elif drafter == "NEXTN of an indexer":  # which chooses 11 positions
-        tiny_ahead("deepseek v3.2", folder, **ROOM, **CAPTURED["deepseek v3.2"])
+        tiny_mtp("deepseek v3.2", folder, **ROOM, **CAPTURED["deepseek v3.2"])
         drafter = "NEXTN"
     elif drafter == "EAGLE":
         tiny_eagle("mistral", folder, folder / "eagle", **ROOM, hidden_size=96)

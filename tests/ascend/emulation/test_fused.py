@@ -23,8 +23,8 @@ from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.layers.build import Build
 from banyan.moe.dispatch_check import check_fused_dispatch, fused_mode
-from banyan.moe.dispatch_rules import LIMIT
 from banyan.moe.layer import ExpertExchange
+from banyan.moe.rules import LIMIT
 from banyan.ops import reference
 from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import bind, open_toolkit

@@ -10,7 +10,7 @@ import pytest
 from banyan.llm import Engine
 from tests.ascend.emulation.test_families import LATENT
 from tests.ascend.emulation.test_ranks import IN_ALL
-from tests.models.drafting import tiny_ahead
+from tests.models.drafting import tiny_mtp
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, Servers, engines
 from tests.system.serving import free_port, settled, wait_until
@@ -110,7 +110,7 @@ def test_what_a_layer_that_drafts_keeps_is_handed_over(
     """With the keys of its indexer, which chooses 11 positions: as many drafts come true as of one
     server, but for those of the row that runs what is left of the prompt."""
     sizes = LATENT | {"index_head_dim": 128, "max_position_embeddings": 1024}
-    tiny_ahead("deepseek v3.2", tmp_path, **sizes)
+    tiny_mtp("deepseek v3.2", tmp_path, **sizes)
     named = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
     flags = {**ON_NPU, **named, "speculative_num_draft_tokens": DRAFTS + 1}
     flags |= {"skip_tokenizer_init": True, "disable_overlap_schedule": True, "dtype": "float16"}

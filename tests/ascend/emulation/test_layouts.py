@@ -14,7 +14,7 @@ import torch
 from banyan.ascend.platform import NpuPlatform
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import group_caches
-from banyan.messages.plan import Join, Load, PageGrant, StepPlan
+from banyan.messages.plan import Join, PageGrant, StepLoad, StepPlan
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
@@ -68,7 +68,7 @@ LAYOUTS = {
     ),
     "dp, heads apart": Layout(
         *("qwen3", ((5,), (7, 9, 40))),
-        {"replicas": 2, "are_heads_apart": True},
+        {"replicas": 2, "replicates_lm_head": True},
         {"head_dim": 128},
     ),
     "cp": Layout(*("qwen3", ((5, 30, 12),)), {"shares": 2, "split": "zigzag"}, {"head_dim": 128}),
@@ -115,8 +115,8 @@ class Ranks(Driver):
         builder.rows = plan.rows
         told = torch.tensor([msgspec.structs.astuple(builder.load)], dtype=torch.float32)
         heard = self.talk.all_gather(told, 6).view(2, 3).int().tolist()
-        peers = [Load(*one) for one in heard] if any(one[0] for one in heard) else []
-        return msgspec.structs.replace(plan, peers=peers)
+        peers = [StepLoad(*one) for one in heard] if any(one[0] for one in heard) else []
+        return msgspec.structs.replace(plan, replica_loads=peers)
 
     def enter(self, *given: object, **named: object) -> tuple[Join, PageGrant]:
         join, grant = super().enter(*given, **named)
@@ -130,7 +130,7 @@ class Ranks(Driver):
 
     def rest(self) -> None:
         """Go along with the other replica until it has no work."""
-        while self.talk is not None and (plan := self.plan()).peers:
+        while self.talk is not None and (plan := self.plan()).replica_loads:
             result = self.runner.launch(plan).result()
             assert not result.error, result.error
 

@@ -159,7 +159,7 @@ def shape(**changed: object) -> PrologueShape:
         ({"dim": 2048}, HALF, "the stream is 2048 wide"),
         ({"heads": 3}, HALF, "a rank has 3 heads"),
         ({"query_rank": 0}, HALF, r"have \(0, 128, 512, 64\) numbers"),
-        ({"obstacle": "adapters may lie beside"}, HALF, "adapters may lie beside"),
+        ({"obstacle": "projections may have adapters"}, HALF, "projections may have adapters"),
     ],
 )
 def test_what_it_has_no_shape_for_is_said(changed, dtype, why) -> None:

@@ -1,4 +1,4 @@
-"""Shared experts on a stream beside that of the others, on an emulated NPU: the same bits, no race,
+"""Shared experts on a side stream, on an emulated NPU: the same bits, no race,
 and one that is planted is found."""
 
 import pytest

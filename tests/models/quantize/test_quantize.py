@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError, CapacityError, ConfigError
 from banyan.cli import quantize as quantize_verb
 from banyan.cli.quantize import FLOAT_TYPES, GGUF_TYPES, HUB_TYPES, quantize
-from banyan.models.quantize import folder, work
+from banyan.models.quantize import output_folder as folder
+from banyan.models.quantize import writer as work
 from banyan.models.quantize.layouts import TYPES, layout_of
 from banyan.ops.stored import StoredWeight
 from tests.models.families import rewrite_config, tiny
@@ -353,7 +354,7 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(tmp_path, monkeypatc
         made(tmp_path / "in", tmp_path / "out", "int8")
 
 
-@pytest.mark.parametrize("at", ["_append", "write_beside"])
+@pytest.mark.parametrize("at", ["_append", "write_other_files"])
 def test_a_disk_that_fills_up_late_loses_nothing_that_is_whole(at, tmp_path, monkeypatch, capsys):
     """While the record grows, and while the files beside the weights are written."""
     tiny("qwen2", tmp_path / "in", **SIZES)

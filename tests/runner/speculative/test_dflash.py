@@ -15,7 +15,7 @@ from banyan.messages.plan import SAMPLE, Row
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.dflash import dflash_model_config
 from banyan.model_config.model_config import FULL, ModelConfig
-from banyan.models.weights.dflash import load_dflash
+from banyan.models.weights.draft_models import load_dflash
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout

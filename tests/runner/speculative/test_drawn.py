@@ -24,7 +24,7 @@ from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.standalone import ModelDrafter
-from tests.models.drafting import PlainAhead, tiny_ahead, tiny_blocks, tiny_eagle3, tiny_next
+from tests.models.drafting import PlainMTP, tiny_blocks, tiny_eagle3, tiny_mtp, tiny_next
 from tests.runner.speculative import test_dflash as test_block
 from tests.runner.speculative.test_eagle import (
     CPU,
@@ -84,7 +84,7 @@ def opened_beside(kind: str, folder: Path) -> tuple[SimpleNamespace, ModelRunner
     return SimpleNamespace(model=plain.model, head=plain.lm_head), runner
 
 
-def opened(kind: str, folder: Path) -> tuple[PlainAhead | SimpleNamespace, ModelRunner]:
+def opened(kind: str, folder: Path) -> tuple[PlainMTP | SimpleNamespace, ModelRunner]:
     if kind in ("NGRAM", "STANDALONE"):
         return opened_beside(kind, folder)
     if kind == "DFLASH":
@@ -95,7 +95,7 @@ def opened(kind: str, folder: Path) -> tuple[PlainAhead | SimpleNamespace, Model
         return plain, runner_of(folder, True, slots=SLOTS)
     if kind == "states":
         return tiny_next("qwen3 next", folder), runner_of(folder, True, slots=SLOTS)
-    plain = tiny_ahead("glm4 moe", folder, 0.1, head_dim=16)
+    plain = tiny_mtp("glm4 moe", folder, 0.1, head_dim=16)
     return plain, runner_of(folder, True, tree=(2, 2) if kind == "tree" else (), slots=SLOTS)
 
 
@@ -134,7 +134,7 @@ def drawn(
 
 
 @torch.no_grad()
-def chances(plain: PlainAhead | SimpleNamespace, prompt: list[int]) -> dict[tuple[int, ...], float]:
+def chances(plain: PlainMTP | SimpleNamespace, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Of each answer of so many tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):

@@ -18,9 +18,8 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.eagle import eagle_model_config
 from banyan.model_config.model_config import FULL, STATE, ModelConfig
 from banyan.models.eagle import EagleLM
-from banyan.models.weights.eagle import load_eagle, narrow_the_head
+from banyan.models.weights.draft_models import load_eagle, load_mtp_layer, restrict_head
 from banyan.models.weights.loader import load_model
-from banyan.models.weights.mtp import load_ahead
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
@@ -30,11 +29,11 @@ from banyan.runner.speculative.eagle import HiddenDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.models import test_gguf_experts
 from tests.models.drafting import (
-    PlainAhead,
-    tiny_ahead,
+    PlainMTP,
     tiny_eagle,
     tiny_eagle3,
     tiny_mimo,
+    tiny_mtp,
     tiny_next,
 )
 from tests.models.families import rewrite_config
@@ -98,9 +97,9 @@ def runner_of(
         ahead = load_eagle(draft, model, mine, PAGE)
         if tokens:
             assert isinstance(ahead, EagleLM)
-            narrow_the_head(ahead, model_config, tokens, mine)
+            restrict_head(ahead, model_config, tokens, mine)
     else:
-        ahead = load_ahead(model_config, model, build, PAGE)
+        ahead = load_mtp_layer(model_config, model, build, PAGE)
 
     def open_drafter(open_draft_runner) -> HiddenDrafter:
         draft_runner = open_draft_runner()
@@ -133,7 +132,7 @@ def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, is_re
     assert accepted > 10 and refused > 3
 
 
-def plain_loop(plain: PlainAhead, prompt: list[int], drafts: int, new: int):
+def plain_loop(plain: PlainMTP, prompt: list[int], drafts: int, new: int):
     """The answer, and how many tokens each verification gave."""
     tokens, given = [*prompt, plain.next_of(prompt)], []
     while len(tokens) < len(prompt) + new:
@@ -159,16 +158,16 @@ PAIRS = ("deepseek v3", "deepseek v3.2", "glm4 moe", "mistral", "qwen3")
 
 
 @pytest.fixture(scope="module", params=[*PAIRS, pytest.param("glm moe dsa", marks=WHOLE)])
-def pair(request, tmp_path_factory) -> tuple[PlainAhead, Path]:
+def pair(request, tmp_path_factory) -> tuple[PlainMTP, Path]:
     folder = tmp_path_factory.mktemp("ahead")
     if request.param == "glm4 moe":
-        return tiny_ahead(request.param, folder, 0.1, head_dim=16), folder
+        return tiny_mtp(request.param, folder, 0.1, head_dim=16), folder
     if request.param == "mistral":
         return tiny_eagle(request.param, folder, folder / EAGLE), folder
     if request.param == "qwen3":
         plain = tiny_eagle3(request.param, folder, folder / EAGLE, head_dim=16)
         return plain, folder
-    return tiny_ahead(request.param, folder), folder
+    return tiny_mtp(request.param, folder), folder
 
 
 @pytest.mark.parametrize(("is_recorded", "drafts"), [(False, 3), (True, 1), (True, 5)])
@@ -248,7 +247,7 @@ def test_requests_beside_each_other_are_drafted_for_as_alone(pair):
 
 
 def test_a_checkpoint_without_the_layer_is_refused_with_what_is_missing(tmp_path):
-    tiny_ahead("glm4 moe", tmp_path, head_dim=16)
+    tiny_mtp("glm4 moe", tmp_path, head_dim=16)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.4.eh_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -316,7 +315,7 @@ def test_with_a_token_map_no_other_token_is_drafted(tmp_path, more: dict):
 )
 def test_the_layer_of_a_gguf_file_drafts_as_its_rule_says(tmp_path, case: str, sizes: dict):
     """Of widths that no block of a rounded type divides, so that nothing is rounded."""
-    plain = tiny_ahead(test_gguf_experts.variant_of(case), tmp_path, 0.1, **sizes)
+    plain = tiny_mtp(test_gguf_experts.variant_of(case), tmp_path, 0.1, **sizes)
     config = plain.model.config
     config.num_nextn_predict_layers = 1
     runner = runner_of(test_gguf_experts.convert(tmp_path, case, config), True)

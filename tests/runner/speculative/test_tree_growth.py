@@ -11,7 +11,7 @@ from banyan.messages.plan import SAMPLE, Row
 from banyan.messages.sampling_params import SamplingParams
 from banyan.runner.draft_trees import Branches
 from banyan.runner.speculative.tree_growth import Growing, Ways, row_of
-from tests.models.drafting import PlainAhead, PlainTree, tiny_eagle
+from tests.models.drafting import PlainMTP, PlainTree, tiny_eagle
 from tests.runner.speculative.test_eagle import EAGLE, one_thread, pair, prompt_of, runner_of
 from tests.support.runner_driver import Driver, Request, greedy
 
@@ -19,7 +19,7 @@ __all__ = ["one_thread", "pair"]
 NEW = 20
 
 
-def by_plain_loop(plain: PlainAhead, prompt: list[int], count: int, steps: int, breadth: int):
+def by_plain_loop(plain: PlainMTP, prompt: list[int], count: int, steps: int, breadth: int):
     """The answer, and before each verification the tree, after it how many tokens it gave."""
     tokens = [*prompt, plain.next_of(prompt)]
     given: list[tuple[PlainTree, int]] = []

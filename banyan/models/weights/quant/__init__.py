@@ -11,7 +11,7 @@ from banyan.models.weights.quant.base import OpenMethod, QuantMethod
 
 
 @dataclass(frozen=True)
-class Form:
+class QuantForm:
     """
     Attributes:
         opens: "module:function" from its settings to a QuantMethod.
@@ -32,64 +32,64 @@ _EIGHT_BIT_FLOATS = (
     "multiple of 32 wide, and on other devices than CPUs"
 )
 FORMS = {
-    "fp8": Form(
+    "fp8": QuantForm(
         f"{_HERE}.fp8:open_fp8",
         "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block, also as a "
         "power of two (MXFP8); also stacks of experts",
         _EIGHT_BIT_FLOATS,
     ),
-    "w4afp8": Form(
+    "w4afp8": QuantForm(
         f"{_HERE}.w4afp8:open_w4afp8",
         "experts in 4-bit integers, a scale per group of inputs; the others as fp8 in blocks of "
         "128 × 128",
         "Q4_0 for experts; the others as the form fp8",
     ),
-    "gptq": Form(
+    "gptq": QuantForm(
         f"{_HERE}.gptq:open_gptq",
         "2, 3, 4 or 8 bits, both layouts, `desc_act`, `dynamic` settings by module",
         "Q4_0; Q4_1 with zero points; Q8_0 for 8 bits; BF16 with `desc_act`",
     ),
-    "awq": Form(
+    "awq": QuantForm(
         f"{_HERE}.awq:open_awq",
         "4 bits with zero points, `gemm` layout",
         "Q4_1; Q4_0 where zero points allow it",
     ),
-    "compressed-tensors": Form(
+    "compressed-tensors": QuantForm(
         f"{_HERE}.compressed:open_compressed",
         "`int-quantized`, `pack-quantized` (2 to 8 bits), `float-quantized`, `naive-quantized`, "
         "`mxfp4-pack-quantized`, `nvfp4-pack-quantized`, mixed by module",
         "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; fp8 as the form fp8; BF16 "
         "for NVFP4",
     ),
-    "w8a8_int8": Form(
+    "w8a8_int8": QuantForm(
         f"{_HERE}.int8:open_int8", "8-bit integers, a scale per output, symmetric", "Q8_0"
     ),
-    "modelslim": Form(
+    "modelslim": QuantForm(
         f"{_HERE}.modelslim:open_modelslim",
         "W8A8, W8A8_DYNAMIC, W8A16, W4A8_DYNAMIC and FLOAT by tensor, symmetric",
         "Q8_0",
     ),
-    "bitsandbytes": Form(
+    "bitsandbytes": QuantForm(
         f"{_HERE}.bitsandbytes:open_bitsandbytes",
         "nf4 and fp4, with or without nested scales; 8-bit integers",
         "BF16 for 4 bits; Q8_0 for 8",
     ),
-    "mxfp4": Form(
+    "mxfp4": QuantForm(
         f"{_HERE}.mxfp4:open_mxfp4",
         "stacks of experts in blocks of 32 4-bit floats (e2m1) with a power of two each (e8m0)",
         "MXFP4, to the bit",
     ),
-    "modelopt": Form(
+    "modelopt": QuantForm(
         f"{_HERE}.modelopt:open_modelopt",
         "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, mixed by module",
         "FP8 and MXFP8 as the form fp8; BF16 for NVFP4",
     ),
-    "auto-round": Form(
+    "auto-round": QuantForm(
         f"{_HERE}.auto_round:open_auto_round",
         "packed as gptq (2, 3, 4 or 8 bits) or awq (4 bits), `extra_config` by module",
         "as gptq and awq",
     ),
-    "quark": Form(
+    "quark": QuantForm(
         f"{_HERE}.quark:open_quark",
         "fp8 with a scale per tensor, output or group, int8 with one per tensor or output, MXFP4, "
         "mixed by module",

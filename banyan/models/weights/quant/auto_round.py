@@ -1,9 +1,9 @@
-"""auto-round (arXiv 2309.05516): integers that were searched for, packed as GPTQ or AWQ packs them.
+"""auto-round (arXiv 2309.05516): integers found by search, packed as in GPTQ or AWQ.
 
     auto_round:auto_gptq    qweight, qzeros, scales as `gptq.py` reads them, zero points less one
     auto_round:auto_awq     the same names as `awq.py` reads them
 
-`extra_config` gives modules settings of their own; those of 16 bits and more are plain floats.
+`extra_config` has settings by module; modules with 16 bits or more are plain floats.
 
 Source: export_to_autoround of github.com/intel/auto-round.
 """
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.awq import open_awq
-from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among
+from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among, pattern
 from banyan.models.weights.quant.gptq import open_gptq
-from banyan.models.weights.quant.patterns import pattern
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _OPEN: Mapping[str, Callable[[Facts], QuantMethod]] = {

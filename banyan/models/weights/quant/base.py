@@ -1,11 +1,13 @@
-"""A format of quantised checkpoints: which tensors together are one weight, and what it is.
+"""Base of the checkpoint quantisation formats: which tensors form one weight, and how to restore
+it.
 
-A format translates into storage types (`ops/stored.py`), on the way from the file to the layers;
-cuts over ranks, stacking and packing then follow from the type, and no layer knows the format.
+A format translates into storage types (`ops/stored.py`) while tensors are read. Sharding, stacking
+and packing depend on the storage type only.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +24,7 @@ Stored = StoredWeight | RawTensor
 Parts = Mapping[str, Stored]
 """The tensors of one weight by the last part of their names: "weight", "weight_scale_inv" …"""
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "kv_cache_scale")
-"""Last parts of names of numbers that are for the cache and not for a weight."""
+"""Last parts of names of scales for the KV cache."""
 INTEGERS = ("I8", "U8", "I16", "I32", "I64")
 FLOATS = ("F32", "F16", "BF16")
 _MISMATCH = "the file is damaged, or quantization_config does not describe it"
@@ -30,12 +32,11 @@ _MISMATCH = "the file is damaged, or quantization_config does not describe it"
 
 @dataclass(frozen=True)
 class Restored:
-    """
-    Attributes:
-        weight: [out, in] in a storage type.
-        unpacked: why the weight takes more memory than the checkpoint's numbers, "" = it does not,
-            or the format always does.
-        bias: of the same projection, where the format stores it within its numbers.
+    """Attributes:
+    weight: [out, in] in a storage type.
+    unpacked: why the weight takes more memory than in the checkpoint; "" = it does not, or the
+        format always does.
+    bias: of the same projection, if the format stores it within its numbers.
     """
 
     weight: StoredWeight
@@ -48,7 +49,7 @@ class QuantMethod(Protocol):
 
     @property
     def remark(self) -> str:
-        """What the checkpoint asks for and is done otherwise here, "" = nothing."""
+        """Difference from what the checkpoint asks for; "" = none."""
         ...
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
@@ -141,11 +142,12 @@ def restored(
     method: QuantMethod,
     label: str,
 ) -> Iterator[tuple[str, Stored]]:
-    """The checkpoint with each quantised weight as one tensor "….weight", as soon as it is whole.
+    """The checkpoint with each quantised weight as one tensor "….weight", as soon as its parts are
+    read.
 
     Args:
         types: of all tensors of the checkpoint, by name.
-        label: the form's name, for messages.
+        label: name of the form, for messages.
 
     Raises:
         ModelError: parts of a weight are missing or do not fit together.
@@ -182,3 +184,42 @@ def _restore(method: QuantMethod, stem: str, parts: Parts) -> Restored:
         return method.restore(stem, parts)
     except ModelError as error:
         raise ModelError(f"{printable(stem)!r}: {error.text}", error.hint) from None
+
+
+_MAX_PATTERN = 512
+_NESTED = re.compile(r"[*+}]\??\)+[*+{]")
+"""A repeated group that ends with a repetition: the kind that can take exponential time."""
+
+
+def pattern(text: str, where: str) -> re.Pattern[str]:
+    """Compile a regular expression of the checkpoint; ModelError if it is invalid or may take too
+    long."""
+    if len(text) > _MAX_PATTERN or _NESTED.search(text):
+        raise ModelError(
+            f"{printable(where)}: the pattern {printable(text, 80)!r} may take too long",
+            hint=f"patterns have at most {_MAX_PATTERN} characters and repeat no repetition",
+        )
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError):
+        raise ModelError(
+            f"{printable(where)}: {printable(text, 80)!r} is no regular expression"
+        ) from None
+
+
+class Modules:
+    """Modules of a checkpoint that a setting applies to: by name, by pattern, or all of them.
+
+    Args:
+        targets: "re:…" = a pattern at the start of a module's name, "a.b" = its name, "Linear" =
+            all linear layers.
+    """
+
+    def __init__(self, targets: Sequence[str], where: str) -> None:
+        self.classes = [name for name in targets if name[:1].isupper() and "." not in name]
+        self.names = {name for name in targets if not name.startswith("re:")}
+        self.patterns = [pattern(t.removeprefix("re:"), where) for t in targets if t[:3] == "re:"]
+
+    def names_it(self, module: str) -> bool:
+        """Whether a name or a pattern matches this module."""
+        return module in self.names or any(each.match(module) for each in self.patterns)

@@ -22,6 +22,7 @@ from banyan.model_config.facts import Facts
 from banyan.models.weights.quant.base import (
     FLOATS,
     INTEGERS,
+    Modules,
     Parts,
     Restored,
     numbers_of,
@@ -37,17 +38,30 @@ from banyan.models.weights.quant.groups import (
     groups_of,
     unpack_words,
 )
-from banyan.models.weights.quant.patterns import Modules
 from banyan.ops.stored import FLOAT8_TYPES
 
 _PARTS = (
-    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-    *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale"),
-    *("output_scale", "output_zero_point"),
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "output_zero_point",
 )
 _FORMATS = (
-    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"),
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "dense",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
 )
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _MAX_BITS = 8

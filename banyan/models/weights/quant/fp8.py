@@ -1,10 +1,9 @@
-"""8-bit floats with scales: one per tensor, per output, per group of inputs, or per block of
-128 × 128 (DeepSeek-V3); of single weights, and of stacks of experts. Every form that has such
-numbers brings them here, and says where its scales are.
+"""8-bit floats with scales: per tensor, per output, per group of inputs, or per block of 128 × 128
+(DeepSeek-V3); single weights and stacks of experts. Other formats with such numbers use it too.
 
-The numbers stay as they are in blocks of 32 with a scale each. Where no such block holds them they
-become bf16: each times its scale is one bf16 number but for the rounding of the scale. Activations
-are not rounded; a configuration that asks for that is told so.
+The numbers keep their bits in blocks of 32 with a scale each. If no such block can hold them they
+become bf16; each value is then exact except for the rounding of the scale. Activations are not
+rounded; a configuration that asks for it gets a warning.
 
 Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers' FineGrainedFP8.
 """
@@ -48,11 +47,10 @@ _STRIP = 256
 
 @dataclass(frozen=True)
 class Fp8:
-    """
-    Attributes:
-        block: rows and columns that share a scale; None when the scale's shape tells: one of all,
-            of each output, or of equal groups of an output's inputs.
-        remark: what is done otherwise than the checkpoint asks.
+    """Attributes:
+    block: rows and columns that share a scale; None = from the scale's shape: per tensor, per
+        output, or per equal group of an output's inputs.
+    remark: difference from what the checkpoint asks for.
     """
 
     block: tuple[int, int] | None
@@ -84,7 +82,7 @@ class Fp8:
         return Restored(StoredWeight.from_tensor(found), why)
 
     def _stack(self, values: Tensor, scale: Tensor) -> Restored:
-        """values: [experts, out, in]; scale: one for all, or those of each expert by themselves."""
+        """values: [experts, out, in]; scale: one for all, or one set per expert."""
         if scale.numel() > 1 and len(scale) != len(values):
             raise ModelError(f"scales of shape {list(scale.shape)} for {len(values)} experts")
         each = scale if scale.numel() > 1 else scale.reshape(1).expand(len(values))
@@ -152,7 +150,7 @@ def _misfit(values: Tensor, block: tuple[int, int]) -> str:
     if inputs % BLOCK:
         return f"{inputs} inputs are not whole blocks of {BLOCK}"
     if block[1] % BLOCK and block[1] < inputs:
-        return f"scales of {block[1]} inputs are not those of whole blocks of {BLOCK}"
+        return f"scales of {block[1]} inputs are not whole blocks of {BLOCK}"
     is_odd = bool((values.view(torch.uint8) & _NAN == _NAN).any())
     return "some are not a number" if is_odd else ""
 
@@ -160,7 +158,7 @@ def _misfit(values: Tensor, block: tuple[int, int]) -> str:
 def _spread(
     scale: Tensor, shape: tuple[int, ...], block: tuple[int, int]
 ) -> Callable[[slice], Tensor]:
-    """Gives the scales of the numbers of some rows, or what broadcasts to them."""
+    """Returns a function from rows to the scales of their numbers, broadcastable."""
     height, width = block
     wide = scale.reshape(-(-shape[0] // height), -1)
     of_row = torch.arange(shape[0]) // height
@@ -170,7 +168,7 @@ def _spread(
 
 
 def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:
-    """Numbers [out, in] with the scale of each block behind it."""
+    """Numbers [out, in] with the scale of each block after it."""
     outputs, inputs = values.shape
     shape = (outputs, inputs // BLOCK, BLOCK + 4)
     raw = room_for(shape)

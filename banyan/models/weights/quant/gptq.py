@@ -14,7 +14,14 @@ import torch
 
 from banyan.base.errors import ModelError
 from banyan.model_config.facts import Facts
-from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
+from banyan.models.weights.quant.base import (
+    FLOATS,
+    Parts,
+    Restored,
+    numbers_of,
+    part_among,
+    pattern,
+)
 from banyan.models.weights.quant.groups import (
     Numbers,
     by_index,
@@ -22,7 +29,6 @@ from banyan.models.weights.quant.groups import (
     groups_of,
     unpack_words,
 )
-from banyan.models.weights.quant.patterns import pattern
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 MAX_GROUP = 1 << 20

@@ -97,20 +97,20 @@ def from_groups(
             f"{group} need {[outputs, groups_of(inputs, group)]}"
         )
     scale = scale.float().contiguous()
-    narrow = scale.half()
+    half = scale.half()
     span = _span(many, zero, group)
     why = ""
     if inputs % BLOCK or (group % BLOCK and group < inputs):
         why = f"groups of {group} values are not whole blocks of {BLOCK}"
-    elif not _is_near(narrow.float(), scale):
+    elif not _is_near(half.float(), scale):
         why = "their scales are beyond fp16"
     elif span.lowest >= -8 and span.highest <= 7:
-        return _in_blocks("Q4_0", blocks.lay_q4_0, many, zero, (narrow,), group, 8)
+        return _in_blocks("Q4_0", blocks.lay_q4_0, many, zero, (half,), group, 8)
     elif not isinstance(zero, int) and 0 <= span.most < 16:
         minimum = (-zero.float() * scale).half()
-        return _in_blocks("Q4_1", blocks.lay_q4_1, many, 0, (narrow, minimum), group)
+        return _in_blocks("Q4_1", blocks.lay_q4_1, many, 0, (half, minimum), group)
     elif span.lowest >= -128 and span.highest <= 127:
-        return _in_blocks("Q8_0", blocks.lay_q8_0, many, zero, (narrow,), group)
+        return _in_blocks("Q8_0", blocks.lay_q8_0, many, zero, (half,), group)
     else:
         why = "numbers of 8 bits have zero points"
 
@@ -221,9 +221,9 @@ def _spread(per_group: Tensor, group: int, inputs: int) -> Tensor:
     return per_group.contiguous().repeat_interleave(group, 1)[:, :inputs]
 
 
-def _is_near(narrow: Tensor, scale: Tensor) -> bool:
+def _is_near(rounded: Tensor, scale: Tensor) -> bool:
     allowed = scale.abs() * _MAX_RELATIVE_ERROR + scale.abs().max() * _MAX_ERROR
-    return bool(((narrow - scale).abs() <= allowed).all())
+    return bool(((rounded - scale).abs() <= allowed).all())
 
 
 def per_block(
@@ -233,7 +233,7 @@ def per_block(
     factors: tuple[Tensor, ...],
     group: int,
 ) -> Restored:
-    """A weight in blocks that `lay` makes of 32 levels and their factors.
+    """A weight in blocks; `lay` builds one from 32 levels and their factors.
 
     Args:
         levels: [out, in].

@@ -1,17 +1,16 @@
-"""modelslim, Ascend's quantiser: `quant_model_description.json` beside the weights names a scheme
-for every tensor.
+"""modelslim, Ascend's quantiser: `quant_model_description.json` names a scheme for every tensor.
 
     weight int8 [out, in], weight_scale [out, 1], weight_offset [out, 1] (zero)
     W8A8 also: input_scale, input_offset [1], quant_bias int32 [out], deq_scale [out]
-    W4A8_DYNAMIC: weight int8 [out / 2, in], the number of an even output in the lower half of a
-        byte, that of the next one above; or one number in a byte [out, in]; where inputs have
-        groups also weight_scale_second, weight_offset_second (zero) [out, groups]; perhaps
-        scale_bias [out, n], whose sums over n are 8 times those of the weights of an output
+    W4A8_DYNAMIC: weight int8 [out / 2, in], even outputs in the lower half of a byte, odd ones in
+        the upper half; or one number in a byte [out, in]; with groups of inputs also
+        weight_scale_second, weight_offset_second (zero) [out, groups]; optionally scale_bias
+        [out, n], whose sums over n are 8 times the sums of an output's weights
 
-W8A8 folds the bias of a projection into quant_bias, beside what takes the activations' offset away
-again; it is brought back to a plain bias. The numbers become Q8_0, those of W4A8_DYNAMIC Q4_0,
-where nobody rounds activations. What scale_bias has follows from the weights; where it does not,
-the file is damaged, or bytes hold numbers in another order.
+W8A8 folds the projection's bias and the correction for the activations' offset into quant_bias; the
+plain bias is restored. If activations are not rounded, the numbers become Q8_0, or Q4_0 for
+W4A8_DYNAMIC. scale_bias must follow from the weights; otherwise the file is damaged, or bytes hold
+numbers in another order.
 
 Source: the documentation of msit's msmodelslim.
 """
@@ -37,9 +36,17 @@ _LIFT, _NEAR = 8, 1e-2
 """What scale_bias is of the sum of an output's weights; how far both may be apart."""
 _PLAIN = "FLOAT"
 _PARTS = (
-    *("weight", "bias", "weight_scale", "weight_offset"),
-    *("input_scale", "input_offset", "quant_bias", "deq_scale"),
-    *("weight_scale_second", "weight_offset_second", "scale_bias"),
+    "weight",
+    "bias",
+    "weight_scale",
+    "weight_offset",
+    "input_scale",
+    "input_offset",
+    "quant_bias",
+    "deq_scale",
+    "weight_scale_second",
+    "weight_offset_second",
+    "scale_bias",
 )
 
 

@@ -5,8 +5,8 @@
     fp4       weight uint8 [out, in/2], the first number in the low half; weight_scale uint8
               [out, in/32], exponents biased by 127 (OCP Microscaling 1.0)
 
-`global_quant_config` holds for all modules, `layer_quant_config` for patterns of their names; what
-a tensor is tells its type.
+`global_quant_config` holds for all modules, `layer_quant_config` for patterns of their names; the
+dtype of a tensor selects its form.
 
 Source: the export pages of the documentation of AMD Quark for PyTorch.
 """
@@ -24,8 +24,12 @@ from banyan.ops.blocks import BLOCK
 from banyan.ops.stored import FLOAT8_TYPES
 
 _PARTS = (
-    *("weight_scale", "weight_zero_point", "input_scale", "input_zero_point"),
-    *("output_scale", "output_zero_point"),
+    "weight_scale",
+    "weight_zero_point",
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
 )
 _TYPES = {"fp8_e4m3": FLOAT8_TYPES, "int8": ("I8",), "fp4": ("U8",)}
 _SCHEMES = {"fp8_e4m3": ("per_tensor", "per_channel", "per_group")}

@@ -1,6 +1,5 @@
-"""How much memory the weights of a quantised folder take, before they are loaded: what a form keeps
-in few bits, and what becomes floats, is told by its own method, of one weight of each kind.
-"""
+"""Estimates the memory of a quantised checkpoint's weights before loading: restores one weight of
+each kind with the form's method."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from banyan.ops.stored import E4M3, STORAGE_TYPES
 
 _Where = Mapping[str, tuple[Path, TensorInfo]]
 _Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
-"""Of a quantised weight: its name without numbers, and type and shape of each of its tensors."""
+"""A kind of quantised weight: name without numbers, and type and shape of each of its tensors."""
 
 
 def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: str = "") -> int:
@@ -48,8 +47,8 @@ def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: 
     known: dict[_Kind, int] = {}
     floats = rounded_to or (E4M3 if keeps_fp8 else "")
     for stem, parts in stems.items():
-        told = [(last, where[name][1]) for last, name in sorted(parts.items())]
-        kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in told)
+        found = [(last, where[name][1]) for last, name in sorted(parts.items())]
+        kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in found)
         if kind not in known:
             known[kind] = _kept(method, stem, parts, where, floats)
         size += known[kind]
@@ -70,8 +69,8 @@ def _kept(
     """Bytes of one weight, restored as it is when it is loaded.
 
     Args:
-        floats: storage type that floats are rounded to; E4M3 = they stay as they are, "" = those of
-            8 bits become bf16.
+        floats: storage type that floats are rounded to; E4M3 = 8-bit floats stay as they are, "" =
+            8-bit floats become bf16.
     """
     read: dict[str, Stored] = {}
     for last, name in parts.items():

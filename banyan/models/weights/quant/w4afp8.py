@@ -1,10 +1,10 @@
-"""Experts in 4-bit integers beside projections in 8-bit floats (DeepSeek-R1-W4AFP8).
+"""Experts in 4-bit integers and other projections in 8-bit floats (DeepSeek-R1-W4AFP8).
 
     experts      weight int8 [out, in/2], two numbers in a byte, the first in the low half;
                  weight_scale_inv [out, in/128], input_scale
     the others   weight e4m3 [out, in], weight_scale_inv [out/128, in/128]
 
-Source: the form w4afp8 of SGLang, and what its tests pack.
+Source: the form w4afp8 of SGLang, and its tests.
 """
 
 from dataclasses import dataclass

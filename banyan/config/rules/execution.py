@@ -1,0 +1,70 @@
+"""Rules about steps: chunked prefill, multi-step decoding, attention and offloaded weights."""
+
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.env import Environment
+from banyan.config.rules.conflicts import reason_for_one_step
+from banyan.config.schema import Config
+from banyan.model_config.model_config import ModelConfig
+
+log = logger(__name__)
+
+_TORCH_NATIVE = "torch_native"
+_TORCH_ATTENTION = "torch_attention:paged_attention"
+
+
+def choose_chunk(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    if config.schedule.chunk_tokens != 0:
+        return config
+    log.debug("set chunked-prefill-size=-1 because 0 means whole prompts")
+    return replace(config, schedule=replace(config.schedule, chunk_tokens=-1))
+
+
+def limit_prefill(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    """Fit the chunk, or a whole unchunked prompt, into one step. Needs the context length."""
+    schedule, context = config.schedule, config.model.context_length
+    if schedule.chunk_tokens > schedule.prefill_tokens:
+        log.info(
+            "set chunked-prefill-size=%d because --max-prefill-tokens is less",
+            schedule.prefill_tokens,
+        )
+        return replace(config, schedule=replace(schedule, chunk_tokens=schedule.prefill_tokens))
+    if schedule.chunk_tokens == -1 and schedule.prefill_tokens < context:
+        log.info("set max-prefill-tokens=%d because prompts are not chunked", context)
+        return replace(config, schedule=replace(schedule, prefill_tokens=context))
+    return config
+
+
+def choose_multi_step(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
+    """Plan one decode step at a time if a feature excludes more, unless the user set a number."""
+    if config.schedule.multi_step:
+        return config
+    reason = reason_for_one_step(config, model_config)
+    if not reason:
+        return config
+    log.debug("set num-continuous-decode-steps=1 because of %s", reason)
+    return replace(config, schedule=replace(config.schedule, multi_step=1))
+
+
+def choose_attention(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    device = config.device
+    if device.attention != _TORCH_NATIVE or "paged_attention" in device.kernels:
+        return config
+    kernels = {**device.kernels, "paged_attention": _TORCH_ATTENTION}
+    log.info("set kernels=%s because --attention-backend %s", kernels, device.attention)
+    return replace(config, device=replace(device, kernels=kernels))
+
+
+def check_offload(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    device = config.device
+    if 0 < device.offload_group < device.offload_of_group:
+        raise ConfigError(
+            f"--offload-num-in-group {device.offload_of_group} exceeds --offload-group-size "
+            f"{device.offload_group}",
+            hint=f"give {device.offload_group} or less",
+        )
+    return config
