@@ -20,7 +20,7 @@ import msgspec
 
 import banyan
 from banyan.base.errors import ConfigError, RequestError
-from banyan.base.log import logger, tell
+from banyan.base.log import log_always, logger
 from banyan.base.thread_pool import use_threads
 from banyan.config.cli import described, parse
 from banyan.config.defaults import with_settings
@@ -104,7 +104,7 @@ class Engine:
     def _begin(self, words: Sequence[str], engine_mode: str) -> None:
         environment = read_environment()
         config = parse(words, environment)
-        tell(log, (*config.observe.notes, *flags_that_need_a_server(config)))
+        log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
         config, model_config = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.prepare import prepare
@@ -58,7 +58,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
-    tell(log, (*config.observe.notes, *flags_that_need_a_server(config)))
+    log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
     answers = AnswerLog(out, out)
     try:
         try:

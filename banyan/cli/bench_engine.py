@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from banyan.base.errors import BanyanError, ConfigError
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.bench import batch as one_batch
 from banyan.bench import report
 from banyan.bench.datasets import load_prompts
@@ -65,7 +65,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(rest, environment)
     is_level_given = any(word.startswith("--log") for word in rest)
     start_logging("bench", config.observe.log_level if is_level_given else "warning")
-    tell(log, (*config.observe.notes, *flags_that_need_a_server(config)))
+    log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
     config, model_config = prepare(config, environment)
     if options.roofline:
         say("timing the ops of each kind of step …")

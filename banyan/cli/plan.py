@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.log import logger, printable, start_logging, tell
+from banyan.base.log import log_always, logger, printable, start_logging
 from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
@@ -59,7 +59,7 @@ def plan(argv: Sequence[str]) -> int:
     environment = read_environment()
     config = parse(rest, environment)
     start_logging("plan", "warning")
-    tell(log, config.observe.notes)
+    log_always(log, config.observe.notes)
     _refuse_what_is_not_here(config, environment)
     config, model_config = prepare(config, environment)
     platform = open_platform(config.device.name)

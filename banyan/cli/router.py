@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from banyan.base.child_process import Child, spawn
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.base.os import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
@@ -63,7 +63,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
 
     config = read_flags(argv, environment.flags, check_servers, defaults)
     start_logging("router", config.observe.log_level)
-    tell(log, config.observe.notes)
+    log_always(log, config.observe.notes)
     from banyan.router.lifecycle import run_router
 
     with _servers(config) as (specs, children):

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from banyan.base.log import logger, printable, start_logging, tell
+from banyan.base.log import log_always, logger, printable, start_logging
+from banyan.base.memory import report_slow_gc
 from banyan.base.os import check_system
-from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
 from banyan.config.delete_checkpoint import ANY
 from banyan.config.devices import facts_of
@@ -49,7 +49,7 @@ def serve(argv: Sequence[str]) -> int:
     config = parse(argv, environment)
     start_logging("server", config.observe.log_level)
     report_slow_gc(config.observe.slow_gc_s)
-    tell(log, config.observe.notes)
+    log_always(log, config.observe.notes)
     if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):
         config = replace(config, model=replace(config.model, deletes=ANY))
     if config.parallel.node:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
@@ -65,7 +65,7 @@ def simulate(argv: Sequence[str]) -> int:
     environment = read_environment()
     config = parse(rest, environment)
     start_logging("simulate", "warning")
-    tell(log, config.observe.notes)
+    log_always(log, config.observe.notes)
     _refuse_what_is_not_simulated(config)
     config, model_config = prepare(config, environment)
     if model_config.has_states:
