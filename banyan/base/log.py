@@ -43,8 +43,8 @@ def start_logging(role: str, level: str = "info") -> None:
     root.propagate = False
 
 
-def tell(log: logging.Logger, lines: Iterable[str]) -> None:
-    """Log what everybody has to see, whatever level is shown."""
+def log_always(log: logging.Logger, lines: Iterable[str]) -> None:
+    """Log lines at every log level."""
     for line in lines:
         log.log(_ALWAYS, "%s", line)
 
