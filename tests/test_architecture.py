@@ -100,8 +100,8 @@ SHELVES = {
 DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
-    *("base.errors", "server", "chat_template.template", "parsers.parts", "requests.embeddings"),
-    *("requests.context", "requests.request_spec.RequestSpec"),
+    *("base.errors", "server", "chat_template.template", "parsers.answer_deltas"),
+    *("requests.embeddings", "requests.context", "requests.request_spec.RequestSpec"),
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from banyan.base.log import log_always, logger, printable, start_logging
+from banyan.base.memory import report_slow_gc
 from banyan.base.os import check_system
-from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
 from banyan.config.delete_checkpoint import ANY
 from banyan.config.devices import facts_of

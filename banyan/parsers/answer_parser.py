@@ -1,39 +1,42 @@
 """AnswerParser: an answer's text through the reasoning parser and then the tool-call parser.
 
-Either may be missing. One path for streams and whole answers. Knows no HTTP.
+Either may be missing. Streamed and whole answers take the same path.
 """
 
 from dataclasses import dataclass
 
-from banyan.parsers.parts import Part, Said, Thought, joined
-from banyan.parsers.reasoning.base import Kind, ReasoningFormat, ReasoningParser
+from banyan.parsers.answer_deltas import AnswerDelta, ReasoningDelta, TextDelta, merge_deltas
+from banyan.parsers.reasoning.base import ReasoningFormat, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls.base import ToolFormat, ToolParser
 from banyan.parsers.tool_calls.definitions import Tools
 
 
 @dataclass(frozen=True)
-class AnswerForm:
-    """How the answers to one request are to be read.
+class AnswerFormat:
+    """How to parse the answers to one request.
 
     Attributes:
-        reasoning: None = the model does not think, or nobody knows how it marks it.
-        is_inside: answers begin inside of the thinking.
-        separates: thoughts are parts of their own; otherwise they are said, with their marks.
-        streams_thought: thoughts come while they arrive; otherwise each when it is over.
-        tools: None = calls are not looked for.
+        reasoning: None = the model does not reason, or its format is unknown.
+        starts_inside: answers start inside the reasoning.
+        separates_reasoning: reasoning becomes deltas of its own; otherwise it stays in the text,
+            with its markers.
+        streams_reasoning: reasoning is streamed; otherwise it is one delta, at its end.
+        tools: None = tool calls stay text.
+        offered: the tools that the request offers.
+        max_calls: calls that are passed on; further ones are parsed and dropped.
     """
 
     reasoning: ReasoningFormat | None = None
-    is_inside: bool = False
-    separates: bool = True
-    streams_thought: bool = True
+    starts_inside: bool = False
+    separates_reasoning: bool = True
+    streams_reasoning: bool = True
     tools: ToolFormat | None = None
     offered: Tools = Tools({})
     max_calls: int = 1 << 30
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that the parsers must see, though a vocabulary may call them special."""
+        """Texts that detokenisation must keep for the parsers, even if they are special tokens."""
         found = (self.reasoning.markers if self.reasoning else ()) + (
             self.tools.markers if self.tools else ()
         )
@@ -43,65 +46,66 @@ class AnswerForm:
 class AnswerParser:
     """The parser of one answer."""
 
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, form: AnswerFormat) -> None:
         self._form = form
         self._reasoning = (
-            ReasoningParser(form.reasoning, form.is_inside) if form.reasoning else None
+            ReasoningParser(form.reasoning, form.starts_inside) if form.reasoning else None
         )
         self._tools = ToolParser(form.tools, form.offered, form.max_calls) if form.tools else None
         self._held: list[str] = []
-        self.has_thought = False
+        """Reasoning that is not streamed, until its end."""
+        self.has_reasoning = False
         self.has_answered = False
-        """Whether anything but thinking has come."""
+        """Whether any text after the reasoning has arrived."""
 
     @property
     def num_calls(self) -> int:
-        """Tool calls that have begun and are passed on."""
+        """Tool calls that have started and are passed on."""
         return min(self._tools.num_calls, self._form.max_calls) if self._tools else 0
 
-    def feed(self, text: str) -> list[Part]:
-        """What the new text makes certain."""
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """The deltas that the new text decides."""
         if self._reasoning is None:
-            return self._said(text)
-        return self._parts(self._reasoning.feed(text))
+            return self._text(text)
+        return self._deltas(self._reasoning.feed(text))
 
-    def finish(self, is_cut: bool = False) -> list[Part]:
-        """The rest, when nothing follows.
+    def finish(self, is_cut: bool = False) -> list[AnswerDelta]:
+        """The remaining deltas, at the end of the answer.
 
         Args:
-            is_cut: the model was stopped before it was done (length, abort, a stop text).
+            is_cut: the model was stopped early (length, abort, a stop string).
         """
-        parts = self._parts(self._reasoning.finish()) if self._reasoning else []
-        parts += self._thought_over()
+        deltas = self._deltas(self._reasoning.finish()) if self._reasoning else []
+        deltas += self._end_reasoning()
         if self._tools is not None:
-            parts += self._tools.finish(is_cut)
-        return joined(parts)
+            deltas += self._tools.finish(is_cut)
+        return merge_deltas(deltas)
 
-    def _parts(self, pieces: list[tuple[Kind, str]]) -> list[Part]:
-        parts: list[Part] = []
-        for kind, text in pieces:
-            if kind is Kind.SAID:
+    def _deltas(self, segments: list[tuple[SegmentKind, str]]) -> list[AnswerDelta]:
+        deltas: list[AnswerDelta] = []
+        for kind, text in segments:
+            if kind is SegmentKind.TEXT:
                 self.has_answered = True
-                parts += self._thought_over() + self._said(text)
+                deltas += self._end_reasoning() + self._text(text)
                 continue
-            self.has_thought |= kind is Kind.THOUGHT
-            if not self._form.separates:
-                parts.append(Said(text))
-            elif kind is Kind.THOUGHT:
-                parts += self._thought(text)
-        return joined(parts)
+            self.has_reasoning |= kind is SegmentKind.REASONING
+            if not self._form.separates_reasoning:
+                deltas.append(TextDelta(text))
+            elif kind is SegmentKind.REASONING:
+                deltas += self._reasoning_text(text)
+        return merge_deltas(deltas)
 
-    def _thought(self, text: str) -> list[Part]:
-        if self._form.streams_thought:
-            return [Thought(text)]
+    def _reasoning_text(self, text: str) -> list[AnswerDelta]:
+        if self._form.streams_reasoning:
+            return [ReasoningDelta(text)]
         self._held.append(text)
         return []
 
-    def _thought_over(self) -> list[Part]:
+    def _end_reasoning(self) -> list[AnswerDelta]:
         held, self._held = self._held, []
-        return [Thought("".join(held))] if held else []
+        return [ReasoningDelta("".join(held))] if held else []
 
-    def _said(self, text: str) -> list[Part]:
+    def _text(self, text: str) -> list[AnswerDelta]:
         if self._tools is not None:
             return self._tools.feed(text)
-        return [Said(text)] if text else []
+        return [TextDelta(text)] if text else []

@@ -1,7 +1,6 @@
-"""Which parsers read a model's answers: named by flags, else found by the marks that the chat
-template itself writes.
+"""Chooses the parsers of a model's answers: by flag, else by texts that its chat template contains.
 
-The first row that fits decides, so rows of a family go from the special to the general.
+The first matching row wins, so rows go from the special to the general.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from banyan.parsers.reasoning import REASONING_PARSERS
 from banyan.parsers.reasoning.base import ReasoningFormat
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolFormat
-from banyan.parsers.tool_calls.tagged import bare_first
+from banyan.parsers.tool_calls.tagged import with_unmarked_first_call
 
 NONE = "none"
 AS_TEXT = "hermes"
-"""Format of calls where the tools are shown as text."""
+"""Format of calls if the tools are shown to the model as text."""
 
 _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseekv32", ("｜DSML｜",)),
@@ -46,18 +45,18 @@ _REASONING: Sequence[tuple[str, tuple[str, ...]]] = (
 
 @dataclass(frozen=True)
 class Parsers:
-    """The parsers of one server; "none" and None where there is none.
+    """The parsers of one server; "none" and None = no parser.
 
     Attributes:
-        thinks_unasked: the template has a switch that turns thinking off, so that without it the
-            model opens its thinking by itself.
+        thinks_by_default: the template has a switch that turns reasoning off, so the model starts
+            to reason by itself unless the switch is used.
     """
 
     tool_name: str = NONE
     tools: ToolFormat | None = None
     reasoning_name: str = NONE
     reasoning: ReasoningFormat | None = None
-    thinks_unasked: bool = False
+    thinks_by_default: bool = False
 
 
 def choose_parsers(
@@ -66,17 +65,17 @@ def choose_parsers(
     """The parsers for a chat template.
 
     Args:
-        tool_flag, reasoning_flag: names that the user gave; "" or "auto" = by the template.
-        takes_tools: the template shows tools; otherwise they are shown as text, and called as in
-            the most common format.
+        tool_flag, reasoning_flag: names of parsers; "" or "auto" = by the template.
+        takes_tools: the template shows tools; otherwise they are shown as text, and calls have
+            the most common format (`AS_TEXT`).
 
     Raises:
-        ConfigError: there is no parser of that name.
+        ConfigError: no parser has that name.
     """
     tool = _named(tool_flag) or tool_parser_for(template)
     found = None if tool == NONE else TOOL_PARSERS.load(tool)
     if tool == NONE and not _named(tool_flag) and not takes_tools:
-        tool, found = AS_TEXT, bare_first(TOOL_PARSERS.load(AS_TEXT))
+        tool, found = AS_TEXT, with_unmarked_first_call(TOOL_PARSERS.load(AS_TEXT))
     reasoning = _named(reasoning_flag) or reasoning_parser_for(template)
     return Parsers(
         tool,
@@ -88,12 +87,12 @@ def choose_parsers(
 
 
 def tool_parser_for(template: str) -> str:
-    """Name of the tool-call parser for a chat template; "none" when it shows no format we know."""
+    """Name of the tool-call parser for a chat template; "none" = no known format."""
     return _first(_TOOLS, template)
 
 
 def reasoning_parser_for(template: str) -> str:
-    """Name of the reasoning parser for a chat template; "none" when it marks no thinking."""
+    """Name of the reasoning parser for a chat template; "none" = no known format."""
     return _first(_REASONING, template)
 
 
@@ -102,4 +101,4 @@ def _named(flag: str) -> str:
 
 
 def _first(rows: Sequence[tuple[str, tuple[str, ...]]], template: str) -> str:
-    return next((name for name, marks in rows if all(m in template for m in marks)), NONE)
+    return next((name for name, texts in rows if all(t in template for t in texts)), NONE)

@@ -1,4 +1,4 @@
-"""The message format of gpt-oss: channels, recipients, and where each message begins and ends.
+"""The message format of gpt-oss (Harmony): channels, recipients, start and end of messages.
 
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
@@ -10,10 +10,10 @@ Source: the Harmony response format guide of gpt-oss.
 import re
 from dataclasses import dataclass
 
-from banyan.parsers.incremental import Arriving, Cut, Malformed, Marks, Reading
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText, Truncated
 
 RECIPIENT = " to="
-"""An answer may begin inside of a header, because its prompt ends with <|start|>assistant."""
+"""An answer may start inside a header, because its prompt ends with <|start|>assistant."""
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
@@ -21,16 +21,16 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
 MAX_HEADER_CHARS = 512
 FUNCTIONS = "functions."
 
-OPENERS = Marks(START, CHANNEL)
-ENDERS = Marks(END, RETURN, CALL, START, CHANNEL)
-_BEHIND_HEADER = Marks(MESSAGE)
+OPENERS = Delimiters(START, CHANNEL)
+ENDERS = Delimiters(END, RETURN, CALL, START, CHANNEL)
+_HEADER_END = Delimiters(MESSAGE)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 @dataclass(frozen=True)
-class Header:
-    """What stands before a message's text."""
+class MessageHeader:
+    """The header before a message's text; `raw` is all of it, with its delimiters."""
 
     channel: str
     recipient: str
@@ -38,26 +38,28 @@ class Header:
 
     @property
     def tool(self) -> str:
-        """The function that the message calls; "" when it calls none."""
+        """The function that the message calls; "" = none."""
         if not self.recipient.startswith(FUNCTIONS):
             return ""
         return self.recipient.removeprefix(FUNCTIONS)
 
 
-def header(source: Arriving, opener: str) -> Reading[Header | None]:
-    """The header behind `opener`; None when there is none. A header that the end of the text cuts
-    off is one of no channel."""
+def read_header(source: StreamingText, opener: str) -> Reading[MessageHeader | None]:
+    """Read the header after `opener`. None = no header follows.
+
+    A header that the end of the text cuts off has no channel.
+    """
     try:
-        text, mark = yield from source.collect(_BEHIND_HEADER, MAX_HEADER_CHARS)
-    except Cut:
-        return Header("", "", opener + source.take(MAX_HEADER_CHARS))
+        text, delimiter = yield from source.collect(_HEADER_END, MAX_HEADER_CHARS)
+    except Truncated:
+        return MessageHeader("", "", opener + source.take(MAX_HEADER_CHARS))
     except Malformed:
         return None
-    raw = opener + text + mark
+    raw = opener + text + delimiter
     channel, recipient = _CHANNEL.search(raw), _RECIPIENT.search(raw)
-    return Header(channel[1] if channel else "", recipient[1] if recipient else "", raw)
+    return MessageHeader(channel[1] if channel else "", recipient[1] if recipient else "", raw)
 
 
-def after(mark: str) -> str:
-    """The opener of the next message, where one message's end is the next one's beginning."""
-    return mark if mark in (START, CHANNEL) else ""
+def next_opener(ender: str) -> str:
+    """`ender` if it also opens the next message, else ""."""
+    return ender if ender in (START, CHANNEL) else ""

@@ -1,7 +1,7 @@
-"""Reading text while it arrives. A reading is a generator that pauses where more text is needed.
+"""Incremental reading of streamed text: a reading is a generator that yields to get more text.
 
-Every decision is made on positions of the text, never on how it was split, so that feeding all at
-once and feeding one character at a time give the same result. Knows no format.
+Decisions depend only on the text, never on how it was split. Feeding everything at once and feeding
+one character at a time therefore give the same result.
 """
 
 import re
@@ -17,32 +17,32 @@ _ANYTHING = re.compile(r"(?s:.*)")
 
 
 class Malformed(Exception):
-    """The text is not what a format says. Everything consumed so far is at `Arriving.captured`."""
+    """The text does not follow the format. `StreamingText.release` returns the captured text."""
 
 
-class Cut(Malformed):
-    """The text ended where the format needs more."""
+class Truncated(Malformed):
+    """The text ended before the format was complete."""
 
 
-class Marks:
-    """A set of literal texts to look for."""
+class Delimiters:
+    """A set of literal texts to search for."""
 
     def __init__(self, *texts: str) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self.reach = len(longest_first[0])
-        self._beginnings = frozenset(t[:i] for t in texts for i in range(1, len(t)))
+        self.max_length = len(longest_first[0])
+        self._prefixes = frozenset(t[:i] for t in texts for i in range(1, len(t)))
 
-    def open_at(self, text: str, at: int) -> int:
-        """Where `text` ends with the beginning of a mark, at or after `at`; else len(text)."""
-        for i in range(max(at, len(text) - self.reach + 1), len(text)):
-            if text[i:] in self._beginnings:
+    def partial_at(self, text: str, at: int) -> int:
+        """Position, from `at` on, of a partial delimiter at the end of `text`; else len(text)."""
+        for i in range(max(at, len(text) - self.max_length + 1), len(text)):
+            if text[i:] in self._prefixes:
                 return i
         return len(text)
 
 
-class Arriving:
-    """Text that comes in pieces, consumed from the front."""
+class StreamingText:
+    """Text that arrives in pieces and is consumed from the front."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -56,21 +56,21 @@ class Arriving:
         self._at = 0
 
     def end(self, is_cut: bool = False) -> None:
-        """Nothing more will come; `is_cut` = more would have, had it not been stopped."""
+        """Mark the end of the text; `is_cut` = the model was stopped early."""
         self._ended = True
         self.is_cut = is_cut
 
     def capture(self, opener: str) -> None:
-        """Keep what is consumed from here on, behind `opener`, which was consumed just before."""
+        """Start to keep the consumed text; `opener` was consumed just before and comes first."""
         self._captured = [opener]
 
     def release(self) -> str:
-        """What was captured; capturing ends."""
+        """Return the captured text, and stop capturing."""
         captured, self._captured = self._captured or [], None
         return "".join(captured)
 
     def take(self, count: int) -> str:
-        """Consume characters that are known to be there."""
+        """Consume up to `count` characters that have arrived."""
         taken = self._text[self._at : self._at + count]
         self._at += len(taken)
         if self._captured is not None:
@@ -78,20 +78,20 @@ class Arriving:
         return taken
 
     def peek(self, count: int = 1) -> Reading[str]:
-        """The next `count` characters, fewer only at the end; nothing is consumed."""
+        """The next `count` characters without consuming them; fewer only at the end."""
         while len(self._text) - self._at < count and not self._ended:
             yield
         return self._text[self._at : self._at + count]
 
     def need(self, count: int = 1) -> Reading[str]:
-        """As `peek`; raises Cut when the text ends first."""
+        """As `peek`, but raises Truncated if the text ends first."""
         found = yield from self.peek(count)
         if len(found) < count:
-            raise Cut
+            raise Truncated
         return found
 
     def follows(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next; it is consumed if so."""
+        """Consume `literal` if it comes next. Returns whether it did."""
         while True:
             ahead = self._text[self._at : self._at + len(literal)]
             if ahead == literal:
@@ -102,10 +102,10 @@ class Arriving:
             yield
 
     def expect(self, literal: str) -> Reading[None]:
-        """Consume `literal`; Malformed when something else comes, Cut when less than all of it."""
+        """Consume `literal`, or raise Malformed; Truncated if the text ends within it."""
         if not (yield from self.follows(literal)):
             ahead = yield from self.peek(len(literal))
-            raise Cut if literal.startswith(ahead) else Malformed
+            raise Truncated if literal.startswith(ahead) else Malformed
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Reading[None]:
         """Consume the longest run that `pattern` (one character class, repeated) matches."""
@@ -118,7 +118,7 @@ class Arriving:
             yield
 
     def spaces(self) -> Reading[str]:
-        """Consume white space, and return it."""
+        """Consume and return white space."""
         found: list[str] = []
         yield from self.run(_SPACE, found.append)
         return "".join(found)
@@ -127,55 +127,58 @@ class Arriving:
         """Consume everything up to the end of the text."""
         yield from self.run(_ANYTHING, sink)
 
-    def until(self, marks: Marks, sink: Sink, leaves_part: bool = False) -> Reading[str]:
-        """Consume up to and with the first mark, which is returned; "" at the end of the text.
+    def until(
+        self, delimiters: Delimiters, sink: Sink, keeps_partial: bool = False
+    ) -> Reading[str]:
+        """Consume up to and with the first delimiter, and return it; "" at the end of the text.
 
         Args:
-            leaves_part: the beginning of a mark at the end of the text is not consumed.
+            keeps_partial: a partial delimiter at the end of the text is not consumed.
         """
         while True:
-            start, mark = self._find(marks, leaves_part)
+            start, delimiter = self._find(delimiters, keeps_partial)
             if start > self._at:
                 sink(self.take(start - self._at))
-            if mark or self._ended:
-                return self.take(len(mark))
+            if delimiter or self._ended:
+                return self.take(len(delimiter))
             yield
 
     def collect(
-        self, marks: Marks, limit: int, keeps_mark: bool = False
+        self, delimiters: Delimiters, limit: int, keeps_delimiter: bool = False
     ) -> Reading[tuple[str, str]]:
-        """(text, mark) up to and with the first mark.
+        """Consume up to and with the first delimiter; returns (text, delimiter).
 
         Args:
-            keeps_mark: the mark is not consumed.
+            keeps_delimiter: the delimiter is not consumed.
 
         Raises:
-            Malformed: it is more than `limit` characters away; nothing was consumed.
+            Malformed: the delimiter is more than `limit` characters away; nothing is consumed.
+            Truncated: the text ends first.
         """
         while True:
-            start, mark = self._find(marks, limit=limit)
+            start, delimiter = self._find(delimiters, limit=limit)
             if start - self._at > limit:
                 raise Malformed
-            if mark:
+            if delimiter:
                 text = self.take(start - self._at)
-                return text, mark if keeps_mark else self.take(len(mark))
+                return text, delimiter if keeps_delimiter else self.take(len(delimiter))
             if self._ended:
-                raise Cut
+                raise Truncated
             yield
 
     def _find(
-        self, marks: Marks, may_be_cut: bool = False, limit: int | None = None
+        self, delimiters: Delimiters, keeps_partial: bool = False, limit: int | None = None
     ) -> tuple[int, str]:
-        """Where the first mark is, and which; else where one may begin, and "".
+        """Position and text of the first delimiter; else position of a possible start, and "".
 
         Args:
-            limit: marks that begin more than so many characters away are not looked for: who gives
-                up behind that many must not read all that follows at each new beginning.
+            limit: search only this many characters ahead. Without it, many openers without a
+                closer would cost quadratic time: each would search the rest of the text.
         """
-        end = len(self._text) if limit is None else self._at + limit + marks.reach
-        match = marks.pattern.search(self._text, self._at, end)
-        is_all = self._ended and not may_be_cut
-        open_at = len(self._text) if is_all else marks.open_at(self._text, self._at)
-        if match is not None and match.start() < open_at:
+        end = len(self._text) if limit is None else self._at + limit + delimiters.max_length
+        match = delimiters.pattern.search(self._text, self._at, end)
+        is_all = self._ended and not keeps_partial
+        partial_at = len(self._text) if is_all else delimiters.partial_at(self._text, self._at)
+        if match is not None and match.start() < partial_at:
             return match.start(), match.group()
-        return open_at, ""
+        return partial_at, ""

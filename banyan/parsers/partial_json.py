@@ -1,14 +1,14 @@
-"""JSON copied while it arrives, so that what was passed on can always be completed.
+"""Copies JSON incrementally, so that the copy can be completed at any point.
 
-Commas, keys and colons wait until the value behind them begins; numbers and words until they are
-whole. What models get wrong most often is put right: raw control characters and unknown escapes in
-strings, commas before a closing bracket, Python's spelling of constants (RFC 8259 is the target).
+Commas, keys and colons are held back until the next value starts; numbers and constants until they
+are whole. Common mistakes of models are corrected: raw control characters and unknown escapes in
+strings, commas before a closing bracket, Python's constants. The output follows RFC 8259.
 """
 
 import json
 import re
 
-from banyan.parsers.incremental import Arriving, Malformed, Reading, Sink
+from banyan.parsers.incremental import Malformed, Reading, Sink, StreamingText
 
 MAX_DEPTH = 64
 MAX_SCALAR_CHARS = 400
@@ -32,18 +32,19 @@ class JsonCopy:
     """Copies one value.
 
     Args:
-        put: takes the copy, piece by piece.
-        closers: stack that this copy keeps: what would complete what was put so far, inside out.
+        put: callback for each piece of the copy.
+        closers: stack of the brackets and quotes that would complete the copy; the last one closes
+            first.
     """
 
-    def __init__(self, source: Arriving, put: Sink, closers: list[str] | None = None) -> None:
+    def __init__(self, source: StreamingText, put: Sink, closers: list[str] | None = None) -> None:
         self._source = source
         self._put = put
         self._closers = [] if closers is None else closers
         self._pending = ""
 
     def value(self) -> Reading[None]:
-        """Copy the value that comes next; Malformed when there is none."""
+        """Copy the next value; Malformed if there is none."""
         yield from self._spaces()
         match (yield from self._source.need()):
             case '"':
@@ -133,7 +134,7 @@ class JsonCopy:
     def _scalar(self) -> Reading[None]:
         parts: list[str] = []
         yield from self._source.run(_WORD, parts.append)
-        yield from self._source.need()  # at the very end, more of the word could be missing
+        yield from self._source.need()  # a word at the very end of the text may be incomplete
         word = "".join(parts)
         if len(word) > MAX_SCALAR_CHARS:
             raise Malformed

@@ -29,7 +29,7 @@ from banyan.base.child_process import (
 )
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
-from banyan.base.slow_gc import report_slow_gc
+from banyan.base.memory import report_slow_gc
 from banyan.base.torch_parts import without_parts
 from banyan.config.schema import Config
 from banyan.dp_attention.remote_engines import RemoteEngines
@@ -55,7 +55,7 @@ class EngineHandle:
 
     stop: Callable[[], None]
     put_down: Callable[[], None]
-    """End one that no longer answers, after the log was told where it stands."""
+    """Kill an engine that does not answer, after its stack traces are in the log."""
     pids: Callable[[], list[int]]
     recording: Callable[[], bytes] = bytes
     """What its flight recorder holds, as the content of a journal, also when it has died."""
@@ -73,7 +73,7 @@ def start_engine_process(
     parallel = config.parallel
     if parallel.node_of(parallel.replica):
         raise ConfigError(
-            f"--enable-dp-attention and {parallel.nodes_flag} go together in a server alone",
+            f"--enable-dp-attention with {parallel.nodes_flag} works only in a server",
             hint="run: banyan serve with the same flags, on each node",
         )
     config = replace(config, observe=replace(config.observe, recorder_bytes=0))
@@ -198,7 +198,7 @@ def start_engine_thread(
         for loop in loops:
             loop.stop()
         thread.join()
-        gc.unfreeze()  # what the engine held for good may go with it, files and memory too
+        gc.unfreeze()  # frees what the engine kept frozen, files and memory included
         gc.collect()
 
     return EngineHandle(stop=stop, put_down=stop, pids=list)
@@ -222,7 +222,7 @@ def main() -> None:
     report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
         if process_spec.role == RANK:
-            from banyan.engine.ranks import open_stacks
+            from banyan.engine.local_processes import open_stacks
 
             faulthandler.register(STACKS, open_stacks(process_spec.pulse))
             Pulse(process_spec.pulse).keep_beating()
@@ -272,7 +272,7 @@ def _serve_engine(process_spec: ProcessSpec, spares: Sequence[Process]) -> None:
             spares,
         )
     except BanyanError as error:
-        link.send([Fatal(str(error), error.exit_code)])  # the front tells it
+        link.send([Fatal(str(error), error.exit_code)])  # the API server reports it
         raise SystemExit(error.exit_code) from None
     finally:
         link.close()

@@ -27,7 +27,7 @@ from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
-from banyan.parsers.tool_calls.as_text import Tag
+from banyan.parsers.tool_calls.base import CallTag
 from banyan.requests.generation import Generator
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.request_spec import RequestSpec
@@ -75,7 +75,7 @@ class Service:
     """Observers of requests that are refused before they reach `generator`, which has its own."""
 
     @property
-    def tool_tag(self) -> Tag | None:
+    def tool_tag(self) -> CallTag | None:
         """The tag of tool calls in text, if the chat template cannot show tools.
 
         None if it can, or if no parser would find the calls.

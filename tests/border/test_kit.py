@@ -208,7 +208,7 @@ def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> N
     may_launch = EngineCore._may_launch
 
     def hasty(self: EngineCore) -> bool:
-        return may_launch(self) or (self._running_ops is not None and not self._given)
+        return may_launch(self) or (self._running_ops is not None and not self._queued_ops)
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_may_launch", hasty))
     assert "is launched before the orders of" in found
@@ -219,7 +219,8 @@ def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> N
 
     def answer_at_once(self: EngineCore, step: int):
         made = builder(self, step)
-        self._end_orders(self._running_ops, StepResult(step=step, replies=[ControlOpReply(True)]))
+        result = StepResult(step=step, replies=[ControlOpReply(True)])
+        self._end_control_ops(self._running_ops, result)
         return made
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_control_op_plan", answer_at_once))
@@ -255,11 +256,11 @@ def without_release(draft):
 
 
 def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
-    is_done = EngineCore._is_done
+    is_done = EngineCore._apply
 
     def forget(self: EngineCore, *told: object) -> None:
         is_done(self, *told)
         self.released = []
 
-    found = verdict(lambda patch: patch.setattr(EngineCore, "_is_done", forget))
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_apply", forget))
     assert "has rows while there is no" in found

@@ -148,9 +148,9 @@ def test_pages_stored_before_their_step_is_complete_are_noticed(monkeypatch) -> 
     monkeypatch.setattr(
         RadixTree,
         "attach",
-        _then(RadixTree.attach, lambda tree, node, *_: tree._leaving(node)),
+        _then(RadixTree.attach, lambda tree, node, *_: tree._on_evict(node)),
     )
-    monkeypatch.setattr(StoreTier, "leaving", lambda self, node: self._write(node))
+    monkeypatch.setattr(StoreTier, "on_evict", lambda self, node: self._write(node))
     assert "is stored, and it holds" in verdict()
 
 

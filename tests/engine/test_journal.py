@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+from pathlib import Path
 from random import Random
 from zlib import crc32
 
@@ -162,3 +163,12 @@ def test_a_link_is_not_followed(tmp_path):
     with pytest.raises(ConfigError, match="it is a link"):
         Journal(str(tmp_path / "journal"), asked(), 1 << 20)
     assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_a_journal_from_before_fields_were_renamed_still_replays() -> None:
+    """Recorded by an older build: encoded names of fields must not change."""
+    path = str(Path(__file__).parent / "data" / "before_renames.journal")
+    spec, _ = read_journal(path)
+    assert spec.limits.multi_step > 1
+    report = check(path)
+    assert report.ok and report.plans == 17

@@ -120,7 +120,7 @@ import os, signal
 from dataclasses import replace
 
 from banyan.parsers.reasoning.think import ALWAYS
-from banyan.parsers.tool_calls.hermes import FORMAT as HERMES
+from banyan.parsers.tool_calls.qwen import HERMES
 
 CALLS, THOUGHTS = replace(HERMES), replace(ALWAYS)
 

@@ -7,17 +7,23 @@ import zlib
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.parsers.answer_parser import AnswerForm, AnswerParser
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallStart,
+    merge_deltas,
+)
+from banyan.parsers.answer_parser import AnswerFormat, AnswerParser
 from banyan.parsers.choice import (
     choose_parsers,
     reasoning_parser_for,
     tool_parser_for,
 )
-from banyan.parsers.parts import CallStart, Part, Said, Thought, joined
 from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import Kind, ReasoningParser
+from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
-from tests.parsers.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
+from tests.support.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))
 TAGS = {"kimi": ("◁think▷", "◁/think▷")}
@@ -25,11 +31,11 @@ ALWAYS = ("deepseek-r1", "qwen3-thinking", "step3")
 NAMES = REASONING_PARSERS.names()
 
 
-def parse(name: str, pieces: list[str], is_inside: bool = False) -> dict[Kind, str]:
-    parser = ReasoningParser(REASONING_PARSERS.load(name), is_inside)
+def parse(name: str, pieces: list[str], starts_inside: bool = False) -> dict[SegmentKind, str]:
+    parser = ReasoningParser(REASONING_PARSERS.load(name), starts_inside)
     found = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
     assert "".join(text for _, text in found) == "".join(pieces)
-    return {kind: "".join(t for k, t in found if k is kind) for kind in Kind}
+    return {kind: "".join(t for k, t in found if k is kind) for kind in SegmentKind}
 
 
 def written(name: str, thought: str, said: str) -> str:
@@ -52,7 +58,7 @@ def test_thinking_and_answer_come_apart_however_they_are_split(name: str) -> Non
         thought, said = text(rng).strip() or "hm", text(rng).strip() or "yes"
         answer = written(name, thought, said)
         found = parse(name, list(split(rng, answer)))
-        assert (found[Kind.THOUGHT], found[Kind.SAID]) == (thought, said), answer
+        assert (found[SegmentKind.REASONING], found[SegmentKind.TEXT]) == (thought, said), answer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +73,7 @@ def test_damaged_answers_come_out_the_same_however_they_are_split(name: str) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_without_thinking_is_an_answer(name: str) -> None:
     answer = written(name, "", "Hello there.")
-    assert parse(name, list(answer))[Kind.SAID] == "Hello there."
+    assert parse(name, list(answer))[SegmentKind.TEXT] == "Hello there."
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,23 +81,23 @@ def test_thinking_that_never_ends_is_no_answer(name: str) -> None:
     whole = written(name, "still at it", "")
     cut = whole[: whole.index("at it") + 5]
     found = parse(name, list(cut))
-    assert found[Kind.THOUGHT] == "still at it" and not found[Kind.SAID]
+    assert found[SegmentKind.REASONING] == "still at it" and not found[SegmentKind.TEXT]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "gpt-oss"])
 def test_the_prompt_may_have_opened_the_thinking(name: str) -> None:
     start, end = TAGS.get(name, ("<think>", "</think>"))
     format = REASONING_PARSERS.load(name)
-    assert format.begins_inside(f"<|assistant|>{start}\n")
-    assert not format.begins_inside(f"<|assistant|>{start}\n\n{end}\n\n")
-    assert format.begins_inside("<|assistant|>") is (name in ALWAYS)
-    found = parse(name, list(f"why\n{end}\nbecause"), is_inside=True)
-    assert (found[Kind.THOUGHT], found[Kind.SAID]) == ("why", "because")
+    assert format.starts_in_reasoning(f"<|assistant|>{start}\n")
+    assert not format.starts_in_reasoning(f"<|assistant|>{start}\n\n{end}\n\n")
+    assert format.starts_in_reasoning("<|assistant|>") is (name in ALWAYS)
+    found = parse(name, list(f"why\n{end}\nbecause"), starts_inside=True)
+    assert (found[SegmentKind.REASONING], found[SegmentKind.TEXT]) == ("why", "because")
 
 
 def test_tags_inside_of_an_answer_are_text() -> None:
     said = "The tag <think> opens thinking.</think>"
-    assert parse("qwen3", list(said))[Kind.SAID] == said
+    assert parse("qwen3", list(said))[SegmentKind.TEXT] == said
 
 
 def test_a_preamble_of_gpt_oss_is_said_and_its_calls_are_left_for_the_tool_parser() -> None:
@@ -101,17 +107,17 @@ def test_a_preamble_of_gpt_oss_is_said_and_its_calls_are_left_for_the_tool_parse
         '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}'
         "<|call|>"
     )
-    form = AnswerForm(
+    form = AnswerFormat(
         REASONING_PARSERS.load("gpt-oss"), tools=TOOL_PARSERS.load("gpt-oss"), offered=TOOLS
     )
     kinds = [type(p).__name__ for p in answered(form, list(answer))]
-    assert kinds == ["Thought", "Said", "CallStart", "CallArguments"]
+    assert kinds == ["ReasoningDelta", "TextDelta", "ToolCallStart", "ToolCallArguments"]
 
 
-def answered(form: AnswerForm, pieces: list[str], is_cut: bool = False) -> list[Part]:
+def answered(form: AnswerFormat, pieces: list[str], is_cut: bool = False) -> list[AnswerDelta]:
     parser = AnswerParser(form)
     found = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(found + parser.finish(is_cut))
+    return merge_deltas(found + parser.finish(is_cut))
 
 
 QWEN = {"reasoning": REASONING_PARSERS.load("qwen3"), "tools": TOOL_PARSERS.load("qwen25")}
@@ -123,23 +129,23 @@ THINKS_OF_CALLING = (
 
 def test_calls_that_are_only_thought_of_are_not_made() -> None:
     answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
-    found = answered(AnswerForm(**QWEN, offered=TOOLS), list(answer))
-    assert [p.name for p in found if isinstance(p, CallStart)] == ["f"]
-    assert isinstance(found[0], Thought) and "<tool_call>" in found[0].text
+    found = answered(AnswerFormat(**QWEN, offered=TOOLS), list(answer))
+    assert [p.name for p in found if isinstance(p, ToolCallStart)] == ["f"]
+    assert isinstance(found[0], ReasoningDelta) and "<tool_call>" in found[0].text
 
 
 def test_thinking_that_is_not_separated_is_said_with_its_tags() -> None:
     answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
-    found = answered(AnswerForm(**QWEN, offered=TOOLS, separates=False), list(answer))
-    assert isinstance(found[0], Said) and found[0].text.strip() == THINKS_OF_CALLING.strip()
-    assert [p.name for p in found if isinstance(p, CallStart)] == ["f"]
+    found = answered(AnswerFormat(**QWEN, offered=TOOLS, separates_reasoning=False), list(answer))
+    assert isinstance(found[0], TextDelta) and found[0].text.strip() == THINKS_OF_CALLING.strip()
+    assert [p.name for p in found if isinstance(p, ToolCallStart)] == ["f"]
 
 
 def test_thinking_that_is_not_streamed_comes_in_one_piece() -> None:
-    parser = AnswerParser(AnswerForm(**QWEN, streams_thought=False))
+    parser = AnswerParser(AnswerFormat(**QWEN, streams_reasoning=False))
     pieces = [part for char in "<think>\none two\n</think>\n\nHi" for part in parser.feed(char)]
-    assert pieces[0] == Thought("one two")
-    assert all(isinstance(part, Said) for part in pieces[1:])
+    assert pieces[0] == ReasoningDelta("one two")
+    assert all(isinstance(part, TextDelta) for part in pieces[1:])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_flags_name_parsers_or_none() -> None:
     template = "<tool_call> {{ enable_thinking }} <think></think>"
     chosen = choose_parsers("", "auto", template)
     assert (chosen.tool_name, chosen.reasoning_name) == ("qwen25", "qwen3")
-    assert chosen.tools is not None and chosen.reasoning is not None and chosen.thinks_unasked
+    assert chosen.tools is not None and chosen.reasoning is not None and chosen.thinks_by_default
     named = choose_parsers("hermes", "none", template)
     assert (named.tool_name, named.reasoning) == ("hermes", None)
     for flags in (("no-such", ""), ("", "no-such")):

@@ -13,31 +13,39 @@ import zlib
 import pytest
 
 from banyan.base.errors import RequestError
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
+)
 from banyan.parsers.partial_json import JsonCopy
-from banyan.parsers.parts import CallArguments, CallStart, Part, Said, joined
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import Tools, read_tools
-from banyan.parsers.tool_calls.json_list import FORMAT as JSON_LIST
-from tests.parsers.tool_outputs import TOOLS, WRITERS, call, damaged, lead, split
+from banyan.parsers.tool_calls.tagged import BARE_LIST
+from tests.support.tool_outputs import TOOLS, WRITERS, call, damaged, lead, split
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))
 
 
-def parse(name: str, pieces: list[str], is_cut: bool = False, tools: Tools = TOOLS) -> list[Part]:
+def parse(
+    name: str, pieces: list[str], is_cut: bool = False, tools: Tools = TOOLS
+) -> list[AnswerDelta]:
     parser = ToolParser(TOOL_PARSERS.load(name), tools)
     found = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(found + parser.finish(is_cut))
+    return merge_deltas(found + parser.finish(is_cut))
 
 
-def said(parts: list[Part]) -> str:
-    return "".join(p.text for p in parts if isinstance(p, Said))
+def said(parts: list[AnswerDelta]) -> str:
+    return "".join(p.text for p in parts if isinstance(p, TextDelta))
 
 
-def calls(parts: list[Part]) -> list[tuple[str, object]]:
+def calls(parts: list[AnswerDelta]) -> list[tuple[str, object]]:
     """(name, arguments) of each call; fails where the arguments are not a JSON object."""
     found = []
-    for start in (p for p in parts if isinstance(p, CallStart)):
+    for start in (p for p in parts if isinstance(p, ToolCallStart)):
         text = arguments(parts, start.index)
         decoded = json.loads(text)
         assert isinstance(decoded, dict), text
@@ -45,8 +53,8 @@ def calls(parts: list[Part]) -> list[tuple[str, object]]:
     return found
 
 
-def arguments(parts: list[Part], index: int) -> str:
-    return "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == index)
+def arguments(parts: list[AnswerDelta], index: int) -> str:
+    return "".join(p.text for p in parts if isinstance(p, ToolCallArguments) and p.index == index)
 
 
 def rng_of(name: str) -> random.Random:
@@ -86,7 +94,7 @@ def test_a_call_that_is_cut_short_is_a_beginning_of_the_whole_call(name: str) ->
         cut = answer[: rng.randint(0, len(answer))]
         found = parse(name, list(split(rng, cut)), is_cut=True)
         assert found == parse(name, [cut], is_cut=True)
-        if any(isinstance(p, CallStart) for p in found):
+        if any(isinstance(p, ToolCallStart) for p in found):
             assert arguments(whole, 0).startswith(arguments(found, 0)), (cut, found)
 
 
@@ -102,20 +110,20 @@ def test_an_answer_without_calls_is_the_same_text(name: str, text: str) -> None:
 def test_arguments_stream_while_they_arrive() -> None:
     parser = ToolParser(TOOL_PARSERS.load("qwen25"), TOOLS)
     parser.feed('<tool_call>\n{"name": "f", "arguments": {"city": "')
-    assert parser.feed("Par") == [CallArguments(0, "Par")]
-    assert parser.feed("is") == [CallArguments(0, "is")]
+    assert parser.feed("Par") == [ToolCallArguments(0, "Par")]
+    assert parser.feed("is") == [ToolCallArguments(0, "is")]
 
 
 def test_text_parameters_stream_while_they_arrive() -> None:
     parser = ToolParser(TOOL_PARSERS.load("qwen3_coder"), TOOLS)
     parser.feed("<tool_call>\n<function=f>\n<parameter=city>\nPa")
-    assert parser.feed('r"is') == [CallArguments(0, 'r\\"is')]
+    assert parser.feed('r"is') == [ToolCallArguments(0, 'r\\"is')]
 
 
 def test_text_is_not_held_back_longer_than_a_marker_could_last() -> None:
     parser = ToolParser(TOOL_PARSERS.load("qwen25"), TOOLS)
-    assert parser.feed("a <tool") == [Said("a")]
-    assert parser.feed("s") == [Said(" <tools")]
+    assert parser.feed("a <tool") == [TextDelta("a")]
+    assert parser.feed("s") == [TextDelta(" <tools")]
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -199,7 +207,7 @@ def test_unmarked_text_calls_only_tools_of_the_request_with_literals(
 
 def test_the_id_that_kimi_gives_a_call_is_kept() -> None:
     answer = WRITERS["kimi_k2"](random.Random(0), [call(random.Random(0))], "")
-    assert [p.id for p in parse("kimi_k2", [answer]) if isinstance(p, CallStart)] != [""]
+    assert [p.id for p in parse("kimi_k2", [answer]) if isinstance(p, ToolCallStart)] != [""]
     assert "functions." in answer
 
 
@@ -218,7 +226,7 @@ def test_the_schema_decides_what_a_parameter_in_tags_stands_for() -> None:
 @pytest.mark.parametrize("is_split", [False, True])
 def test_forced_calls_are_a_bare_list(is_split: bool) -> None:
     answer = '[{"name": "f", "parameters": {"days": 1}}, {"name": "search", "parameters": {}}]'
-    parser = ToolParser(JSON_LIST, TOOLS)
+    parser = ToolParser(BARE_LIST, TOOLS)
     found = [p for piece in (answer if is_split else [answer]) for p in parser.feed(piece)]
     assert calls(found + parser.finish()) == [("f", {"days": 1}), ("search", {})]
 
@@ -278,11 +286,11 @@ def test_hostile_tool_definitions_are_refused(given: object) -> None:
 
 
 def test_json_copy_passes_on_only_what_can_be_completed() -> None:
-    from banyan.parsers.incremental import Arriving
+    from banyan.parsers.incremental import StreamingText
 
     text = json.dumps({"a": [1, {"b": "x\\y"}], "c": -1.5e3, "": None}, indent=1)
     for end in range(len(text)):
-        source, put, closers = Arriving(), [], []
+        source, put, closers = StreamingText(), [], []
         source.add(text[:end])
         copying = JsonCopy(source, put.append, closers).value()
         for _ in copying:

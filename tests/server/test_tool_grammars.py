@@ -9,8 +9,8 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.grammar.base import Backend
 from banyan.messages.constraint import Constraint
+from banyan.parsers.answer_deltas import TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import Parsers
-from banyan.parsers.parts import CallArguments, CallStart, Said
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
@@ -53,14 +53,16 @@ def read(use: ToolUse, text: str) -> tuple[list[tuple[str, object]], str]:
             start.name,
             json.loads(
                 "".join(
-                    p.text for p in parts if isinstance(p, CallArguments) and p.index == start.index
+                    p.text
+                    for p in parts
+                    if isinstance(p, ToolCallArguments) and p.index == start.index
                 )
             ),
         )
         for start in parts
-        if isinstance(start, CallStart)
+        if isinstance(start, ToolCallStart)
     ]
-    return found, "".join(p.text for p in parts if isinstance(p, Said))
+    return found, "".join(p.text for p in parts if isinstance(p, TextDelta))
 
 
 @pytest.mark.parametrize("name", FORMATS)

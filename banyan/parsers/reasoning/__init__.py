@@ -1,4 +1,4 @@
-"""The reasoning parsers by name. Packages add more under "banyan.reasoning_parsers"."""
+"""The reasoning parsers by name; entry point for more: "banyan.reasoning_parsers"."""
 
 from banyan.base.table import Table
 from banyan.parsers.reasoning.base import ReasoningFormat

@@ -1,81 +1,83 @@
-"""ReasoningParser: an answer's text to what was thought and what was said, as it arrives.
+"""ReasoningParser: divides an answer's text into reasoning and answer, incrementally.
 
-Nothing is lost: thought, said and the marks between them concatenate to the text that came in.
+Nothing is lost: the texts of all segments concatenate to the input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from banyan.parsers.incremental import Arriving, Reading
+from banyan.parsers.incremental import Reading, StreamingText
 
 
-class Kind(Enum):
-    THOUGHT = "thought"
-    SAID = "said"
-    MARK = "mark"
+class SegmentKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    DELIMITER = "delimiter"
     """Tags, headers and the white space around them."""
 
 
-Piece = tuple[Kind, str]
+ReasoningSegment = tuple[SegmentKind, str]
 
 
-class Split:
-    """Where a format puts what it reads. White space at the end of a thought or before the answer
-    is a mark."""
+class ReasoningWriter:
+    """Collects the segments that a format reads.
+
+    White space at the end of the reasoning and before the answer counts as delimiter.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._segments: list[ReasoningSegment] = []
         self._space = ""
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
-        self._put(Kind.THOUGHT, kept)
+        self._append(SegmentKind.REASONING, kept)
 
-    def mark(self, text: str) -> None:
-        self._put(Kind.MARK, self._space + text)
+    def add_delimiter(self, text: str) -> None:
+        self._append(SegmentKind.DELIMITER, self._space + text)
         self._space = ""
 
-    def say(self, text: str) -> None:
-        self.mark("")
-        self._put(Kind.SAID, text)
+    def add_text(self, text: str) -> None:
+        self.add_delimiter("")
+        self._append(SegmentKind.TEXT, text)
 
-    def take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
+    def take(self) -> list[ReasoningSegment]:
+        segments, self._segments = self._segments, []
+        return segments
 
-    def _put(self, kind: Kind, text: str) -> None:
+    def _append(self, kind: SegmentKind, text: str) -> None:
         if not text:
             return
-        if self._pieces and self._pieces[-1][0] is kind:
-            text = self._pieces.pop()[1] + text
-        self._pieces.append((kind, text))
+        if self._segments and self._segments[-1][0] is kind:
+            text = self._segments.pop()[1] + text
+        self._segments.append((kind, text))
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks its thinking.
+    """How a model family marks its reasoning.
 
     Attributes:
-        read: (text, where to put it, whether the answer begins inside of the thinking) reads a
-            whole answer.
-        start, end: the texts around the thinking, as a prompt or an answer has them.
-        always: an answer begins with thinking unless its prompt says otherwise.
-        markers: texts that must survive detokenisation, though a vocabulary may call them special.
-        answer: what stands before the answer when there was thinking; "" = `end`.
+        read: reads a whole answer; arguments: the text, the writer, and whether the answer starts
+            inside the reasoning.
+        start, end: texts around the reasoning, in a prompt or an answer.
+        always: an answer starts with reasoning unless the prompt has closed it.
+        markers: texts that detokenisation must keep, even if they are special tokens.
+        answer: text before an answer that follows reasoning; "" = `end`.
     """
 
-    read: Callable[[Arriving, Split, bool], Reading[None]]
+    read: Callable[[StreamingText, ReasoningWriter, bool], Reading[None]]
     start: str
     end: str
     always: bool = False
     markers: tuple[str, ...] = ()
     answer: str = ""
 
-    def begins_inside(self, prompt: str) -> bool:
-        """Whether the answer to a prompt that ends so begins inside of the thinking."""
+    def starts_in_reasoning(self, prompt: str) -> bool:
+        """Whether the end of `prompt` makes its answer start inside the reasoning."""
         tail = prompt.rstrip()
         if tail.endswith(self.start):
             return True
@@ -83,30 +85,30 @@ class ReasoningFormat:
 
 
 class ReasoningParser:
-    """One answer's parser.
+    """The reasoning parser of one answer.
 
     Args:
-        is_inside: the answer begins inside of the thinking (`ReasoningFormat.begins_inside`).
+        is_inside: the answer begins inside of the thinking (`ReasoningFormat.starts_in_reasoning`).
     """
 
-    def __init__(self, format: ReasoningFormat, is_inside: bool) -> None:
-        self._source = Arriving()
-        self._split = Split()
-        self._reading = format.read(self._source, self._split, is_inside)
+    def __init__(self, format: ReasoningFormat, starts_inside: bool) -> None:
+        self._source = StreamingText()
+        self._writer = ReasoningWriter()
+        self._reading = format.read(self._source, self._writer, starts_inside)
         self._is_done = False
 
-    def feed(self, text: str) -> list[Piece]:
-        """What the new text makes certain."""
+    def feed(self, text: str) -> list[ReasoningSegment]:
+        """The segments that the new text decides."""
         self._source.add(text)
         self._advance()
-        return self._split.take()
+        return self._writer.take()
 
-    def finish(self) -> list[Piece]:
-        """The rest, when nothing follows."""
+    def finish(self) -> list[ReasoningSegment]:
+        """The remaining segments, at the end of the answer."""
         self._source.end()
         self._advance()
-        self._split.mark("")
-        return self._split.take()
+        self._writer.add_delimiter("")
+        return self._writer.take()
 
     def _advance(self) -> None:
         if self._is_done:
@@ -115,3 +117,29 @@ class ReasoningParser:
             next(self._reading)
         except StopIteration:
             self._is_done = True
+
+
+class ReasoningTokenCounter:
+    """Counts the reasoning tokens of one answer, up to and with the token that ends the reasoning.
+
+    Args:
+        end: id of that token; None = the end marker is not one token, and the first text of the
+            answer ends the count.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self.count = 0
+        self._end = end
+        self._is_over = False
+
+    def add(self, tokens: Sequence[int], has_answered: bool) -> None:
+        """Count the tokens of one chunk; `has_answered` = the answer's text has begun."""
+        if self._is_over:
+            return
+        if self._end is not None and self._end in tokens:
+            self.count += list(tokens).index(self._end) + 1
+            self._is_over = True
+        elif has_answered:
+            self._is_over = True
+        else:
+            self.count += len(tokens)

@@ -1,38 +1,40 @@
-"""gpt-oss: the analysis channel is the thinking (see frontend.answers.harmony).
+"""gpt-oss: the analysis channel is the reasoning (see banyan.parsers.harmony).
 
-Messages to functions stay as they are, for the tool-call parser behind this one.
+Messages to functions pass through unchanged, for the tool-call parser that follows.
 """
 
 from banyan.parsers import harmony
-from banyan.parsers.incremental import Arriving, Reading
-from banyan.parsers.reasoning.base import ReasoningFormat, Split
+from banyan.parsers.incremental import Reading, StreamingText
+from banyan.parsers.reasoning.base import ReasoningFormat, ReasoningWriter
 
 _OPENING = harmony.CHANNEL + "analysis" + harmony.MESSAGE
 
 
-def _read(source: Arriving, split: Split, is_inside: bool) -> Reading[None]:
+def _read(source: StreamingText, out: ReasoningWriter, starts_inside: bool) -> Reading[None]:
     mark = ""
-    if is_inside:
-        mark = yield from _body(source, split, "analysis", "")
+    if starts_inside:
+        mark = yield from _body(source, out, "analysis", "")
     elif (yield from source.follows(harmony.RECIPIENT)):
         mark = harmony.RECIPIENT
-    while mark or (mark := (yield from source.until(harmony.OPENERS, split.say))):
-        header = yield from harmony.header(source, mark)
+    while mark or (mark := (yield from source.until(harmony.OPENERS, out.add_text))):
+        header = yield from harmony.read_header(source, mark)
         if header is None:
-            split.say(mark)
+            out.add_text(mark)
             mark = ""
             continue
-        (split.say if header.tool else split.mark)(header.raw)
-        mark = yield from _body(source, split, header.channel, header.tool)
+        (out.add_text if header.tool else out.add_delimiter)(header.raw)
+        mark = yield from _body(source, out, header.channel, header.tool)
 
 
-def _body(source: Arriving, split: Split, channel: str, tool: str) -> Reading[str]:
-    """The text of one message and its end; returns the opener of the next, if that ended it."""
-    is_thought = channel == "analysis" and not tool
-    ender = yield from source.until(harmony.ENDERS, split.think if is_thought else split.say)
-    following = harmony.after(ender)
+def _body(source: StreamingText, out: ReasoningWriter, channel: str, tool: str) -> Reading[str]:
+    """Read one message's text and its end. Returns the next message's opener, if that ended it."""
+    is_reasoning = channel == "analysis" and not tool
+    ender = yield from source.until(
+        harmony.ENDERS, out.add_reasoning if is_reasoning else out.add_text
+    )
+    following = harmony.next_opener(ender)
     if not following:
-        (split.say if tool else split.mark)(ender)
+        (out.add_text if tool else out.add_delimiter)(ender)
     return following
 
 

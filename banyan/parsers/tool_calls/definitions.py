@@ -1,4 +1,4 @@
-"""The tools that a request offers: checked once, and asked for the types of their parameters."""
+"""The tools that a request offers: validation, and the JSON types of their parameters."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Tools:
         return len(self.definitions)
 
     def types_of(self, tool: str, parameter: str) -> frozenset[str]:
-        """JSON types that the schema allows for a parameter; empty when it does not say."""
+        """JSON types that the schema allows for a parameter; empty = unspecified."""
         function = self.definitions.get(tool, {}).get("function")
         schema = function.get("parameters") if isinstance(function, Mapping) else None
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -49,7 +49,7 @@ def _types(schema: object) -> frozenset[str]:
     branches = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(branches, list) and branches:
         found = [_types(branch) for branch in branches[:32] if isinstance(branch, Mapping)]
-        # A branch that allows anything makes the whole allow anything.
+        # One branch that allows anything makes the whole schema allow anything.
         return frozenset().union(*found) if all(found) else frozenset()
     return frozenset()
 

@@ -8,24 +8,26 @@
 Source: the chat templates of GLM-4.5 and GLM-4.6.
 """
 
-from banyan.parsers.incremental import Arriving, Marks, Reading
-from banyan.parsers.tool_calls.base import MAX_NAME_CHARS, Outcome, ToolFormat
-from banyan.parsers.tool_calls.markup import Markup, members
-from banyan.parsers.tool_calls.tagged import blocks
+from banyan.parsers.incremental import Delimiters, Reading, StreamingText
+from banyan.parsers.tool_calls.base import MAX_NAME_CHARS, ToolCallWriter, ToolFormat
+from banyan.parsers.tool_calls.markup import Markup, read_parameters
+from banyan.parsers.tool_calls.tagged import text_with_calls
 
 _OPENER, _CLOSER = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-_BEHIND_NAME = Marks("\n", _KEY, _CLOSER)
-_MARKUP = Markup(_KEY, _KEY_END, _VALUE_END, _CLOSER, before_value=_VALUE)
+_NAME_END = Delimiters("\n", _KEY, _CLOSER)
+_MARKUP = Markup(_KEY, _KEY_END, _VALUE_END, _CLOSER, value_start=_VALUE)
 
 
-def _block(source: Arriving, out: Outcome) -> Reading[None]:
+def _block(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
     yield from source.spaces()
-    text, _ = yield from source.collect(_BEHIND_NAME, MAX_NAME_CHARS, keeps_mark=True)
+    text, _ = yield from source.collect(_NAME_END, MAX_NAME_CHARS, keeps_delimiter=True)
     name = text.strip()
-    out.begin(name)
-    yield from members(source, out, name, _MARKUP)
-    out.end()
+    out.begin_call(name)
+    yield from read_parameters(source, out, name, _MARKUP)
+    out.end_call()
 
 
-FORMAT = ToolFormat(blocks(_OPENER, _block), (_OPENER, _CLOSER, _KEY, _KEY_END, _VALUE, _VALUE_END))
+FORMAT = ToolFormat(
+    text_with_calls(_OPENER, _block), (_OPENER, _CLOSER, _KEY, _KEY_END, _VALUE, _VALUE_END)
+)

@@ -1,30 +1,30 @@
 """gpt-oss: calls are messages to functions.NAME, mostly in the commentary channel.
 
-Source: as of frontend.answers.harmony, which reads the messages.
+banyan.parsers.harmony reads the messages and names the source.
 """
 
 from banyan.parsers import harmony
-from banyan.parsers.incremental import Arriving, Reading
-from banyan.parsers.tool_calls.base import Outcome, ToolFormat, arguments_json, attempt
+from banyan.parsers.incremental import Reading, StreamingText
+from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_arguments, read_or_text
 
 
-def _read(source: Arriving, out: Outcome) -> Reading[None]:
+def _read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
     mark = harmony.RECIPIENT if (yield from source.follows(harmony.RECIPIENT)) else ""
-    while mark or (mark := (yield from source.until(harmony.OPENERS, out.say))):
-        header = yield from harmony.header(source, mark)
+    while mark or (mark := (yield from source.until(harmony.OPENERS, out.add_text))):
+        header = yield from harmony.read_header(source, mark)
         if header is None:
-            out.say(mark)
+            out.add_text(mark)
             mark = ""
             continue
         if header.tool:
-            yield from attempt(source, out, header.raw, _call(source, out, header.tool))
-        mark = harmony.after((yield from source.until(harmony.ENDERS, out.say)))
+            yield from read_or_text(source, out, header.raw, _call(source, out, header.tool))
+        mark = harmony.next_opener((yield from source.until(harmony.ENDERS, out.add_text)))
 
 
-def _call(source: Arriving, out: Outcome, name: str) -> Reading[None]:
-    out.begin(name)
-    yield from arguments_json(source, out)
-    out.end()
+def _call(source: StreamingText, out: ToolCallWriter, name: str) -> Reading[None]:
+    out.begin_call(name)
+    yield from read_arguments(source, out)
+    out.end_call()
     yield from source.spaces()
 
 

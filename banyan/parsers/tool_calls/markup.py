@@ -1,15 +1,15 @@
-"""Arguments written as tags, one for each parameter: the base of formats that are not JSON.
+"""Arguments as tags, one per parameter: the base of the formats that are not JSON.
 
-A value is text; the tool's schema says what it stands for. Texts are passed on while they arrive,
-other values once they are whole.
+A value is text, and the tool's schema gives its JSON type. Strings are streamed; other values are
+passed on when they are complete.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from banyan.parsers.incremental import Arriving, Cut, Marks, Reading, Sink
-from banyan.parsers.tool_calls.base import MAX_NAME_CHARS, Outcome
+from banyan.parsers.incremental import Delimiters, Reading, Sink, StreamingText, Truncated
+from banyan.parsers.tool_calls.base import MAX_NAME_CHARS, ToolCallWriter
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
@@ -23,84 +23,86 @@ class Markup:
     """The tags of one format.
 
     Attributes:
-        key: what stands before a parameter's name.
-        behind_key: what ends the name.
-        before_value: what stands between the two, besides white space.
-        behind_value: what ends the value.
-        end: what ends the call.
-        is_lines: a value stands on lines of its own, whose line breaks are not part of it.
-        read_key: (text between `key` and `behind_key`) -> name, and the type where the model says
-            it itself ("" = it does not, "any" = some JSON value).
+        key: text before a parameter's name.
+        key_end: text after the name.
+        value_start: text between `key_end` and the value, besides white space.
+        value_end: text after the value.
+        end: text at the end of the call.
+        is_lines: the value has lines of its own; its first and last line break are not part of it.
+        read_key: text between `key` and `key_end` -> (name, type). The type is the one that the
+            model writes; "" = none, "any" = any JSON value.
     """
 
     key: str
-    behind_key: str
-    behind_value: str
+    key_end: str
+    value_end: str
     end: str
-    before_value: str = ""
+    value_start: str = ""
     is_lines: bool = False
     read_key: Callable[[str], tuple[str, str]] = field(default=_plain_key)
 
 
-def members(source: Arriving, out: Outcome, tool: str, markup: Markup) -> Reading[None]:
-    """The parameters of the call that has begun, up to and with the end of the call."""
-    behind_key = Marks(markup.behind_key)
+def read_parameters(
+    source: StreamingText, out: ToolCallWriter, tool: str, markup: Markup
+) -> Reading[None]:
+    """Read the open call's parameters, up to and with the end of the call."""
+    key_end = Delimiters(markup.key_end)
     values = _Values(source, out, markup)
-    out.put("{")
+    out.add_arguments("{")
     out.closers.append("}")
     yield from source.spaces()
     while not (yield from source.follows(markup.end)):
         yield from source.expect(markup.key)
-        text, _ = yield from source.collect(behind_key, 2 * MAX_NAME_CHARS)
+        text, _ = yield from source.collect(key_end, 2 * MAX_NAME_CHARS)
         name, kind = markup.read_key(text)
-        if markup.before_value:
+        if markup.value_start:
             yield from source.spaces()
-            yield from source.expect(markup.before_value)
+            yield from source.expect(markup.value_start)
         types = frozenset((kind,)) if kind else out.tools.types_of(tool, name)
         yield from values.read(name, types)
         yield from source.spaces()
-    out.put("}")
+    out.add_arguments("}")
     out.closers.clear()
 
 
 class _Values:
-    """Writes the members of one arguments object."""
+    """Writes the values of one arguments object."""
 
-    def __init__(self, source: Arriving, out: Outcome, markup: Markup) -> None:
+    def __init__(self, source: StreamingText, out: ToolCallWriter, markup: Markup) -> None:
         self._source = source
         self._out = out
         self._is_lines = markup.is_lines
-        self._end = Marks(markup.behind_value)
+        self._end = Delimiters(markup.value_end)
         self._seen: dict[str, None] = {}
 
     def read(self, name: str, types: frozenset[str]) -> Reading[None]:
         head = (", " if self._seen else "") + _dumps(name) + ": "
         if name in self._seen:
-            yield from self._until_end(_nowhere)  # the first value of a parameter stands
+            yield from self._until_end(_drop)  # the first value of a parameter wins
         elif types == {"string"}:
             yield from self._text(head)
         else:
             parts: list[str] = []
             yield from self._until_end(parts.append)
-            self._out.put(head + typed_json("".join(parts), types))
+            self._out.add_arguments(head + typed_json("".join(parts), types))
         self._seen[name] = None
 
     def _text(self, head: str) -> Reading[None]:
         out = self._out
-        out.put(head + '"')
+        out.add_arguments(head + '"')
         out.closers.append('"')
-        yield from self._until_end(lambda text: out.put(_dumps(text)[1:-1]))
-        out.put('"')
+        yield from self._until_end(lambda text: out.add_arguments(_dumps(text)[1:-1]))
+        out.add_arguments('"')
         out.closers.pop()
 
     def _until_end(self, sink: Sink) -> Reading[None]:
         sink = _Lines(sink).take if self._is_lines else sink
-        if not (yield from self._source.until(self._end, sink, leaves_part=True)):
-            raise Cut
+        if not (yield from self._source.until(self._end, sink, keeps_partial=True)):
+            raise Truncated
 
 
 class _Lines:
-    """Passes on text without a line break at its start and one at its end."""
+    """Sink that drops one line break at the start of the text and one at its end."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -119,10 +121,10 @@ class _Lines:
 
 
 def typed_json(text: str, types: frozenset[str]) -> str:
-    """The JSON that a parameter's text stands for.
+    """The JSON value of a parameter's text.
 
     Args:
-        types: JSON types that the schema allows; empty or with "any" = it does not say.
+        types: JSON types that the schema allows; empty or with "any" = unspecified.
     """
     stripped = text.strip()
     stripped = _CONSTANTS.get(stripped, stripped)
@@ -162,5 +164,5 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _nowhere(_: str) -> None:
-    """Takes text that nobody wants."""
+def _drop(_: str) -> None:
+    """Sink for text that is ignored."""

@@ -2,8 +2,8 @@
 
     [f(city="Paris", days=3), g()]
 
-The list is read with Python's own parser, which runs nothing; only literals count as values.
-Without the tags of Llama 4 around it, a list is text unless it calls the tools of the request.
+Python's own parser reads the list; nothing is executed, and only literals are accepted as values.
+Without the tags of Llama 4 around it, a list is text unless it calls tools of the request.
 Source: the prompt-format page of Llama 4 (zero-shot function calling).
 """
 
@@ -12,15 +12,15 @@ import json
 import re
 import warnings
 
-from banyan.parsers.incremental import Arriving, Malformed, Marks, Reading
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
 from banyan.parsers.partial_json import MAX_DEPTH
-from banyan.parsers.tool_calls.base import Outcome, ToolFormat, attempt
+from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_or_text
 
 MAX_CHARS = 1 << 16
-"""Of one list, which is parsed in one go."""
+"""Longest list, which is parsed at once."""
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-_MARKS = Marks("[", _START, _END)
+_DELIMITERS = Delimiters("[", _START, _END)
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _WORD = re.compile(r"[\w.]*", re.ASCII)
 _OTHER = re.compile(r"[^\[\](){}'\"\\]*")
@@ -28,42 +28,42 @@ _STRING = re.compile(r"[^'\"\\]*")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
-def _read(source: Arriving, out: Outcome) -> Reading[None]:
-    is_marked = False
-    while mark := (yield from source.until(_MARKS, out.say)):
-        if mark == "[":
-            yield from attempt(source, out, "[", _calls(source, out, is_marked))
+def _read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    is_tagged = False
+    while opener := (yield from source.until(_DELIMITERS, out.add_text)):
+        if opener == "[":
+            yield from read_or_text(source, out, "[", _calls(source, out, is_tagged))
         else:
-            is_marked = mark == _START
+            is_tagged = opener == _START
 
 
-def _calls(source: Arriving, out: Outcome, is_marked: bool) -> Reading[None]:
-    """What stands behind the opening bracket of a list."""
+def _calls(source: StreamingText, out: ToolCallWriter, is_tagged: bool) -> Reading[None]:
+    """Read a list of calls after its opening bracket."""
     parts = ["[" + (yield from source.spaces())]
     word: list[str] = []
     yield from source.run(_WORD, word.append)
     name = "".join(word)
     if not _NAME.fullmatch(name) or (yield from source.need()) != "(":
         raise Malformed
-    if not (is_marked or name in out.tools):
+    if not (is_tagged or name in out.tools):
         raise Malformed
     parts.append(name)
     yield from _rest_of_list(source, parts)
     calls = _parsed("".join(parts))
-    if not is_marked and any(name not in out.tools for name, _ in calls):
+    if not is_tagged and any(name not in out.tools for name, _ in calls):
         raise Malformed
     for name, arguments in calls:
-        out.begin(name)
-        out.put(arguments)
-        out.end()
+        out.begin_call(name)
+        out.add_arguments(arguments)
+        out.end_call()
 
 
-def _rest_of_list(source: Arriving, parts: list[str]) -> Reading[None]:
-    """Collect up to the bracket that closes the list, over strings and brackets within."""
-    awaited = ["]"]
+def _rest_of_list(source: StreamingText, parts: list[str]) -> Reading[None]:
+    """Collect up to the bracket that closes the list, across nested strings and brackets."""
+    open_closers = ["]"]
     num_chars = 0
-    while awaited:
-        in_string = awaited[-1] in "'\""
+    while open_closers:
+        in_string = open_closers[-1] in "'\""
         word: list[str] = []
         yield from source.run(_STRING if in_string else _OTHER, word.append)
         parts += word
@@ -74,20 +74,20 @@ def _rest_of_list(source: Arriving, parts: list[str]) -> Reading[None]:
             parts.append(source.take(2))
             continue
         parts.append(source.take(1))
-        if char == awaited[-1]:
-            awaited.pop()
+        if char == open_closers[-1]:
+            open_closers.pop()
         elif not in_string and char in "'\"":
-            awaited.append(char)
+            open_closers.append(char)
         elif not in_string and char in _CLOSING:
-            awaited.append(_CLOSING[char])
+            open_closers.append(_CLOSING[char])
         elif not in_string:
             raise Malformed
-        if len(awaited) > MAX_DEPTH or num_chars > MAX_CHARS:
+        if len(open_closers) > MAX_DEPTH or num_chars > MAX_CHARS:
             raise Malformed
 
 
 def _parsed(text: str) -> list[tuple[str, str]]:
-    """(name, arguments as JSON) of every call; Malformed when anything else is in the list."""
+    """(name, arguments as JSON) of every call; Malformed if the list contains anything else."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in the model's strings

@@ -1,64 +1,75 @@
-"""JSON calls between two tags: the base of the formats that differ in their tags only."""
+"""JSON calls, between two tags or bare: the base of the formats that differ only in their tags."""
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from banyan.parsers.incremental import Arriving, Malformed, Marks, Reading
-from banyan.parsers.tool_calls.base import Outcome, ToolFormat, attempt, call_json
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
+from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_call, read_or_text
 
-Block = Callable[[Arriving, Outcome], Reading[None]]
+Block = Callable[[StreamingText, ToolCallWriter], Reading[None]]
 
 
 def tagged_json(opener: str, closer: str) -> ToolFormat:
     """Any number of `opener` {"name": …, "arguments": {…}} `closer`, with text between them."""
 
-    def block(source: Arriving, out: Outcome) -> Reading[None]:
-        yield from calls_json(source, out)
+    def block(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        yield from read_calls(source, out)
         yield from source.spaces()
         yield from source.follows(closer)
 
     def tag(name: str) -> tuple[str, str]:
         return f'{opener}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{closer}"
 
-    return ToolFormat(blocks(opener, block), (opener, closer), tag, opener)
+    return ToolFormat(text_with_calls(opener, block), (opener, closer), tag, opener)
 
 
-def bare_first(format: ToolFormat) -> ToolFormat:
-    """`format`, in which a whole answer may also begin with a call that nothing marks: models that
-    were not taught the tags often leave them out. It must name one of the tools."""
+def with_unmarked_first_call(format: ToolFormat) -> ToolFormat:
+    """`format`, but the answer may also start with a call without tags, which must name one of the
+    tools. Models that were not trained on the tags often leave them out."""
 
-    def read(source: Arriving, out: Outcome) -> Reading[None]:
-        out.say((yield from source.spaces()))
+    def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        out.add_text((yield from source.spaces()))
         if (yield from source.peek()) == "{":
-            yield from attempt(source, out, "", call_json(source, out, only_known=True))
+            yield from read_or_text(source, out, "", read_call(source, out, only_known=True))
         yield from format.read(source, out)
 
     return replace(format, read=read)
 
 
-def blocks(opener: str, block: Block, *ignored: str) -> Block:
-    """A whole answer: text, with a `block` behind every `opener`; `ignored` texts are left out."""
-    marks = Marks(opener, *ignored)
+def text_with_calls(opener: str, block: Block, *ignored: str) -> Block:
+    """Reader of a whole answer: text, and a call read by `block` after every `opener`. `ignored`
+    texts are left out."""
+    delimiters = Delimiters(opener, *ignored)
 
-    def read(source: Arriving, out: Outcome) -> Reading[None]:
-        while mark := (yield from source.until(marks, out.say)):
-            if mark == opener:
-                yield from attempt(source, out, opener, block(source, out))
+    def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        while found := (yield from source.until(delimiters, out.add_text)):
+            if found == opener:
+                yield from read_or_text(source, out, opener, block(source, out))
 
     return read
 
 
-def calls_json(source: Arriving, out: Outcome) -> Reading[None]:
+def read_calls(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
     """One call object, or a list of them."""
     yield from source.spaces()
     if not (yield from source.follows("[")):
-        yield from call_json(source, out)
+        yield from read_call(source, out)
         return
     yield from source.spaces()
     while not (yield from source.follows("]")):
-        yield from call_json(source, out)
+        yield from read_call(source, out)
         yield from source.spaces()
         if not (yield from source.follows(",")) and (yield from source.need()) != "]":
             raise Malformed
         yield from source.spaces()
+
+
+def _read_bare_list(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    yield from read_or_text(source, out, "", read_calls(source, out))
+    yield from source.rest(out.add_text)
+
+
+BARE_LIST = ToolFormat(_read_bare_list)
+"""[{"name": "f", "parameters": {…}}, …] without any tags: what a grammar forces if tool_choice is
+"required" or names a function."""

@@ -13,8 +13,8 @@ from banyan.server.state import ServerState
 
 
 async def flight_recorder(exchange: HttpExchange, state: ServerState) -> None:
-    """GET: a journal for `banyan replay` and `banyan explain`; of replica `dp_rank`, 0 unless told.
-    POST: what the recorders of all replicas hold, and the last requests, into files."""
+    """GET: a replica's journal for `banyan replay` and `banyan explain`; `dp_rank`, default 0.
+    POST: write the recordings of all replicas, and the last requests, to files."""
     if exchange.method == "POST":
         await _write(exchange, state)
         return
@@ -56,8 +56,10 @@ async def _write(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def dumper(state: ServerState, why: str) -> Callable[[], list[Path]]:
-    """Writes what the engines have recorded until now, and the last requests; returns the files.
-    The recordings are taken at once, as they go with an engine that ends."""
+    """A function that writes the engines' recordings and the last requests; it returns the files.
+
+    The recordings are taken at once, because they are lost when an engine ends.
+    """
     recordings = {replica: read() for replica, read in state.recordings().items()}
 
     def dump() -> list[Path]:

@@ -66,7 +66,7 @@ def _row(replica: int, request: LiveRequest) -> Json:
 async def abort_request(exchange: HttpExchange, state: ServerState) -> None:
     """Abort the caller's request with this rid, or all of the caller's requests.
 
-    An administrator aborts those of others too. An unknown rid is no error.
+    An administrator may abort the requests of others too. An unknown rid is no error.
     """
     state.started()
     asked = typed(await exchange.json_object(), AbortRequest)

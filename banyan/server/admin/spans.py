@@ -89,11 +89,11 @@ class Spans:
 
 
 @dataclass
-class _Course:
-    """What one sequence has come to so far; moments in nanoseconds, 0 = not yet."""
+class _SequenceState:
+    """State of one sequence for its span; times in nanoseconds, 0 = not yet."""
 
     began_ns: int
-    tell: Callable[["_Course"], None]
+    on_end: Callable[["_SequenceState"], None]
     first_ns: int = 0
     usage: Usage | None = None
     reason: str = CLOSED
@@ -113,7 +113,7 @@ class _Course:
         self.reason, self.is_error = error.code, error.status >= 500
 
     def end(self) -> None:
-        self.tell(self)
+        self.on_end(self)
 
 
 class _TracedGenerator:
@@ -134,18 +134,18 @@ class _TracedGenerator:
         span = self._tracer.start_span("generate", start_time=began_ns)
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
-        outcome = _Course(began_ns, partial(self._tell, span, request))
+        outcome = _SequenceState(began_ns, partial(self._end_span, span, request))
         return observed(outcome, lambda: self._inner.generate(request))
 
-    def _tell(self, span: Span, request: RequestSpec, outcome: _Course) -> None:
-        """End the span with what is known now, and make those of its phases."""
+    def _end_span(self, span: Span, request: RequestSpec, outcome: _SequenceState) -> None:
+        """End the span with its final attributes, and create the spans of its phases."""
         now_ns, usage = time.time_ns(), outcome.usage
-        span.set_attributes(_asked(request, self._model))
+        span.set_attributes(_request_attributes(request, self._model))
         span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
         if outcome.is_error:
             span.set_status(Status(StatusCode.ERROR, outcome.reason))
         if usage is not None:
-            span.set_attributes(_told(usage))
+            span.set_attributes(_usage_attributes(usage))
             queued_ns = int(usage.queue_s * _NS) if outcome.has_ended else 0
             admitted_ns = min(outcome.began_ns + queued_ns, outcome.first_ns or now_ns)
             phases = [("prefill", admitted_ns, outcome.first_ns or now_ns)]
@@ -159,7 +159,7 @@ class _TracedGenerator:
         span.end(now_ns)
 
 
-def _asked(request: RequestSpec, model: str) -> dict[str, str | int | float]:
+def _request_attributes(request: RequestSpec, model: str) -> dict[str, str | int | float]:
     sampling = request.sampling
     return {
         "gen_ai.operation.name": request.route,
@@ -171,7 +171,7 @@ def _asked(request: RequestSpec, model: str) -> dict[str, str | int | float]:
     }
 
 
-def _told(usage: Usage) -> dict[str, int | float]:
+def _usage_attributes(usage: Usage) -> dict[str, int | float]:
     return {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,

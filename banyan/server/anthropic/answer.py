@@ -9,13 +9,13 @@ from typing import cast
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.parsers.parts import (
-    CallArguments,
-    CallStart,
-    Part,
-    Said,
-    Thought,
-    joined,
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
 )
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.server.anthropic.conversation import signature
@@ -51,21 +51,21 @@ class Blocks:
         """Blank text before a block of text, held until visible text follows."""
         self._hidden: list[str] = []
 
-    def take(self, part: Part) -> list[Json]:
+    def take(self, part: AnswerDelta) -> list[Json]:
         """The events of one part of the answer."""
         match part:
-            case Said(text):
+            case TextDelta(text):
                 return self._said(text)
-            case Thought(text):
+            case ReasoningDelta(text):
                 begun = self._begin(_THINKING, {"thinking": "", "signature": ""})
                 if self._hides_thinking:
                     self._hidden.append(text)
                     return begun
                 return [*begun, self._delta({"type": "thinking_delta", "thinking": text})]
-            case CallStart(_, name, id):
+            case ToolCallStart(_, name, id):
                 tool = {"id": self._choice.call_id(id), "name": name, "input": {}}
                 return [*self.end(), *self._begin(_TOOL, tool)]
-            case CallArguments(_, text):
+            case ToolCallArguments(_, text):
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
 
     def end(self) -> list[Json]:
@@ -128,7 +128,7 @@ class MessageAnswer:
 
     def whole(self, chunks: list[TextChunk]) -> Json:
         """The whole message of all chunks."""
-        parts = joined([part for chunk in chunks for part in self._choice.read(chunk)])
+        parts = merge_deltas([part for chunk in chunks for part in self._choice.read(chunk)])
         events = [event for part in parts for event in self._blocks.take(part)]
         last = self._end(chunks[-1])
         return {

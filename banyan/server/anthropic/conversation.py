@@ -27,9 +27,9 @@ def chat_messages(
     """The conversation in the form that chat templates read.
 
     Args:
-        takes_late_system: the template shows system messages behind others; otherwise they become
-            text of the user's, which is reported.
-        report: takes (field, why it is not honoured).
+        takes_late_system: the template shows system messages after others; otherwise they become
+            user text, which is reported.
+        report: callback (field, why it is not honoured).
 
     Raises:
         RequestError: a block is malformed, or of a kind that this server cannot show a model.

@@ -39,7 +39,7 @@ RETRY_S = 0.5
 """Pause after the server refused a line because it was busy."""
 
 LOW_PRIORITY = 100
-"""How far the priority of lines is below that of requests without a priority."""
+"""Lines have a priority this much lower than requests without a priority."""
 
 SLOT_WAIT_S = 1.0
 NUM_RETRIES = 600

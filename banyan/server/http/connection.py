@@ -1,7 +1,7 @@
 """Connection: uvicorn's HTTP protocol with limits, and with batched writes.
 
-Headers must arrive within a time and a size. So must everything else that is not a body: trailers,
-and the start of a request behind one that is still being answered. A handler may cut its connection
+Headers have a time limit and a size limit. So does everything else that is not a body: trailers,
+and the start of a request that follows one still being answered. A handler may cut its connection
 at once (`ABORT` in the scope), which drops what a client that never reads has left in the buffer,
 and may write a piece of its answer without waiting (`WRITE`).
 

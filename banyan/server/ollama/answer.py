@@ -6,7 +6,13 @@ from typing import cast
 
 import orjson
 
-from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
@@ -23,7 +29,7 @@ class OllamaAnswer:
     """The bodies of one request's answer.
 
     Args:
-        is_chat: text stands in `message`, otherwise in `response`.
+        is_chat: the text is in `message`, otherwise in `response`.
         started_ns: when the request came, by time.monotonic_ns.
         with_cache: report cached prompt tokens, and why there were no more (--enable-cache-report).
     """
@@ -46,7 +52,7 @@ class OllamaAnswer:
         self._started_ns = started_ns
         self._planned_ns = time.monotonic_ns()
         self._first_ns = 0
-        self._calls: list[tuple[CallStart, list[str]]] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
         """Calls that were not sent yet; the last may be incomplete."""
 
     def whole(self, chunks: list[TextChunk]) -> Json:
@@ -75,16 +81,16 @@ class OllamaAnswer:
                 self._service.required_tokenizer(), chunk.output_scores, self._top or 0
             )
             body["logprobs"] = scores["content"]
-        found = [{**body, "done": False}] if has_scores or self._says(body) else []
+        found = [{**body, "done": False}] if has_scores or self._has_content(body) else []
         return [*found, {**self._body([], False), **self._end(chunk)}] if is_last else found
 
-    def _says(self, body: Json) -> bool:
+    def _has_content(self, body: Json) -> bool:
         inner = cast(Json, body["message"]) if self._is_chat else body
         return any(inner.get(key) for key in ("content", "response", "thinking", "tool_calls"))
 
-    def _body(self, parts: list[Part], is_last: bool) -> Json:
-        said = "".join(p.text for p in parts if isinstance(p, Said))
-        thought = "".join(p.text for p in parts if isinstance(p, Thought))
+    def _body(self, parts: list[AnswerDelta], is_last: bool) -> Json:
+        said = "".join(p.text for p in parts if isinstance(p, TextDelta))
+        thought = "".join(p.text for p in parts if isinstance(p, ReasoningDelta))
         inner: Json = {"content" if self._is_chat else "response": said}
         if thought:
             inner["thinking"] = thought
@@ -95,12 +101,12 @@ class OllamaAnswer:
             return {**head, **inner}
         return {**head, "message": {"role": "assistant", **inner}}
 
-    def _complete(self, parts: list[Part], is_last: bool) -> list[Json]:
+    def _complete(self, parts: list[AnswerDelta], is_last: bool) -> list[Json]:
         """Calls that these parts complete. A call that was cut off is dropped."""
         for part in parts:
-            if isinstance(part, CallStart):
+            if isinstance(part, ToolCallStart):
                 self._calls.append((part, []))
-            elif isinstance(part, CallArguments):
+            elif isinstance(part, ToolCallArguments):
                 self._calls[-1][1].append(part.text)
         num_done = len(self._calls) if is_last else max(0, len(self._calls) - 1)
         done, self._calls = self._calls[:num_done], self._calls[num_done:]

@@ -26,9 +26,9 @@ _NEVER = timedelta(days=36500)
 async def tags(exchange: HttpExchange, state: ServerState) -> None:
     model = _model(state, state.admit())
     model |= {"modified_at": _loaded_at(state).isoformat()}
-    beside = {"details": {**_details(state.admit()), "parent_model": state.served_name}}
+    details = {"details": {**_details(state.admit()), "parent_model": state.served_name}}
     names = [place.name for place in state.adapters.places()]
-    adapters = [{**model, **beside, "name": name, "model": name} for name in names]
+    adapters = [{**model, **details, "name": name, "model": name} for name in names]
     await exchange.json({"models": [model, *adapters]})
 
 

@@ -4,13 +4,13 @@ CPU work that grows with the request: routes call it off the event loop (`HttpEx
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object
 from banyan.chat_template.template import RESERVED
-from banyan.parsers.tool_calls.as_text import calls_as_text, tools_as_text
+from banyan.parsers.tool_calls.base import CallTag
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
 from banyan.requests.prompts import encode_texts, fitted_text
@@ -21,6 +21,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = RESERVED | {"tokenize", "chat_template"}
 MAX_MESSAGES = 16384
+_TOOL_RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 @dataclass(frozen=True)
@@ -183,3 +184,90 @@ def _part_text(part: object, index: int) -> str:
     if not isinstance(text, str):
         raise RequestError(f"messages[{index}]: a text part needs a text", param="messages")
     return text
+
+
+def tools_as_text(
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]],
+    tag: CallTag,
+    takes_system: bool,
+) -> list[Mapping[str, object]]:
+    """The conversation with its tools in a system text, for chat templates that do not show tools.
+
+    Args:
+        messages: content is a text, text parts, or None (assistant).
+        takes_system: the template shows system messages; otherwise the tools come before the first
+            text of the user.
+    """
+    found = list(messages)
+    text, role = _tool_prompt(tools, tag), "system" if takes_system else "user"
+    at = next((i for i, m in enumerate(found) if m["role"] == role), None)
+    if at is None or (takes_system and at > 0):
+        return [{"role": role, "content": text}, *found]
+    own = _message_text(found[at].get("content"))
+    found[at] = {**found[at], "content": f"{own}\n\n{text}" if takes_system else f"{text}\n\n{own}"}
+    return found
+
+
+def calls_as_text(
+    messages: Sequence[Mapping[str, object]], tag: CallTag
+) -> list[Mapping[str, object]]:
+    """The conversation with earlier calls as the model's text, and tool results as user messages.
+
+    Raises:
+        RequestError: a call has no name.
+    """
+    found: list[Mapping[str, object]] = []
+    results: list[str] = []
+    for index, message in enumerate(messages):
+        if message["role"] in ("tool", "function"):
+            results.append(_TOOL_RESULT.format(_message_text(message.get("content"))))
+            continue
+        if results:
+            found.append({"role": "user", "content": "\n".join(results)})
+            results = []
+        found.append(_with_calls(message, index, tag))
+    if results:
+        found.append({"role": "user", "content": "\n".join(results)})
+    return found
+
+
+def _tool_prompt(tools: Sequence[Mapping[str, object]], tag: CallTag) -> str:
+    functions = [tool.get("function") for tool in tools]
+    listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    begin, end = tag("NAME")
+    return (
+        "You can call functions. These are there, with their parameters as JSON Schemas:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        "If one of them helps, answer with a call and nothing else, in this form:\n"
+        f'{begin}{{"PARAMETER": VALUE}}{end}\n'
+        "If none does, answer in words."
+    )
+
+
+def _with_calls(message: Mapping[str, object], index: int, tag: CallTag) -> Mapping[str, object]:
+    """The message with its calls as part of the text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    texts = [text] if (text := _message_text(message.get("content"))) else []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            raise RequestError(
+                f"messages[{index}].tool_calls[{number}] has no function.name", param="messages"
+            )
+        begin, end = tag(name)
+        given = function.get("arguments")
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        texts.append(f"{begin}{arguments or '{}'}{end}")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}
+
+
+def _message_text(content: object) -> str:
+    """The text of a message, whole or in parts."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

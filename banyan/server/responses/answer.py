@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.parsers.parts import CallStart, Said
+from banyan.parsers.answer_deltas import TextDelta, ToolCallStart
 from banyan.requests.generation import TextChunk, Usage, cache_miss
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
@@ -127,9 +127,9 @@ class ResponseAnswer:
         scores = self._logprobs(chunk)
         found: list[Json] = []
         for part in self._choice.read(chunk):
-            call_id = self._choice.call_id(part.id) if isinstance(part, CallStart) else ""
+            call_id = self._choice.call_id(part.id) if isinstance(part, ToolCallStart) else ""
             found += self._output.take(part, call_id, scores)
-            scores = [] if isinstance(part, Said) else scores
+            scores = [] if isinstance(part, TextDelta) else scores
         self._usage = chunk.usage
         if chunk.finish is not None:
             reason = self._choice.reason(chunk.finish)

@@ -25,4 +25,4 @@ def _error_event(error: RequestError) -> Json:
 
 
 RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
-"""Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
+"""Events carry their type's name; errors before a stream are like the other OpenAI routes'."""

@@ -138,9 +138,9 @@ def chat_messages(
     """Items as the messages of a chat. The model's output of one turn is one message.
 
     Args:
-        takes_late_system: the template shows system messages behind others; otherwise they become
-            text of the user's, which is reported.
-        report: takes (field, why it is not honoured).
+        takes_late_system: the template shows system messages after others; otherwise they become
+            user text, which is reported.
+        report: callback (field, why it is not honoured).
     """
     found: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}

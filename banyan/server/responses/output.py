@@ -1,12 +1,18 @@
 """The output items of a response as they are written, one after another, and their events.
 
-Source: the public reference of the Responses API. Knows no engine.
+Source: the public reference of the Responses API.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from banyan.server.errors import Json
 from banyan.server.responses.items import new_id
 from banyan.server.tool_servers.base import Outcome, ServerTool
@@ -63,20 +69,20 @@ class Output:
         self._space = ""
         """Blank text before a message, held until visible text follows."""
 
-    def take(self, part: Part, call_id: str, logprobs: list[Json]) -> list[Json]:
+    def take(self, part: AnswerDelta, call_id: str, logprobs: list[Json]) -> list[Json]:
         """The events of one part of the answer, without sequence numbers.
 
         Args:
             call_id: of a call that begins with this part.
         """
         match part:
-            case Said(text):
+            case TextDelta(text):
                 return self._said(text, logprobs)
-            case Thought(text):
+            case ReasoningDelta(text):
                 return [*self._begin(_REASONING, {"summary": []}), *self._delta(text, [])]
-            case CallStart(_, name, _):
+            case ToolCallStart(_, name, _):
                 return [*self.close(), *self._begin_call(name, call_id)]
-            case CallArguments(_, text):
+            case ToolCallArguments(_, text):
                 return self._delta(text, [])
 
     def list_tools(self, label: str, tools: Sequence[ServerTool]) -> list[Json]:

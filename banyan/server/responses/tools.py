@@ -1,5 +1,6 @@
-"""The tools of a Responses request: the client's functions, and those of tool servers; and how the
-calls of the latter are answered.
+"""Tools of a Responses request: the client's functions and those that tool servers offer.
+
+Calls of the latter are sent to their tool server.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ class Offered:
     """All tools of a request.
 
     Attributes:
-        functions: as a chat request has them, those of tool servers included.
+        functions: in the form of a chat request, tools of tool servers included.
         shown: the tool servers.
     """
 
@@ -202,7 +203,7 @@ class ServerCalls:
     _lines: dict[str, Line] = field(default_factory=dict)
 
     async def outcome(self, item: Json) -> Outcome:
-        """What its tool server makes of a call."""
+        """Call the item's tool server, and return the outcome."""
         if self.limit <= 0:
             return refused("not called: this response may make no more calls")
         self.limit -= 1

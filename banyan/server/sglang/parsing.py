@@ -8,10 +8,10 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.table import Table
 from banyan.base.thread_pool import off_loop
+from banyan.parsers.answer_deltas import AnswerDelta, TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import NONE
-from banyan.parsers.parts import CallArguments, CallStart, Part, Said
 from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import Kind, ReasoningParser
+from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
@@ -47,20 +47,20 @@ async def parse_function_call(exchange: HttpExchange, state: ServerState) -> Non
     format = _load(TOOL_PARSERS, name, "tool_call_parser")
     parser = ToolParser(format, read_tools(request.tools))
 
-    def parse() -> list[Part]:
+    def parse() -> list[AnswerDelta]:
         return [*parser.feed(request.text), *parser.finish()]
 
     parts = await off_loop(len(request.text), parse)
-    starts = [part for part in parts if isinstance(part, CallStart)]
+    starts = [part for part in parts if isinstance(part, ToolCallStart)]
     written: list[list[str]] = [[] for _ in starts]
     for part in parts:
-        if isinstance(part, CallArguments):
+        if isinstance(part, ToolCallArguments):
             written[part.index].append(part.text)
     calls: list[Json] = [
         {"tool_index": start.index, "name": start.name, "parameters": "".join(texts)}
         for start, texts in zip(starts, written, strict=True)
     ]
-    said = "".join(part.text for part in parts if isinstance(part, Said))
+    said = "".join(part.text for part in parts if isinstance(part, TextDelta))
     await exchange.json({"normal_text": said, "calls": calls})
 
 
@@ -70,14 +70,14 @@ async def separate_reasoning(exchange: HttpExchange, state: ServerState) -> None
     format = _load(REASONING_PARSERS, request.reasoning_parser, "reasoning_parser")
     parser = ReasoningParser(format, format.always)
 
-    def parse() -> list[tuple[Kind, str]]:
+    def parse() -> list[tuple[SegmentKind, str]]:
         return [*parser.feed(request.text), *parser.finish()]
 
     pieces = await off_loop(len(request.text), parse)
-    kept = [(kind, text) for kind, text in pieces if kind is not Kind.MARK]
+    kept = [(kind, text) for kind, text in pieces if kind is not SegmentKind.DELIMITER]
     blocks = [
         {
-            "type": "reasoning" if kind is Kind.THOUGHT else "text",
+            "type": "reasoning" if kind is SegmentKind.REASONING else "text",
             "text": "".join(t for _, t in own),
         }
         for kind, own in groupby(kept, key=lambda piece: piece[0])

@@ -3,9 +3,15 @@
 import os
 import time
 
+from banyan.parsers.answer_deltas import (
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from banyan.parsers.answer_parser import AnswerParser
-from banyan.parsers.parts import CallArguments, CallStart, Part, Said, Thought
-from banyan.parsers.reasoning.count import ThinkingTokens
+from banyan.parsers.reasoning.base import ReasoningTokenCounter
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
@@ -26,28 +32,28 @@ class Choice:
 
     def __init__(self, plan: ChatPlan) -> None:
         self._parser = AnswerParser(plan.form)
-        self._thinking = ThinkingTokens(plan.thinking_end)
+        self._thinking = ReasoningTokenCounter(plan.thinking_end)
         self._id_chars = plan.form.tools.id_chars if plan.form.tools else 0
         self._ids: dict[str, None] = {}
-        self.parts: list[Part] = []
+        self.parts: list[AnswerDelta] = []
         self.scores: list[TokenScore] = []
         self.finish: Finish | None = None
         self.hidden: Json = {}
         self.is_open = False
-        self.templates: dict[type[Part], FrameTemplate] = {}
+        self.templates: dict[type[AnswerDelta], FrameTemplate] = {}
         """Templates of the events that have only text."""
 
-    def read(self, chunk: TextChunk) -> list[Part]:
+    def read(self, chunk: TextChunk) -> list[AnswerDelta]:
         """The parts that a chunk makes final."""
         parts = self._parser.feed(chunk.text)
-        self._thinking.take(chunk.tokens, self._parser.has_answered)
+        self._thinking.add(chunk.tokens, self._parser.has_answered)
         if chunk.finish is not None:
             parts += self._parser.finish(_is_cut(chunk.finish))
         return parts
 
     @property
     def reasoning_tokens(self) -> int:
-        return self._thinking.count if self._parser.has_thought else 0
+        return self._thinking.count if self._parser.has_reasoning else 0
 
     def reason(self, finish: Finish | None) -> str | None:
         """finish_reason; "tool_calls" if the model stopped by itself after calls."""
@@ -122,7 +128,7 @@ class ChatAnswer:
             if len(parts) == 1:  # as nearly always
                 return self._part(index, choice, parts[0], None)
         elif not parts and chunk.output_scores:
-            parts = [Said("")]
+            parts = [TextDelta("")]
         logprobs = self._logprobs(chunk.output_scores)
         frames = []
         if not choice.is_open:
@@ -140,8 +146,12 @@ class ChatAnswer:
         self._extension.take(chunk)
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
-    def _part(self, index: int, choice: Choice, part: Part, logprobs: Json | None) -> bytes:
-        if logprobs is not None or self._counts_along or not isinstance(part, Said | Thought):
+    def _part(self, index: int, choice: Choice, part: AnswerDelta, logprobs: Json | None) -> bytes:
+        if (
+            logprobs is not None
+            or self._counts_along
+            or not isinstance(part, TextDelta | ReasoningDelta)
+        ):
             return self._frame(index, self._chunk(index, _delta(part, choice), logprobs))
         template = choice.templates.get(type(part))
         if template is None:
@@ -216,13 +226,13 @@ def _is_cut(finish: Finish) -> bool:
     return finish.reason != "stop" or isinstance(finish.matched, str)
 
 
-def _delta(part: Part, choice: Choice) -> Json:
+def _delta(part: AnswerDelta, choice: Choice) -> Json:
     match part:
-        case Said(text):
+        case TextDelta(text):
             return {"content": text, "reasoning_content": None}
-        case Thought(text):
+        case ReasoningDelta(text):
             return {"content": None, "reasoning_content": text}
-        case CallStart(index, name, id):
+        case ToolCallStart(index, name, id):
             function = {"name": name, "arguments": ""}
             call = {
                 "index": index,
@@ -230,17 +240,17 @@ def _delta(part: Part, choice: Choice) -> Json:
                 "type": "function",
                 "function": function,
             }
-        case CallArguments(index, text):
+        case ToolCallArguments(index, text):
             call = {"index": index, "function": {"arguments": text}}
     return {"content": None, "reasoning_content": None, "tool_calls": [call]}
 
 
-def _message(parts: list[Part], choice: Choice) -> Json:
-    said = "".join(p.text for p in parts if isinstance(p, Said))
-    thought = "".join(p.text for p in parts if isinstance(p, Thought))
+def _message(parts: list[AnswerDelta], choice: Choice) -> Json:
+    said = "".join(p.text for p in parts if isinstance(p, TextDelta))
+    thought = "".join(p.text for p in parts if isinstance(p, ReasoningDelta))
     calls = []
-    for start in (p for p in parts if isinstance(p, CallStart)):
-        own = (p.text for p in parts if isinstance(p, CallArguments) and p.index == start.index)
+    for start in (p for p in parts if isinstance(p, ToolCallStart)):
+        own = (p.text for p in parts if isinstance(p, ToolCallArguments) and p.index == start.index)
         function = {"name": start.name, "arguments": "".join(own)}
         calls.append({"id": choice.call_id(start.id), "type": "function", "function": function})
     return {

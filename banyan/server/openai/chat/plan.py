@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
 from banyan.messages.requests import NO_SCORES
-from banyan.parsers.answer_parser import AnswerForm
+from banyan.parsers.answer_parser import AnswerFormat
 from banyan.parsers.reasoning.base import ReasoningFormat
 from banyan.requests.constraint import start_after
 from banyan.requests.context import RequestContext
@@ -34,7 +34,7 @@ class ChatPlan:
     """The sequences of one chat request, and how their text is parsed."""
 
     asked: list[RequestSpec]
-    form: AnswerForm
+    form: AnswerFormat
     top: int | None
     """Alternatives to report at each token; None when no log-probabilities are wanted."""
     thinking_end: int | None
@@ -164,28 +164,28 @@ def _thinking_options(thinking: bool | dict[str, object] | None) -> Json:
     return dict.fromkeys(_SWITCHES, kind not in (False, "disabled"))
 
 
-def _form(service: Service, request: ChatRequest, use: ToolUse, ids: list[int]) -> AnswerForm:
+def _form(service: Service, request: ChatRequest, use: ToolUse, ids: list[int]) -> AnswerFormat:
     reasoning = service.parsers.reasoning if service.tokenizer else None
-    return AnswerForm(
+    return AnswerFormat(
         reasoning=reasoning,
-        is_inside=bool(reasoning)
-        and _begins_inside(service.required_tokenizer(), reasoning, request, ids),
-        separates=request.separate_reasoning is not False,
-        streams_thought=not request.stream or request.stream_reasoning is not False,
+        starts_inside=bool(reasoning)
+        and _starts_in_reasoning(service.required_tokenizer(), reasoning, request, ids),
+        separates_reasoning=request.separate_reasoning is not False,
+        streams_reasoning=not request.stream or request.stream_reasoning is not False,
         tools=use.format,
         offered=use.offered,
         max_calls=use.max_calls,
     )
 
 
-def _begins_inside(
+def _starts_in_reasoning(
     tokenizer: Tokenizer, reasoning: ReasoningFormat, request: ChatRequest, ids: list[int]
 ) -> bool:
     """Whether the answer begins inside the thinking, judged by the end of the prompt."""
     content = request.messages[-1].get("content") if request.messages else None
     if request.continue_final_message and isinstance(content, str):
         return content.rfind(reasoning.start) > content.rfind(reasoning.end)
-    return reasoning.begins_inside(_tail(tokenizer, ids))
+    return reasoning.starts_in_reasoning(_tail(tokenizer, ids))
 
 
 def _tail(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -193,7 +193,7 @@ def _tail(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _guided(
-    service: Service, parsed: ParsedSampling, form: AnswerForm, use: ToolUse, ids: list[int]
+    service: Service, parsed: ParsedSampling, form: AnswerFormat, use: ToolUse, ids: list[int]
 ) -> ParsedSampling:
     """The sampling with the grammar of the tools after the thinking, and with the parsers' markers
     kept in the text."""
@@ -207,24 +207,24 @@ def _guided(
     tokenizer = service.required_tokenizer()
     shown = frozenset(tokenizer.added[m] for m in form.markers if m in tokenizer.added)
     text = replace(parsed.text, shown=shown)
-    end, answer = _thinking_marks(service, form, tokenizer, ids)
+    end, answer = _thinking_delimiters(service, form, tokenizer, ids)
     grammar = start_after(parsed.grammar, answer)
     if not grammar:
         grammar = use.grammar(end)
     return replace(parsed, text=text, grammar=grammar)
 
 
-def _thinking_marks(
-    service: Service, form: AnswerForm, tokenizer: Tokenizer, ids: list[int]
+def _thinking_delimiters(
+    service: Service, form: AnswerFormat, tokenizer: Tokenizer, ids: list[int]
 ) -> tuple[list[int], list[int]]:
     """Token ids that end the thinking and that begin the answer; empty without thinking."""
     reasoning = form.reasoning
     if reasoning is None:
         return [], []
-    may_open = service.parsers.thinks_unasked and not _tail(tokenizer, ids).rstrip().endswith(
+    may_open = service.parsers.thinks_by_default and not _tail(tokenizer, ids).rstrip().endswith(
         reasoning.end
     )
-    if not form.is_inside and not may_open:
+    if not form.starts_inside and not may_open:
         return [], []
     end = tokenizer.encode(reasoning.end, add_special_tokens=False)
     if not reasoning.answer:

@@ -10,7 +10,7 @@ from banyan.base.json_types import is_object
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.base import ToolFormat
 from banyan.parsers.tool_calls.definitions import Definition, Tools, read_tools
-from banyan.parsers.tool_calls.json_list import FORMAT as JSON_LIST
+from banyan.parsers.tool_calls.tagged import BARE_LIST
 from banyan.requests.constraint import (
     Tag,
     check_depth,
@@ -116,7 +116,7 @@ def tool_use(
         warn("tools", "this model's chat template does not show tools to the model")
     format = parsers.tools
     if forced and (format is None or format.tag is None):
-        format = JSON_LIST
+        format = BARE_LIST
     if format is None:
         warn("tools", "calls stay text, because there is no tool-call parser for this model")
     single = request.parallel_tool_calls is False or isinstance(choice, dict)
@@ -131,7 +131,7 @@ def tool_use(
 
 
 def _forced(choice: str | Mapping[str, object], tools: Tools) -> tuple[str, ...]:
-    """Names of the tools, one of which must be called; () = none must."""
+    """Names of the tools from which the model must call one; () = no call is required."""
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise _refusal(

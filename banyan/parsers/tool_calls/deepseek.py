@@ -1,0 +1,105 @@
+"""DeepSeek's three forms of tool calls: V3 and R1, V3.1, V3.2.
+
+V3 and R1 put the name after a separator and the arguments in a fenced JSON block:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+    ```json
+    {…}
+    ```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
+
+V3.1 writes name, separator and plain JSON:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.2 writes DSML tags, which mark the values that are text. Instead of parameters an invoke may
+hold one JSON object:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+Sources: the chat templates of DeepSeek-V3-0324 and DeepSeek-V3.1, the model card of DeepSeek-V3.1,
+the encoding folder of the DeepSeek-V3.2 model repository.
+"""
+
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
+from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_arguments, read_name
+from banyan.parsers.tool_calls.markup import Markup, read_parameters
+from banyan.parsers.tool_calls.tagged import text_with_calls
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
+_AT_SEPARATOR, _AT_LINE_END = Delimiters(_SEPARATOR), Delimiters("\n")
+
+_DSML_CALLS, _DSML_CALLS_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+_DSML_CALL, _DSML_CALL_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
+_DSML_NAME_END = Delimiters('">')
+
+
+def _v3_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    kind, _ = yield from read_name(source, _AT_SEPARATOR)
+    if kind != "function":
+        raise Malformed
+    name, _ = yield from read_name(source, _AT_LINE_END)
+    yield from source.spaces()
+    yield from source.expect("```json")
+    out.begin_call(name)
+    yield from read_arguments(source, out)
+    out.end_call()
+    yield from source.spaces()
+    yield from source.follows("```")
+    yield from source.spaces()
+    yield from source.follows(_CALL_END)
+
+
+def _v3_tag(name: str) -> tuple[str, str]:
+    begin = f"{_CALLS}{_CALL}function{_SEPARATOR}{name}\n```json\n"
+    return begin, f"\n```{_CALL_END}{_CALLS_END}"
+
+
+def _v31_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    name, _ = yield from read_name(source, _AT_SEPARATOR)
+    out.begin_call(name)
+    yield from read_arguments(source, out)
+    out.end_call()
+    yield from source.spaces()
+    yield from source.follows(_CALL_END)
+
+
+def _v31_tag(name: str) -> tuple[str, str]:
+    return f"{_CALLS}{_CALL}{name}{_SEPARATOR}", f"{_CALL_END}{_CALLS_END}"
+
+
+def _read_key(text: str) -> tuple[str, str]:
+    """`city" string="true` -> ("city", "string")."""
+    name, _, flag = text.partition('" string="')
+    return name, {"true": "string", "false": "any"}.get(flag, "")
+
+
+_DSML = Markup(
+    '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", _DSML_CALL_END, read_key=_read_key
+)
+
+
+def _v32_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    name, _ = yield from read_name(source, _DSML_NAME_END)
+    out.begin_call(name)
+    yield from source.spaces()
+    if (yield from source.need()) == "{":
+        yield from read_arguments(source, out)
+        yield from source.spaces()
+        yield from source.follows(_DSML_CALL_END)
+    else:
+        yield from read_parameters(source, out, name, _DSML)
+    out.end_call()
+
+
+V3 = ToolFormat(text_with_calls(_CALL, _v3_call, _CALLS, _CALLS_END), _MARKERS, _v3_tag, _CALLS)
+V31 = ToolFormat(text_with_calls(_CALL, _v31_call, _CALLS, _CALLS_END), _MARKERS, _v31_tag, _CALLS)
+V32 = ToolFormat(
+    text_with_calls(_DSML_CALL, _v32_call, _DSML_CALLS, _DSML_CALLS_END), ("｜DSML｜",)
+)
