@@ -39,8 +39,11 @@ ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 ON_LATENTS = ("write_latent", "latent_attention", "choose_positions")
 """In their place where pages keep latents."""
 WAITING_REFERENCES = (
-    *("paged_attention", "latent_attention", "choose_positions"),
-    *("experts", "combine_experts"),
+    "paged_attention",
+    "latent_attention",
+    "choose_positions",
+    "experts",
+    "combine_experts",
 )
 """Ops of a step whose reference asks the device for numbers, once a row or an expert; models with
 states, whose reference does too, are not captured at all."""
@@ -383,7 +386,10 @@ def _warn_of_slow_pages(
         fast = ", ".join(str(size) for size, found in by_size.items() if found == best)
         log.warning(
             "--page-size %d is slow: %s attends in place of %s; these sizes are fast: %s",
-            *(spec.page_size, mine, best, fast),
+            spec.page_size,
+            mine,
+            best,
+            fast,
         )
 
 
@@ -420,8 +426,12 @@ def _choose(
         reason = kernel.declines(spec)
         if reason is None:
             choice = Choice(
-                *(spec.label, name, tuple(declined)),
-                *(kernel.pages, kernel.rounds_activations, kernel.waits),
+                spec.label,
+                name,
+                tuple(declined),
+                kernel.pages,
+                kernel.rounds_activations,
+                kernel.waits,
             )
             return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))

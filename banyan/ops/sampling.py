@@ -48,8 +48,12 @@ MAX_VOCAB = (1 << (63 - WEIGHT_BITS)) - 1
 VANISHED = 58.0
 """Bits below the best token where every weight rounds to 0."""
 POWERS = (
-    *(1.3264727302595286e-3, 9.671512728701554e-3, 5.550733743811287e-2),
-    *(2.4022242084016499e-1, 6.93146977598356e-1, 1.0),
+    1.3264727302595286e-3,
+    9.671512728701554e-3,
+    5.550733743811287e-2,
+    2.4022242084016499e-1,
+    6.93146977598356e-1,
+    1.0,
 )
 """2**f on [-0.5, 0.5] as a polynomial of f, highest power first, with relative error below 1e-7."""
 MIX = (0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)

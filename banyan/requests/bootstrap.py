@@ -45,7 +45,7 @@ class BootstrapRoom:
     prefill_replica: int = -1
 
     def name(self, part: int) -> bytes:
-        """`Generate.room` of sequence `part`; b"" without a room."""
+        """`Generate.transfer_id` of sequence `part`; b"" without a room."""
         return (
             b"" if self.room < 0 else self.room.to_bytes(8, "little") + part.to_bytes(4, "little")
         )

@@ -10,9 +10,21 @@ if TYPE_CHECKING:
     from banyan.ops.bind import Toolkit
 
 _ROWS = (
-    *("rms_norm", "add_rms_norm", "layer_norm", "add", "rotary_angles", "rotary"),
-    *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
-    *("sigmoid_scale", "scale_logits", "select_rows", "spread_columns"),
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add",
+    "rotary_angles",
+    "rotary",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gelu_tanh",
+    "concat",
+    "sigmoid_scale",
+    "scale_logits",
+    "select_rows",
+    "spread_columns",
 )
 _STATES = ("apply_gate", "short_conv", "decay_gates", "scan", "selective_scan")
 _HERE = "banyan.ops.cpu"

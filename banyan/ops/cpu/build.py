@@ -30,9 +30,14 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Libraries of a wheel; absent in a source tree."""
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
-    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
     # A product and a sum are fused only where the source says so: results are the same everywhere.
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
 )
 ISAS = ("base", "avx2", "avx512", "vnni", "amx")
 """Instruction sets in rising order; the numbers of csrc/runtime.h."""
@@ -63,9 +68,13 @@ STAND_INS = {"attention_avx512": "attention_avx2"}
 """Kernels -> the kernels that serve other head sizes: 8, 24, 40 … numbers."""
 _ZIG = (
     # Its own defaults are this machine's instruction set and checks for undefined behaviour.
-    *("-mcpu=baseline", "-fno-sanitize=all", "-g0"),
+    "-mcpu=baseline",
+    "-fno-sanitize=all",
+    "-g0",
     # It would compile a C++ runtime first; csrc/standalone.cpp is what we need of one.
-    *("-fno-exceptions", "-fno-rtti", "-DBN_STANDALONE"),
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-DBN_STANDALONE",
 )
 _ZIG_LINK = ("-nostdlib", "-lc", "-lm")
 _NEEDS = {

@@ -51,8 +51,15 @@ class SharedMemory:
         view = ctypes.c_char.from_buffer(memory)
         why = ctypes.create_string_buffer(200)
         self._group = library.function("bn_shared_open")(
-            *(ctypes.addressof(view), file, rank, size, slot_bytes, timeout_s, spin_ns),
-            *(why, len(why)),
+            ctypes.addressof(view),
+            file,
+            rank,
+            size,
+            slot_bytes,
+            timeout_s,
+            spin_ns,
+            why,
+            len(why),
         )
         if not self._group:
             raise DeviceError(f"the ranks' shared memory cannot be used: {why.value.decode()}")
@@ -75,8 +82,14 @@ class SharedMemory:
         out = self._library.empty((rows, columns), x.dtype)
         room = -(-columns // self._size) * item
         self._library.call(
-            *("bn_all_gather", rows, self._group, *_rows(x), out.data_ptr()),
-            *(x.shape[1] * item, room, columns * item),
+            "bn_all_gather",
+            rows,
+            self._group,
+            *_rows(x),
+            out.data_ptr(),
+            x.shape[1] * item,
+            room,
+            columns * item,
         )
         return out
 
@@ -98,8 +111,13 @@ class SharedMemory:
         assert rows.is_contiguous()
         out = self._library.empty((count, x.shape[1]), x.dtype)
         self._library.call(
-            *("bn_gather_rows", count, self._group, *_rows(x), out.data_ptr()),
-            *(rows.data_ptr(), x.shape[1] * x.element_size()),
+            "bn_gather_rows",
+            count,
+            self._group,
+            *_rows(x),
+            out.data_ptr(),
+            rows.data_ptr(),
+            x.shape[1] * x.element_size(),
         )
         return out
 
@@ -107,8 +125,13 @@ class SharedMemory:
         wide = x.float().contiguous()
         out = self._library.empty((count, x.shape[1]))
         self._library.call(
-            *("bn_reduce_rows", len(x), self._group, wide.data_ptr(), out.data_ptr()),
-            *(rows.data_ptr(), x.shape[1] * 4),
+            "bn_reduce_rows",
+            len(x),
+            self._group,
+            wide.data_ptr(),
+            out.data_ptr(),
+            rows.data_ptr(),
+            x.shape[1] * 4,
         )
         return out.to(x.dtype)
 
@@ -117,8 +140,15 @@ class SharedMemory:
         out = self._library.empty((count, columns), x.dtype)
         room = -(-columns // self._size) * item
         self._library.call(
-            *("bn_gather_columns", len(x), self._group, *_rows(x), out.data_ptr()),
-            *(x.shape[1] * item, room, columns * item, rows.data_ptr()),
+            "bn_gather_columns",
+            len(x),
+            self._group,
+            *_rows(x),
+            out.data_ptr(),
+            x.shape[1] * item,
+            room,
+            columns * item,
+            rows.data_ptr(),
         )
         return out
 
@@ -127,8 +157,16 @@ class SharedMemory:
         assert rows.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
         out = self._library.empty((count, x.shape[1]), x.dtype)
         self._library.call(
-            *("bn_dispatch_rows", count, self._group, *_rows(x), out.data_ptr(), rows.data_ptr()),
-            *(places.data_ptr(), x.shape[1] * x.element_size(), of_rank, per_token),
+            "bn_dispatch_rows",
+            count,
+            self._group,
+            *_rows(x),
+            out.data_ptr(),
+            rows.data_ptr(),
+            places.data_ptr(),
+            x.shape[1] * x.element_size(),
+            of_rank,
+            per_token,
         )
         return out
 
@@ -146,9 +184,17 @@ class SharedMemory:
         assert places.is_contiguous() and places.dtype == torch.int64 and len(x) == len(places)
         out = self._library.empty((count, width))
         self._library.call(
-            *("bn_combine_rows", len(x), self._group, wide.data_ptr(), out.data_ptr()),
-            *(0 if rows is None else rows.data_ptr(), places.data_ptr()),
-            *(width * 4 // (per_token if is_apart else 1), of_rank, per_token, int(is_apart)),
+            "bn_combine_rows",
+            len(x),
+            self._group,
+            wide.data_ptr(),
+            out.data_ptr(),
+            0 if rows is None else rows.data_ptr(),
+            places.data_ptr(),
+            width * 4 // (per_token if is_apart else 1),
+            of_rank,
+            per_token,
+            int(is_apart),
         )
         return out.to(x.dtype)
 

@@ -33,9 +33,15 @@ class StoredEmbedding:
             "bn_embedding_rows",
             tokens.shape[0],
             tokens.data_ptr(),
-            *(self._source, self._raw.data_ptr(), self._raw.stride(0)),
-            *(self._raw.shape[0], self._dim, self._first, self._scale),
-            *(out.data_ptr(), self._dim),
+            self._source,
+            self._raw.data_ptr(),
+            self._raw.stride(0),
+            self._raw.shape[0],
+            self._dim,
+            self._first,
+            self._scale,
+            out.data_ptr(),
+            self._dim,
         )
         return out
 

@@ -48,9 +48,14 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
         logits = library.empty((tokens, count))
         library.call(
             "bn_router_logits",
-            *(tokens, x.data_ptr(), x.stride(0), weight.data_ptr()),
-            *(0 if bias is None else bias.data_ptr(),),
-            *(logits.data_ptr(), dim, count),
+            tokens,
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            logits.data_ptr(),
+            dim,
+            count,
         )
         if adapters is not None:
             adapt(logits, x, *adapters)
@@ -58,10 +63,20 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
         weights = library.empty((tokens, rule.per_token))
         library.call(
             "bn_route",
-            *(tokens, logits.data_ptr(), 0 if correction is None else correction.data_ptr()),
-            *(ids.data_ptr(), weights.data_ptr(), count, rule.per_token),
-            *(_SCORINGS.index(rule.scoring), int(rule.is_normalised)),
-            *(rule.groups, rule.top_groups, rule.group_best, rule.scale, rule.jitter),
+            tokens,
+            logits.data_ptr(),
+            0 if correction is None else correction.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            count,
+            rule.per_token,
+            _SCORINGS.index(rule.scoring),
+            int(rule.is_normalised),
+            rule.groups,
+            rule.top_groups,
+            rule.group_best,
+            rule.scale,
+            rule.jitter,
         )
         return ids, weights
 
@@ -78,8 +93,15 @@ def make_place(library: Library) -> Callable[..., Tensor]:
         out = library.empty(ids.shape, torch.int64)
         library.call(
             "bn_place_experts",
-            *(tokens, ids.data_ptr(), places.slots.data_ptr(), places.copies.data_ptr()),
-            *(out.data_ptr(), count, room, per_token, _DISPATCHES.index(dispatch)),
+            tokens,
+            ids.data_ptr(),
+            places.slots.data_ptr(),
+            places.copies.data_ptr(),
+            out.data_ptr(),
+            count,
+            room,
+            per_token,
+            _DISPATCHES.index(dispatch),
         )
         return out
 
@@ -94,8 +116,14 @@ def make_combine(library: Library) -> Callable[..., Tensor]:
         out = library.empty((tokens, dim))
         library.call(
             "bn_combine_experts",
-            *(tokens, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()),
-            *(dim, home, per_token),
+            tokens,
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            dim,
+            home,
+            per_token,
         )
         return out
 
@@ -228,9 +256,18 @@ class Experts:
         out = library.empty((tokens, self.dim))
         library.call(
             "bn_experts_out" if adapters is None else "bn_experts_out_adapted",
-            *(tokens, self.down.address, *pairs.lists, pairs.owners.data_ptr()),
-            *(pairs.shares.data_ptr(), rows.data_ptr(), rows.shape[2] * rows.itemsize),
-            *(out.data_ptr(), self.inner, self.dim, self._count, per_token),
+            tokens,
+            self.down.address,
+            *pairs.lists,
+            pairs.owners.data_ptr(),
+            pairs.shares.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[2] * rows.itemsize,
+            out.data_ptr(),
+            self.inner,
+            self.dim,
+            self._count,
+            per_token,
             int(self.down.is_exact),
             *(() if adapters is None else (*adapters.lists, *adapters.memory)),
         )
@@ -243,15 +280,27 @@ class Experts:
         placed = library.empty((tokens, per_token * self.dim))
         library.call(
             "bn_experts_apart",
-            *(tokens, self.down.address, *pairs.lists),
-            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, placed.data_ptr()),
-            *(self.inner, self.dim, self._count, per_token, int(self.down.is_exact)),
+            tokens,
+            self.down.address,
+            *pairs.lists,
+            rows.data_ptr(),
+            rows.shape[2] * rows.itemsize,
+            placed.data_ptr(),
+            self.inner,
+            self.dim,
+            self._count,
+            per_token,
+            int(self.down.is_exact),
         )
         out = library.empty((tokens, per_token * self.dim))
         library.call(
             "bn_spread_experts",
-            *(tokens, placed.data_ptr(), pairs.places.data_ptr(), out.data_ptr()),
-            *(self.dim, per_token),
+            tokens,
+            placed.data_ptr(),
+            pairs.places.data_ptr(),
+            out.data_ptr(),
+            self.dim,
+            per_token,
         )
         return out
 
@@ -279,9 +328,16 @@ class Experts:
         )
         library.call(
             "bn_sort_experts",
-            *(tokens, ids.data_ptr(), weights.data_ptr(), *pairs.lists, pairs.places.data_ptr()),
-            *(pairs.owners.data_ptr(), pairs.shares.data_ptr()),
-            *(self._first, self._count, per_token),
+            tokens,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            *pairs.lists,
+            pairs.places.data_ptr(),
+            pairs.owners.data_ptr(),
+            pairs.shares.data_ptr(),
+            self._first,
+            self._count,
+            per_token,
         )
         return pairs
 
@@ -295,9 +351,16 @@ class Experts:
         is_by_token = table is sides.gate_up
         library.call(
             "bn_experts_shrink",
-            *(tokens, *adapters.lists, pairs.owners.data_ptr(), *adapters.memory, *pairs.lists),
-            *(x.data_ptr(), x.stride(0) if is_by_token else table.inputs, table.inputs),
-            *(per_token, int(is_by_token)),
+            tokens,
+            *adapters.lists,
+            pairs.owners.data_ptr(),
+            *adapters.memory,
+            *pairs.lists,
+            x.data_ptr(),
+            x.stride(0) if is_by_token else table.inputs,
+            table.inputs,
+            per_token,
+            int(is_by_token),
         )
         return adapters
 
@@ -311,10 +374,20 @@ class Experts:
         inner = library.empty((tokens, per_token * self.inner))
         library.call(
             "bn_experts_in" if adapters is None else "bn_experts_in_adapted",
-            *(tokens, self.gate.address, self.up.address, *pairs.lists),
-            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
-            *(self.dim, self.inner, self._count, per_token),
-            *(int(self.gate.is_exact), self._curve, *self._clamp),
+            tokens,
+            self.gate.address,
+            self.up.address,
+            *pairs.lists,
+            rows.data_ptr(),
+            rows.shape[2] * rows.itemsize,
+            inner.data_ptr(),
+            self.dim,
+            self.inner,
+            self._count,
+            per_token,
+            int(self.gate.is_exact),
+            self._curve,
+            *self._clamp,
             *(
                 ()
                 if adapters is None
@@ -334,15 +407,24 @@ class Experts:
             rounded = library.empty((tokens, width), torch.uint8)
             library.call(
                 "bn_quantize",
-                *(tokens, self.gate.format, x.data_ptr(), x.stride(0), self.dim),
+                tokens,
+                self.gate.format,
+                x.data_ptr(),
+                x.stride(0),
+                self.dim,
                 rounded.data_ptr(),
             )
             x = rounded
         rows = library.empty((tokens, per_token, x.shape[1]), x.dtype)
         library.call(
             "bn_gather_experts",
-            *(tokens, x.data_ptr(), x.stride(0) * x.itemsize, places.data_ptr()),
-            *(rows.data_ptr(), x.shape[1] * x.itemsize, per_token),
+            tokens,
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            places.data_ptr(),
+            rows.data_ptr(),
+            x.shape[1] * x.itemsize,
+            per_token,
         )
         return rows
 
@@ -355,8 +437,13 @@ class Experts:
         rows = library.empty((tokens, per_token, width), torch.uint8)
         library.call(
             "bn_round_experts",
-            *(tokens, self.down.format, inner.data_ptr(), rows.data_ptr()),
-            *(self._load.ctypes.data, self.inner, per_token),
+            tokens,
+            self.down.format,
+            inner.data_ptr(),
+            rows.data_ptr(),
+            self._load.ctypes.data,
+            self.inner,
+            per_token,
         )
         return rows
 

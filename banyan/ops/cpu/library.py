@@ -58,19 +58,25 @@ _TYPES = {
 _VIEWS = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        *(
-            "view",
-            "_unsafe_view",
-            "alias",
-            "lift_fresh",
-            "detach",
-            "slice",
-            "select",
-            "split",
-            "unsqueeze",
-        ),
-        *("split_with_sizes", "squeeze", "permute", "transpose", "t", "unbind", "expand"),
-        *("as_strided", "narrow", "chunk"),
+        "view",
+        "_unsafe_view",
+        "alias",
+        "lift_fresh",
+        "detach",
+        "slice",
+        "select",
+        "split",
+        "unsqueeze",
+        "split_with_sizes",
+        "squeeze",
+        "permute",
+        "transpose",
+        "t",
+        "unbind",
+        "expand",
+        "as_strided",
+        "narrow",
+        "chunk",
     )
 )
 
@@ -285,17 +291,19 @@ class Recording:
         more = (inputs.to_positions, inputs.lengths)
         lists = (places, at, inputs.first_stop, inputs.stops, inputs.interrupt)
         failure = self._functions["bn_program_burst"](
-            *(self._library.pool, self.program, _sizes(rows, rows, rows), at.shape[1], rows),
+            self._library.pool,
+            self.program,
+            _sizes(rows, rows, rows),
+            at.shape[1],
+            rows,
             *(array.ctypes.data for array in (*state, *more)),
             len(places),
             *(array.ctypes.data for array in lists),
-            *(
-                inputs.number,
-                inputs.steps_done.ctypes.data,
-                inputs.report_every,
-                inputs.wake_fd,
-                inputs.pace_ns,
-            ),
+            inputs.number,
+            inputs.steps_done.ctypes.data,
+            inputs.report_every,
+            inputs.wake_fd,
+            inputs.pace_ns,
             done.ctypes.data,
         )
         _succeed(failure)

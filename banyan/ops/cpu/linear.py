@@ -33,7 +33,11 @@ class RoundedLinear:
         out = self._library.empty((tokens, weight.outputs))
         self._library.call(
             "bn_quantize",
-            *(tokens, weight.format, x.data_ptr(), x.stride(0), weight.inputs),
+            tokens,
+            weight.format,
+            x.data_ptr(),
+            x.stride(0),
+            weight.inputs,
             quantized.data_ptr(),
         )
         self._library.call(
@@ -62,7 +66,8 @@ class PlainLinear:
             "bn_linear_exact",
             tokens,
             *_arguments(weight, bias),
-            *(x.data_ptr(), x.stride(0)),
+            x.data_ptr(),
+            x.stride(0),
             out.data_ptr(),
             weight.outputs,
         )
@@ -88,8 +93,11 @@ def _check(x: Tensor, weight: PackedWeight) -> None:
 def _arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, ...]:
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     return (
-        *(weight.format, weight.outputs, weight.inputs),
-        *(weight.tiles.data_ptr(), weight.factors.data_ptr()),
+        weight.format,
+        weight.outputs,
+        weight.inputs,
+        weight.tiles.data_ptr(),
+        weight.factors.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )
 

@@ -17,10 +17,18 @@ def make_adapt(library: Library) -> Callable[..., object]:
             "bn_lora",
             x.shape[0],
             table.entries.data_ptr(),
-            *(tokens.pieces.data_ptr(), tokens.order.data_ptr(), tokens.numbers.data_ptr()),
-            *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
-            *(tokens.inner(table.width).ctypes.data, table.progress.data_ptr()),
-            *(table.inputs, out.shape[1], table.width),
+            tokens.pieces.data_ptr(),
+            tokens.order.data_ptr(),
+            tokens.numbers.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            tokens.inner(table.width).ctypes.data,
+            table.progress.data_ptr(),
+            table.inputs,
+            out.shape[1],
+            table.width,
         )
 
     return adapt
@@ -44,9 +52,15 @@ def _make_adapt_rows(library: Library) -> Callable[..., object]:
         library.call(
             "bn_lora_rows",
             out.shape[0],
-            *(table.entries.data_ptr(), tokens.pieces.data_ptr(), tokens.order.data_ptr()),
-            *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
-            *(x.shape[-1], out.shape[1]),
+            table.entries.data_ptr(),
+            tokens.pieces.data_ptr(),
+            tokens.order.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            x.shape[-1],
+            out.shape[1],
         )
 
     return adapt_rows

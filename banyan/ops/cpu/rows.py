@@ -120,7 +120,12 @@ class Rows:
         out = self._library.empty((tokens, width // 2))
         self._library.call(
             "bn_gate_and_mul",
-            *(tokens, curve, *_rows(gate_up), out.data_ptr(), width // 2, limit),
+            tokens,
+            curve,
+            *_rows(gate_up),
+            out.data_ptr(),
+            width // 2,
+            limit,
         )
         return out
 
@@ -138,7 +143,12 @@ class Rows:
         out = self._library.empty(x.shape)
         self._library.call(
             "bn_sigmoid_scale",
-            *(x.shape[0], *_rows(x), *_rows(gate), out.data_ptr(), *(x.shape[1], gate.shape[1])),
+            x.shape[0],
+            *_rows(x),
+            *_rows(gate),
+            out.data_ptr(),
+            x.shape[1],
+            gate.shape[1],
         )
         return out
 

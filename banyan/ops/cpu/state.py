@@ -24,8 +24,12 @@ class States:
         out = self._library.empty(x.shape)
         self._library.call(
             "bn_apply_gate",
-            *(x.shape[0], _CURVES.index(curve)),
-            *(*_rows(x), *_rows(gate), out.data_ptr(), x.shape[1]),
+            x.shape[0],
+            _CURVES.index(curve),
+            *_rows(x),
+            *_rows(gate),
+            out.data_ptr(),
+            x.shape[1],
         )
         return out
 
@@ -43,9 +47,16 @@ class States:
         out = self._library.empty(x.shape)
         self._library.call(
             "bn_short_conv",
-            *(tokens, *_places(rows), *_rows(x), _whole(weight)),
-            *(0 if bias is None else _whole(bias), out.data_ptr(), _whole(last_inputs)),
-            *(channels, taps, int(has_silu)),
+            tokens,
+            *_places(rows),
+            *_rows(x),
+            _whole(weight),
+            0 if bias is None else _whole(bias),
+            out.data_ptr(),
+            _whole(last_inputs),
+            channels,
+            taps,
+            int(has_silu),
             rows=rows.context_lengths.shape[0],
         )
         return out
@@ -56,8 +67,15 @@ class States:
         step, kept = self._library.empty(x.shape), self._library.empty(x.shape)
         self._library.call(
             "bn_decay_gates",
-            *(x.shape[0], *_rows(x), _whole(bias), _whole(rate)),
-            *(step.data_ptr(), kept.data_ptr(), x.shape[1], low, high),
+            x.shape[0],
+            *_rows(x),
+            _whole(bias),
+            _whole(rate),
+            step.data_ptr(),
+            kept.data_ptr(),
+            x.shape[1],
+            low,
+            high,
         )
         return step, kept
 
@@ -78,10 +96,21 @@ class States:
         out = self._library.empty(v.shape)
         self._library.call(
             "bn_scan",
-            *(tokens, *_places(rows), *_rows(q), *_rows(k), *_rows(v)),
-            *(_whole(kept), *_rows(strength), 0 if skip is None else _whole(skip)),
-            *(out.data_ptr(), _whole(states)),
-            *(heads, heads // key_heads, key_dim, value_dim, int(has_delta)),
+            tokens,
+            *_places(rows),
+            *_rows(q),
+            *_rows(k),
+            *_rows(v),
+            _whole(kept),
+            *_rows(strength),
+            0 if skip is None else _whole(skip),
+            out.data_ptr(),
+            _whole(states),
+            heads,
+            heads // key_heads,
+            key_dim,
+            value_dim,
+            int(has_delta),
             int(kept.dim() == 3),
             rows=rows.context_lengths.shape[0],
         )
@@ -102,9 +131,18 @@ class States:
         out = self._library.empty(v.shape)
         self._library.call(
             "bn_selective_scan",
-            *(tokens, *_places(rows), *_rows(q), *_rows(k), *_rows(v), *_rows(step)),
-            *(_whole(rate), _whole(skip), out.data_ptr(), _whole(states)),
-            *(channels, key_dim),
+            tokens,
+            *_places(rows),
+            *_rows(q),
+            *_rows(k),
+            *_rows(v),
+            *_rows(step),
+            _whole(rate),
+            _whole(skip),
+            out.data_ptr(),
+            _whole(states),
+            channels,
+            key_dim,
             rows=rows.context_lengths.shape[0],
         )
         return out

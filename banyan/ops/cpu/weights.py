@@ -15,9 +15,32 @@ from banyan.ops.host_memory import Arena
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
 
 SOURCES = (
-    *("F32", "F16", "BF16", E4M3, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "IQ4_XS", "IQ3_XXS", "IQ3_S"),
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
+    "F32",
+    "F16",
+    "BF16",
+    E4M3,
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "MXFP4",
+    "IQ4_XS",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ1_S",
+    "IQ1_M",
+    "TQ1_0",
+    "TQ2_0",
 )
 """Storage types that can be packed; the order of csrc/linear_blocks.inl."""
 _EIGHT_BITS = 7
@@ -91,7 +114,13 @@ def pack(
     library.call(
         "bn_pack_linear",
         1,
-        *(source, format, raw.data_ptr(), raw.stride(0), outputs, inputs),
-        *(tiles.data_ptr(), factors.data_ptr()),
+        source,
+        format,
+        raw.data_ptr(),
+        raw.stride(0),
+        outputs,
+        inputs,
+        tiles.data_ptr(),
+        factors.data_ptr(),
     )
     return PackedWeight(format, outputs, inputs, tiles, factors)

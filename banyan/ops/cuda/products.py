@@ -215,7 +215,8 @@ def packer(toolkit: object) -> Callable[..., PackedLinear]:
             if weight.shape[1] % BLOCK:
                 _log.warning(
                     "a weight %s stays as it is: its inputs are no whole blocks of %d",
-                    *(list(weight.shape), BLOCK),
+                    list(weight.shape),
+                    BLOCK,
                 )
                 return DenseLinear(weight.dense.to(device, dtype))
             weight = _rounded(weight, "Q8_0" if is_head else type, device)

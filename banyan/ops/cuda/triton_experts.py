@@ -134,8 +134,18 @@ class GroupedExperts:
         }
         step = _step(tiles.step, dim)
         expert_inner[(ordered.blocks * -(-inner // tiles.columns),)](
-            *(x, self.gate_up, in_bias, *ordered.parts, middle),
-            *(*which, x.stride(0), dim, inner, ids.shape[1], limit, alpha),
+            x,
+            self.gate_up,
+            in_bias,
+            *ordered.parts,
+            middle,
+            *which,
+            x.stride(0),
+            dim,
+            inner,
+            ids.shape[1],
+            limit,
+            alpha,
             GATE=self.gate,
             WHOLE=dim % step == 0,
             COLUMNS=tiles.columns,
@@ -144,7 +154,14 @@ class GroupedExperts:
         )
         step = _step(tiles.step, inner)
         expert_outer[(ordered.blocks * -(-dim // tiles.outer),)](
-            *(middle, self.down, out_bias, *ordered.parts, out, *which, dim, inner),
+            middle,
+            self.down,
+            out_bias,
+            *ordered.parts,
+            out,
+            *which,
+            dim,
+            inner,
             WHOLE=inner % step == 0,
             COLUMNS=tiles.outer,
             STEP=step,
@@ -160,7 +177,11 @@ class GroupedExperts:
         parts = room.split([pairs, blocks, blocks, blocks, 1])
         chunk = min(4096, power_of_two(pairs, 128))
         order_pairs[(self.count,)](
-            *(ids, *parts, pairs, self.first, self.count),
+            ids,
+            *parts,
+            pairs,
+            self.first,
+            self.count,
             BINS=max(32, 1 << self.count.bit_length()),  # one more for those that are elsewhere
             CHUNK=chunk,
             BLOCK=rows,
@@ -196,7 +217,14 @@ def _add_up(
     width = out.shape[1]
     block = min(_SUM_BLOCK, power_of_two(width, 32))
     add_up[(tokens, -(-width // block))](
-        *(x, ids.contiguous(), weights.contiguous(), out, first, last, home, width),
+        x,
+        ids.contiguous(),
+        weights.contiguous(),
+        out,
+        first,
+        last,
+        home,
+        width,
         PER_TOKEN=per_token,
         CHOICES=power_of_two(per_token),
         BLOCK=block,

@@ -35,7 +35,16 @@ def _adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -
     inner = torch.empty((cuts, len(x), parts * rank), dtype=torch.float32, device=x.device)
     sizes = {"CAPACITY": power_of_two(capacity), "ROWS": _ROWS, "RANKS": ranks}
     go_down[(blocks, parts * -(-rank // ranks), cuts)](
-        *(x, stack.down, others, inner, len(x), inputs, x.stride(0), capacity, rank, parts),
+        x,
+        stack.down,
+        others,
+        inner,
+        len(x),
+        inputs,
+        x.stride(0),
+        capacity,
+        rank,
+        parts,
         **sizes,
         CUT=_CUT,
         STEP=_STEP,
@@ -43,8 +52,18 @@ def _adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -
     )
     tiles = sum(-(-size // _COLUMNS) for size in stack.outputs)
     go_up[(blocks, tiles)](
-        *(inner, stack.up, others, out, len(x), out.stride(0), capacity, rank, parts, cuts),
-        *(*stack.outputs, *[0] * (MAX_PARTS - parts)),
+        inner,
+        stack.up,
+        others,
+        out,
+        len(x),
+        out.stride(0),
+        capacity,
+        rank,
+        parts,
+        cuts,
+        *stack.outputs,
+        *[0] * (MAX_PARTS - parts),
         **sizes,
         COLUMNS=_COLUMNS,
         AT_ONCE=8,
