@@ -158,14 +158,14 @@ if __name__ == "__main__":
 PROGRAM = """
 import sys, torch
 import banyan
-from banyan.model_config.checkpoint import read_card
+from banyan.model_config.checkpoint import read_model_config
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 
-model = load_model(read_card(sys.argv[1]), Build(bind("cpu", torch.device("cpu"), torch.float32,
+model = load_model(read_model_config(sys.argv[1]), Build(bind("cpu", torch.device("cpu"), torch.float32,
     frozenset(), 8)))
-print(model.logits(torch.eye(model.card.hidden_size)).double().sum().item())
+print(model.logits(torch.eye(model.model_config.hidden_size)).double().sum().item())
 """
 
 

@@ -134,9 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub, body = self.server, self.server.files[name]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
         if name in hub.large:
-            headers["X-LocalRankAccess-Size"] = str(len(body))
+            headers["X-Linked-Size"] = str(len(body))
             if not hub.states_no_hash:
-                headers["X-LocalRankAccess-ETag"] = f'"{hub.sha256(name)}"'
+                headers["X-Linked-ETag"] = f'"{hub.sha256(name)}"'
         return headers
 
     def _bytes(self, name: str) -> None:
