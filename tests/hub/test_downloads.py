@@ -224,7 +224,7 @@ fetch(LoadConfig({SOURCE.source!r}), read_environment())
         assert child.poll() is None
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=30)
-    assert "stopped at 100 kB of 300 kB of model.gguf; the same command goes on" in said
+    assert "stopped at 100 kB of 300 kB of model.gguf; run the same command to resume" in said
     assert Path(fetch(SOURCE, hub.environment(tmp_path))).read_bytes() == BODY
     assert hub.ranges()[-1] == "bytes=100000-"
 
