@@ -64,7 +64,7 @@ class SharedMemory:
         if not self._group:
             raise DeviceError(f"the ranks' shared memory cannot be used: {why.value.decode()}")
         free = library.function("bn_shared_free")
-        # At exit all of it goes with the process; a step may still be running.
+        # Not at exit: the process frees the memory, and a step may still be running.
         weakref.finalize(self, _leave, free, self._group, file, view).atexit = False
 
     def meet(self) -> None:

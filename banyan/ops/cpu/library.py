@@ -229,7 +229,7 @@ class Library:
         if replicas > 1:
             leading |= {replicas * tokens: ALL_TOKENS, replicas * outputs: ALL_OUTPUTS}
         if len(leading) < (4 if replicas > 1 else 2):
-            raise ValueError("tokens and outputs tell sizes apart: they must differ")
+            raise ValueError("tokens and outputs must differ, because they identify the sizes")
         recording = Recording(self, self._functions, leading)
         self._recording = recording
         try:
