@@ -27,7 +27,7 @@ from random import Random
 import httpx
 import orjson
 
-from banyan.bench.http import Server
+from banyan.bench.http import HttpClient
 from banyan.bench.metrics import percentile
 from banyan.bench.probe import probe
 from banyan.config.cli import parse
@@ -140,7 +140,7 @@ def prompt_of(arrival: Arrival) -> list[int]:
 
 async def play(url: str, arrivals: Sequence[Arrival]) -> tuple[list[TimedAnswer], float]:
     """Send each request at its time; the answers, and how late one was sent at most."""
-    server = Server(url)
+    server = HttpClient(url)
     began_s, late_s = time.perf_counter(), 0.0
     tasks: list[asyncio.Task[TimedAnswer]] = []
     for arrival in arrivals:
@@ -158,7 +158,7 @@ async def others(
     url: str, arrivals: Sequence[Arrival], told: Sequence[TimedAnswer], most: int
 ) -> int:
     """Of up to `most` answers, those that are not what this server answers."""
-    server, gate = Server(url), asyncio.Semaphore(_AT_ONCE)
+    server, gate = HttpClient(url), asyncio.Semaphore(_AT_ONCE)
     step = max(1, -(-len(arrivals) // most))
 
     async def differs(at: int) -> bool:
@@ -174,7 +174,7 @@ async def others(
 
 async def step_times(url: str) -> tuple[float, float]:
     """Seconds of a step of one row, and of a whole prompt, on a quiet server."""
-    server, lots = Server(url), Random(7)
+    server, lots = HttpClient(url), Random(7)
     gaps: list[float] = []
     prompts_s: list[float] = []
     for _ in range(_REPEATS):
@@ -337,7 +337,7 @@ def _wait_for(one: Process) -> None:
         time.sleep(0.1)
 
 
-async def ask(server: Server, prompt: Sequence[int], count: int) -> TimedAnswer:
+async def ask(server: HttpClient, prompt: Sequence[int], count: int) -> TimedAnswer:
     """One greedy stream of so many tokens."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banyan.ascend.driver import open_driver
 from banyan.ascend.ops.contracts import exchanged
-from banyan.parallel.collectives import Meeting, Transport
+from banyan.parallel.collectives import Rendezvous, Transport
 from banyan.parallel.process_group import Check, GroupCollectives, open_store
 
 _MOST, _LEAST, _OF_UNIT = 127, 1e-12, 4
@@ -24,8 +24,10 @@ class HcclCollectives(GroupCollectives):
         is_rounded: rows travel to experts as int8, each followed by its fp32 scale.
     """
 
-    def __init__(self, group: Any, meeting: Meeting, check: Check | None, is_rounded: bool) -> None:
-        super().__init__(group, meeting, check)
+    def __init__(
+        self, group: Any, rendezvous: Rendezvous, check: Check | None, is_rounded: bool
+    ) -> None:
+        super().__init__(group, rendezvous, check)
         self._is_rounded = is_rounded
 
     def name(self) -> str:
@@ -43,18 +45,18 @@ class HcclCollectives(GroupCollectives):
         return (came[:, :-_OF_UNIT].float() * units).to(dtype)
 
 
-def _open(meeting: Meeting) -> HcclCollectives:
+def _open(rendezvous: Rendezvous) -> HcclCollectives:
     driver = open_driver()
     group = driver.group(
-        store=open_store(meeting),
-        rank=meeting.rank,
-        size=meeting.size,
-        timeout_s=meeting.timeout_s,
-        name=meeting.name,
-        is_exchange=meeting.is_exchange,
+        store=open_store(rendezvous),
+        rank=rendezvous.rank,
+        size=rendezvous.size,
+        timeout_s=rendezvous.timeout_s,
+        name=rendezvous.name,
+        is_exchange=rendezvous.is_exchange,
     )
     check = exchanged if driver.is_checked else None
-    return HcclCollectives(group, meeting, check, driver.rounds_sent)
+    return HcclCollectives(group, rendezvous, check, driver.rounds_sent)
 
 
-HCCL = Transport(declines=lambda meeting: None, open=_open)
+HCCL = Transport(declines=lambda rendezvous: None, open=_open)

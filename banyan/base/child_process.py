@@ -1,11 +1,11 @@
 """Child processes: start them, notice their death, stop them. Children never outlive the parent.
 
-A child gets its duty as one length-prefixed message on standard input, which stays open: its end
-tells the child that the parent is gone. The kernel's parent-death signal covers a child that
-cannot read (stopped, or busy in native code).
+A child reads its process spec as one length-prefixed message from standard input. The pipe stays
+open; end of file means that the parent is gone. The kernel's parent-death signal covers children
+that cannot read (stopped, or busy in native code).
 
-A child is a program that starts anew (`spawn`), or a copy of this one (`fork_spares`), which has
-its libraries already.
+A child is a new program (`spawn`), or a fork of this process (`fork_spares`), which has loaded its
+libraries already.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _LENGTH = struct.Struct("<Q")
 _MOMENT = struct.Struct("<d")
 _PULSE_S = 0.5
 STACKS = signal.SIGUSR1
-"""Tells a child to write where its threads stand."""
+"""Signal on which a child writes the stack traces of its threads."""
 _REPORT_S = 2.5
-"""What a process that does not answer gets for its report."""
+"""Time for an unresponsive process to write its stack traces."""
 
 
 class Process(Protocol):
-    """What is known of a process that this one has started: a part of `subprocess.Popen`."""
+    """A started process; a part of the interface of `subprocess.Popen`."""
 
     pid: int
 
@@ -62,10 +62,10 @@ class Child:
         return self._process.pid
 
     def assign(self, process_spec: bytes) -> None:
-        """Hand over the duty, once.
+        """Send the process spec, once.
 
         Raises:
-            DeviceError: the child ended before it took them.
+            DeviceError: the child ended before it read the spec.
         """
         assert self._process.stdin is not None
         try:
@@ -105,7 +105,7 @@ class Child:
         self._let_go()
 
     def put_down(self, report_s: float = _REPORT_S) -> None:
-        """End a child that does not answer. It tells the log where it stands, if it still can."""
+        """Kill an unresponsive child; it logs its stack traces first, if it still can."""
         self._is_expected = True
         if self.is_alive():
             state = doing(self.pid)
@@ -140,9 +140,9 @@ def spawn(
     the thread that made the child.
 
     Args:
-        duty: handed over at once; without them the child waits for `Child.assign`.
-        shared: descriptors that the child has too, under the same numbers.
-        spare: a process that runs the module already and waits for its duty.
+        process_spec: sent at once; if empty, the child waits for `Child.assign`.
+        shared: descriptors that the child inherits under the same numbers.
+        spare: a process that runs the module already and waits for its process spec.
     """
     if spare is None:
         command = [sys.executable, "-m", module]
@@ -160,42 +160,42 @@ class _Copy:
         self.pid = pid
         self.stdin = stdin
         self._code: int | None = None
-        self._is_over = os.pidfd_open(pid)
-        self._turn = threading.Lock()
+        self._pidfd = os.pidfd_open(pid)
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        with self._turn:
+        with self._lock:
             if self._code is None:
                 found, status = os.waitpid(self.pid, os.WNOHANG)
                 if found:
                     self._code = os.waitstatus_to_exitcode(status)
-                    os.close(self._is_over)
+                    os.close(self._pidfd)
             return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        news = select.poll()
-        with self._turn:
+        poller = select.poll()
+        with self._lock:
             if self._code is not None:
                 return self._code
-            end = os.dup(self._is_over)  # whoever else waits may close it
+            end = os.dup(self._pidfd)  # another thread in `poll` may close it
         try:
-            news.register(end, select.POLLIN)
-            if not news.poll(None if timeout is None else timeout * 1000):
+            poller.register(end, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
         finally:
             os.close(end)
         code = self.poll()
-        assert code is not None, "it is over"
+        assert code is not None, "the process has ended"
         return code
 
     def forget(self) -> None:
-        """In another copy of the same process, whose child it is not: hold nothing of it."""
+        """In another fork: close what was inherited of this one, which is not its child."""
         self.stdin.close()
-        os.close(self._is_over)
+        os.close(self._pidfd)
 
     def send_signal(self, sig: int) -> None:
-        with self._turn:
-            if self._code is None:  # else the number may be another's by now
+        with self._lock:
+            if self._code is None:  # the kernel may have given its pid to another process
                 os.kill(self.pid, sig)
 
 
@@ -231,8 +231,8 @@ def fork_spares(count: int) -> list[Process] | None:
 
 
 def follow_parent() -> None:
-    """In a child: die with the parent, and leave to it what reaches the whole group: Ctrl-C, and
-    the end of the terminal."""
+    """In a child: die with the parent, and ignore signals to the whole process group (Ctrl-C, end
+    of the terminal), which the parent handles."""
     die_with_parent()
     if _is_abandoned():
         os._exit(1)
@@ -241,21 +241,21 @@ def follow_parent() -> None:
 
 
 def _is_abandoned() -> bool:
-    """Whether the parent ended, untold of its duty, before it could be followed."""
-    news = select.poll()
-    news.register(0, select.POLLIN)
-    return any(events == select.POLLHUP for _, events in news.poll(0))
+    """Whether the parent ended before the parent-death signal was set up."""
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
+    return any(events == select.POLLHUP for _, events in poller.poll(0))
 
 
 def read_process_spec() -> bytes:
-    """In a child: wait for the duty, and arrange to die with the parent."""
+    """In a child: read the process spec, and arrange to die with the parent."""
     follow_parent()
     (length,) = _LENGTH.unpack(_read(0, _LENGTH.size))
     return _read(0, length)
 
 
 def watch_parent() -> None:
-    """In a child that has taken its duty: end when the parent is gone, from a thread."""
+    """In a child that has read its spec: start a thread that exits when the parent is gone."""
     source = os.dup(0)
 
     def watch() -> None:
@@ -270,7 +270,7 @@ STOPPED = "was stopped by a signal"
 
 
 def doing(pid: int) -> str:
-    """What a process is doing, in words (Linux: proc(5), field 3 of stat)."""
+    """State of a process as text (Linux: proc(5), field 3 of stat)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -280,20 +280,20 @@ def doing(pid: int) -> str:
 
 
 class Pulse:
-    """A file that says when the process that keeps it last ran; another process reads it.
+    """A heartbeat file: one process writes the time, another one reads its age.
 
-    The clock of both is the machine's: seconds since it was started.
+    Both use the machine's monotonic clock.
     """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
     def beat(self) -> None:
-        """Say that this process runs."""
+        """Write the current time."""
         self._path.write_bytes(_MOMENT.pack(WallClock().now()))
 
     def keep_beating(self) -> None:
-        """Say so for as long as this process lives, from a thread."""
+        """Start a thread that writes the time until the process ends."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
         def run() -> None:
@@ -304,7 +304,7 @@ class Pulse:
         threading.Thread(target=run, name="pulse", daemon=True).start()
 
     def silence_s(self) -> float:
-        """Seconds since the last beat. There has been one."""
+        """Seconds since the last beat; there must have been one."""
         (moment,) = _MOMENT.unpack(self._path.read_bytes())
         return WallClock().now() - moment
 
@@ -314,7 +314,7 @@ def _read(fd: int, length: int) -> bytes:
     while length:
         part = os.read(fd, min(length, 1 << 20))
         if not part:
-            raise SystemExit("the parent ended before it told the duty")
+            raise SystemExit("the parent ended before it sent the process spec")
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

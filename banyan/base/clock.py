@@ -1,4 +1,4 @@
-"""Clocks. Times inside the engine are float seconds from a Clock; nobody else reads the time."""
+"""Clocks. The engine takes all its times from a Clock, as float seconds."""
 
 import time
 from typing import Protocol
@@ -18,7 +18,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that moves only when told to, for the simulator, replay and tests."""
+    """Time that moves only by `advance_to`, for the simulator, replay and tests."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -1,32 +1,33 @@
-"""Drafts that branch: each follows another one of them, its parent, which is told before it; parent
--1 is the newest token. A chain, in which each follows the one before, goes without parents. Plain
-numbers: whoever plans, masks, verifies or reads drafts counts alike.
+"""Trees of draft tokens, as plain numbers, for the scheduler and the runner.
+
+Each draft has a parent: the index of an earlier draft, or -1 for the newest token. In a chain each
+draft follows the one before.
 """
 
 from collections.abc import Sequence
 
 
 def is_chain(parents: Sequence[int]) -> bool:
-    """Whether each follows the one before."""
+    """Whether each draft follows the one before."""
     return all(parent == at - 1 for at, parent in enumerate(parents))
 
 
 def paths_of(parents: Sequence[int]) -> list[list[int]]:
-    """Of the newest token, which counts as 0, and of each draft, counted from 1: what leads there,
-    itself the last."""
+    """The path to the newest token (position 0) and to each draft (from 1), as positions from 0."""
     paths = [[0]]
     for at, parent in enumerate(parents, 1):
         paths.append([*paths[parent + 1], at])
     return paths
 
 
-def standing_path(
+def accepted_path(
     drafts: Sequence[int], parents: Sequence[int], sampled: Sequence[int]
 ) -> list[int]:
-    """Which places of a row stand, from its newest token, 0, on: at each of them the sampled token
-    leads to the draft that foresaw it.
+    """The accepted positions of a row, from its newest token (0).
 
-    drafts, parents: [n]; sampled: [n + 1], the token behind the newest one and behind each draft.
+    At each position the sampled token selects the child draft with the same token.
+
+    drafts, parents: [n]; sampled: [n + 1], the token after the newest one and after each draft.
     """
     path = [0]
     while True:
@@ -40,7 +41,7 @@ def standing_path(
 
 
 def ranks_of(parents: Sequence[int]) -> list[int]:
-    """Of each draft, how many that follow the same token come before it."""
+    """For each draft, the number of earlier drafts with the same parent."""
     seen = dict[int, int]()
     ranks = list[int]()
     for parent in parents:

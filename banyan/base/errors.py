@@ -1,4 +1,4 @@
-"""The errors that reach people. Each says what happened, with the numbers, and what to do next."""
+"""Errors that users see. Each has what happened, with the numbers, and what to do next."""
 
 
 class BanyanError(Exception):
@@ -18,8 +18,8 @@ class BanyanError(Exception):
         self.hint = hint
 
     @classmethod
-    def told(cls, text: str, exit_code: int) -> "BanyanError":
-        """An error that another process has reported, to end with the same code."""
+    def with_exit_code(cls, text: str, exit_code: int) -> "BanyanError":
+        """An error that another process has reported, with its exit code."""
         error = cls(text)
         error.exit_code = exit_code
         return error

@@ -1,4 +1,4 @@
-"""Hosts: what an address says of who may reach it."""
+"""Host names and addresses."""
 
 from ipaddress import ip_address
 

@@ -1,5 +1,8 @@
-"""What a value read from JSON is. `isinstance(value, dict)` tells a type checker nothing about what
-lies inside; JSON's objects have texts as keys, and its values may be anything until asked."""
+"""Type guards for values from JSON, and a parser that refuses duplicate keys.
+
+`isinstance(value, dict)` leaves the types of keys and values unknown to a type checker. In JSON,
+keys are strings and values may be anything.
+"""
 
 import json
 from typing import TypeGuard
@@ -10,21 +13,23 @@ def is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def is_object(value: object) -> TypeGuard[dict[str, object]]:
-    """Of a value that came from JSON: what else a dict may have as keys is not looked at."""
+    """Only for values from JSON: the types of the keys are not checked."""
     return isinstance(value, dict)
 
 
 def unique_json(text: str) -> object:
-    """A JSON text, in which no object says one thing twice.
+    """Parse JSON text without duplicate keys.
 
     Raises:
-        ValueError, RecursionError: it is none.
+        ValueError, RecursionError: the text is not valid JSON, or a key appears twice.
     """
     return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of `json.loads`, whose readers do not agree on which value of a key counts.
+    """`object_pairs_hook` of `json.loads` that refuses duplicate keys.
+
+    Parsers disagree on which value of such a key counts.
 
     Raises:
         ValueError: a key appears twice.

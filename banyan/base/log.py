@@ -1,4 +1,4 @@
-"""Logging: one line per event that a human would act on, key=value, with a role prefix."""
+"""Logging: one line per event, key=value, with the role of the process as prefix."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _ALWAYS = logging.CRITICAL + 1
 _FORMAT = "[%(asctime)s %(role)s] %(message)s"
 BARE = {"is_bare": True}
-"""`extra` of a line that stands without time and role: records that programs read."""
+"""`extra` of a line without time and role: a record for programs."""
 
 
 class _Formatter(logging.Formatter):
@@ -43,26 +43,26 @@ def start_logging(role: str, level: str = "info") -> None:
     root.propagate = False
 
 
-def tell(log: logging.Logger, lines: Iterable[str]) -> None:
-    """Log what everybody has to see, whatever level is shown."""
+def log_always(log: logging.Logger, lines: Iterable[str]) -> None:
+    """Log lines at every log level."""
     for line in lines:
         log.log(_ALWAYS, "%s", line)
 
 
 class Once:
-    """Warns of each thing once: what many layers have in common is no news from each of them."""
+    """Logs each warning once, even if many layers issue it."""
 
     def __init__(self, log: logging.Logger) -> None:
-        self._log, self._told = log, set[str]()
+        self._log, self._logged = log, set[str]()
 
     def __call__(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             self._log.warning("%s", text)
 
 
 def set_level(level: str) -> None:
-    """Show lines of `level` ("debug" … "error") and above from here on, in this process."""
+    """Set the log level of this process ("debug" … "error")."""
     logging.getLogger("banyan").setLevel(level.upper())
 
 

@@ -1,6 +1,6 @@
-"""Functions of the operator's own, named "module:function" (or "module.function") in a flag.
+"""Functions of the operator, named "module:function" (or "module.function") in a flag.
 
-They come from the Python path and never from a checkpoint. Whoever calls this runs their module.
+They come from the Python path, never from a checkpoint. Loading one runs the code of its module.
 """
 
 import os
@@ -12,11 +12,11 @@ from banyan.base.log import printable
 from banyan.base.torch_parts import complete_torch
 
 PATTERN = r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*"
-"""What such a name looks like."""
+"""Regular expression for such a name."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Its module and its function."""
+    """(module, function) of a name."""
     module, _, function = name.rpartition(":" if ":" in name else ".")
     return module, function
 
@@ -25,7 +25,7 @@ def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
     """Import a function.
 
     Raises:
-        ConfigError: it is missing, cannot be called, or lies in the folder of the checkpoint.
+        ConfigError: it is missing, not callable, or in the folder of the checkpoint.
     """
     module_name, function_name = split_name(name)
     label = f"{flag} {printable(name)}"
@@ -37,7 +37,7 @@ def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
             f"{label}: cannot be imported: {printable(str(error))}",
             hint="name it module:function, with the module on the Python path",
         ) from None
-    except Exception as error:  # whatever its own code does
+    except Exception as error:  # the module's own code may raise anything
         raise ConfigError(
             f"{label}: its module fails with {type(error).__name__}: {printable(str(error))}"
         ) from error

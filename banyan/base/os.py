@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import signal
+import stat
 
 from banyan.base.errors import ConfigError
 
@@ -65,3 +66,19 @@ def anonymous_memory(name: str, size_bytes: int = 0, can_seal: bool = False) -> 
             os.close(descriptor)
             raise
     return descriptor
+
+
+def read_whole(path: str, most_bytes: int) -> bytes:
+    """Read a small regular file. A pipe or device is refused: it may have no end.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has more than `most_bytes`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError("it is not a regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"it has more than {most_bytes:,} bytes")
+    return content

@@ -1,4 +1,4 @@
-"""Threads: CPU work about long texts, done where it does not hold up the streams of others."""
+"""A thread pool for CPU work on long texts, which would block the event loop."""
 
 import asyncio
 import threading
@@ -18,18 +18,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREAD_BYTES = 8 << 10
-"""Texts above this are parsed, rendered and tokenised off the event loop: it takes about two
-milliseconds for each KiB."""
+"""Longer texts are parsed, rendered and tokenized off the event loop: each KiB takes about two
+milliseconds."""
 JOB_S = 120.0
-"""Longest wait for a thread and its work. Twice what the longest body takes on a slow core."""
+"""Longest wait for a thread and its work; twice the time of the longest body on a slow core."""
 _MAX_LOST = 64
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads that no exit of the process waits for, unlike those of its base.
+    """A pool of daemon threads, which do not delay the exit of the process.
 
-    A thread that has worked on one job for longer than `lost_s` no longer counts: another takes its
-    place at the next job, so that jobs without end do not hold up all others.
+    A thread that works on one job for longer than `lost_s` no longer counts. The next job starts
+    another thread, so that endless jobs do not block the others.
 
     Args:
         number: threads that work at the same time.
@@ -41,7 +41,7 @@ class Pool(ThreadPoolExecutor):
         self._lost_s = lost_s
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._since: dict[str, float | None] = {}
-        """Thread -> when its job began, None while it has none."""
+        """Thread -> start time of its job; None if it is idle."""
         self._num_open = 0
         """Jobs that have not ended."""
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Pool(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # told to whoever waits for the job
+            except BaseException as error:  # raised where the result is awaited
                 future.set_exception(error)
 
         with self._lock:
@@ -67,14 +67,14 @@ class Pool(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more jobs. Those that run go on until the process ends; nobody waits for them."""
+        """Accept no more jobs. Running jobs continue until the process ends, whatever `wait` is."""
         with self._lock:
             self._is_shut = True
             for _ in self._since:
                 self._jobs.put(None)
 
     def _add_thread(self) -> None:
-        """One more thread where a job would have none. Called under the lock."""
+        """Start one more thread if a job would have none. Called with the lock held."""
         now = time.monotonic()
         begun = [since for since in self._since.values() if since is not None]
         num_lost = sum(now - since > self._lost_s for since in begun)
@@ -91,24 +91,26 @@ class Pool(ThreadPoolExecutor):
         while (job := self._jobs.get()) is not None:
             self._since[name] = time.monotonic()
             job()
-            job = None  # it holds what it was about, and the next one may be long in coming
+            job = None  # frees its text now; the next job may come much later
             with self._lock:
                 self._since[name] = None
                 self._num_open -= 1
 
 
 def use_threads(waiting: int = 0) -> None:
-    """Let the running event loop have some more threads than cores for `off_loop`, and `waiting`
-    more, for work that mostly waits for other threads or processes."""
+    """Set the thread pool of the running event loop for `off_loop`.
+
+    waiting: additional threads, for work that mostly waits for other threads or processes.
+    """
     cores = num_cores()
     asyncio.get_running_loop().set_default_executor(Pool(min(32, cores + 4) + waiting))
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run CPU work about `size` bytes, in a thread when that is more than THREAD_BYTES.
+    """Run CPU work on `size` bytes; in a thread if there are more than THREAD_BYTES.
 
     Raises:
-        RequestError: 503; it was not done within JOB_S.
+        RequestError: 503; it was not finished within JOB_S.
     """
     if size <= THREAD_BYTES:
         return work()

@@ -1,10 +1,10 @@
-"""Which build this is."""
+"""The version of Banyan."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """As the package says; "0" where it is not installed."""
+    """Version of the installed package; "0" if it is not installed."""
     try:
         return version("banyan")
     except PackageNotFoundError:

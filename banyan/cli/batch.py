@@ -1,6 +1,6 @@
-"""`banyan batch IN.jsonl OUT.jsonl`: the lines of a batch file through an engine of this command.
+"""`banyan batch IN.jsonl OUT.jsonl`: run the requests of a batch file on an engine of this process.
 
-The lines and answers are those of /v1/batches; a run that was cut short goes on where it was.
+The file formats are the same as for /v1/batches. An interrupted run continues where it stopped.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.prepare import prepare
@@ -58,7 +58,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
-    tell(log, (*config.observe.notes, *flags_that_need_a_server(config)))
+    log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
     answers = AnswerLog(out, out)
     try:
         try:
@@ -80,8 +80,8 @@ def _lines(path: Path) -> list[Line]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     lines, faults = read_lines(content)
     if faults:
-        told = "; ".join(f"line {f.line}: {f.message}" for f in faults)
-        raise ConfigError(f"{path} cannot be run: {told}")
+        reasons = "; ".join(f"line {f.line}: {f.message}" for f in faults)
+        raise ConfigError(f"{path} cannot be run: {reasons}")
     return lines
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from banyan.base.child_process import Child, spawn
-from banyan.base.log import logger, start_logging, tell
+from banyan.base.log import log_always, logger, start_logging
 from banyan.base.os import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
@@ -19,10 +19,10 @@ log = logger(__name__)
 
 USAGE = """banyan router --worker-urls URL … [flags]
 banyan router --pd-disaggregation --prefill URL [PORT] … --decode URL … [flags]
-banyan router --model-path M --dp-size N [flags, also those of banyan serve]
+banyan router --model-path M --dp-size N [flags of the router and of banyan serve]
 
-Shares requests out among servers: one address for many. With --model-path it starts the servers
-itself, and what is not a flag of the router is theirs.
+Distributes requests over several servers. With --model-path it starts the servers itself and
+passes them all flags that are not the router's.
 A flag can also be given as an environment variable: --api-key is BANYAN_API_KEY.
 """
 LB_USAGE = """python -m banyan.launch_lb --prefill URL … --decode URL … [flags]
@@ -63,7 +63,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
 
     config = read_flags(argv, environment.flags, check_servers, defaults)
     start_logging("router", config.observe.log_level)
-    tell(log, config.observe.notes)
+    log_always(log, config.observe.notes)
     from banyan.router.lifecycle import run_router
 
     with _servers(config) as (specs, children):

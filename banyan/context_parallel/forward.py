@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from banyan.context_parallel.split import ContextParallelSplit, split_batch
-from banyan.dp_attention.batch import DividedBatch
+from banyan.dp_attention.batch import ContextParallelBatch
 from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepAttention
 from banyan.ops.api import OpTime
 from banyan.parallel.groups import Group
@@ -80,7 +80,7 @@ class ContextParallelForward:
 
     multi_steps: MultiStepRunner | None = None
 
-    def __init__(self, inner: Forward, shared: DividedBatch) -> None:
+    def __init__(self, inner: Forward, shared: ContextParallelBatch) -> None:
         self.on_op_times: Callable[[list[OpTime]], None] | None = None
         self.how, self.is_recorded = inner.how, inner.is_recorded
         self.results_are_final = inner.results_are_final

@@ -1,8 +1,7 @@
-"""DPAttentionBatch: whose rows a batch consists of that several replicas work on together.
+"""Row counts of a step with DP attention (several replicas) or context parallelism (shares).
 
-The rows of replica 0 come first, then those of replica 1 … The ranks of one replica have the same
-rows, and the first of them gives them to the others. DividedBatch: the same, but of shares of one
-replica's step, each of which is computed by some of its ranks.
+A batch has the rows of replica 0 first, then the rows of replica 1 … The ranks of one replica have
+the same rows; its first rank sends them to the other replicas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,12 @@ from banyan.ops.api import Recorder
 
 
 class DPAttentionRows:
-    """
+    """Row counts of all replicas in the current step.
+
     Args:
-        replica: the one that this rank belongs to.
-        replicas: how many there are, each of `ranks` ranks.
-        recorder: of the ops that work on the rows; what it records holds for any counts.
+        replica: this rank's replica.
+        replicas: number of replicas, each with `ranks` ranks.
+        recorder: recorder of the ops on these rows; a recording is valid for any counts.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class DPAttentionRows:
         self._replica, self._ranks = replica, ranks
         self._recorder = recorder
         self.table = torch.zeros(2 + replicas * ranks, dtype=torch.int64)
-        """The first of this rank's rows, how many it has, then how many each rank gives. It stays
-        where it is, so that recorded ops read what holds for their step."""
+        """[first row of this rank, its number of rows, number of rows of each rank …]. Its address
+        never changes, because recorded ops read it at every step."""
         self._host = self.table.numpy()
 
     def enter(self, counts: Sequence[int]) -> None:
-        """The rows of each replica in the step that comes."""
+        """Set the number of rows of each replica in the next step."""
         assert len(counts) == self.replicas, f"{len(counts)} counts of {self.replicas} replicas"
         self.total, self.mine = sum(counts), counts[self._replica]
         self._host[0] = sum(counts[: self._replica])
@@ -43,23 +43,23 @@ class DPAttentionRows:
 
     @property
     def first(self) -> int:
-        """Of this replica's rows among those of all."""
+        """Index of this replica's first row."""
         return int(self._host[0])
 
     @property
     def counts(self) -> list[int]:
-        """The rows of each replica."""
+        """Number of rows of each replica."""
         return self._host[2 :: self._ranks].tolist()
 
     def all_of(self, mine: int) -> int:
-        """Rows of all replicas, where this one has `mine`."""
+        """Number of rows of all replicas, given this replica's number."""
         if self._is_recording:
             return mine * self.replicas
         assert mine == self.mine, f"{mine} rows, {self.mine} were agreed on"
         return self.total
 
     def own_of(self, total: int) -> int:
-        """Rows of this replica among `total`."""
+        """Number of rows of this replica, given the number of all replicas."""
         if self._is_recording:
             return total // self.replicas
         assert total == self.total, f"{total} rows, {self.total} were agreed on"
@@ -71,7 +71,7 @@ class DPAttentionRows:
 
 
 class DPAttentionBatch:
-    """A batch of several replicas: its tokens, and the outputs that logits are made for."""
+    """Row counts of several replicas: of tokens, and of outputs that need logits."""
 
     def __init__(
         self,
@@ -83,19 +83,20 @@ class DPAttentionBatch:
     ) -> None:
         self.replicas = replicas
         self.has_outputs = has_outputs
-        """The replicas share the weight of the logits; else each makes its own."""
+        """The replicas share the weight of the logits; otherwise each computes its own logits."""
         self.tokens = DPAttentionRows(replica, replicas, ranks, recorder)
         self.outputs = DPAttentionRows(replica, replicas, ranks, recorder)
 
 
-class DividedBatch(DPAttentionBatch):
-    """A step of one replica whose tokens are divided among its ranks (context parallelism); here a
-    share of them is what a replica is of a joint batch. Every rank makes all logits.
+class ContextParallelBatch(DPAttentionBatch):
+    """Row counts of a step whose tokens are split among the ranks of one replica.
+
+    A share takes the role of a replica in `DPAttentionBatch`. Every rank computes all logits.
 
     Args:
-        share: the one that this rank computes, together with `ranks` − 1 others.
-        shares: how many there are.
-        split: how rows are cut (`context_parallel.split.SPLITS`).
+        share: this rank's share; `ranks` ranks compute it.
+        shares: number of shares.
+        split: how rows are split (`context_parallel.split.SPLITS`).
     """
 
     def __init__(
@@ -104,57 +105,57 @@ class DividedBatch(DPAttentionBatch):
         super().__init__(share, shares, ranks, recorder, has_outputs=False)
         self.share, self.split = share, split
         self.context = DPAttentionRows(share, shares, 1, recorder)
-        """The same rows, among the ranks that have the same heads."""
+        """The same rows, for the group of ranks that have the same heads."""
 
     def enter(self, counts: Sequence[int]) -> None:
-        """The tokens of each share in the step that comes."""
+        """Set the number of tokens of each share in the next step."""
         self.tokens.enter(counts)
         self.context.enter(counts)
 
 
 class DPAttentionStep:
-    """What one step does together with other replicas.
+    """The part of a step that all replicas run together.
 
     All replicas run the same sequence of collectives, whatever rows each has: the forward pass of
     all tokens; then, if they share the logits' weights, rounds of logits for tokens that are
     scored, and the logits of the tokens to sample.
 
     Args:
-        joint: row counts that the layers of this rank read.
+        batch: row counts that the layers of this rank read.
         chunk: most tokens of one replica in a round of scores; equal on all replicas.
     """
 
-    def __init__(self, joint: DPAttentionBatch, chunk: int) -> None:
-        self._joint = joint
+    def __init__(self, batch: DPAttentionBatch, chunk: int) -> None:
+        self._batch = batch
         self._chunk = chunk
         self._loads: list[StepLoad] = []
 
     def begin(self, loads: list[StepLoad]) -> None:
-        """Enter the loads of all replicas in the step that begins.
+        """Set the loads of all replicas in this step.
 
         Raises:
             ValueError: the plan is for another number of replicas.
         """
-        if len(loads) != self._joint.replicas:
-            raise ValueError(f"{len(loads)} loads for a step of {self._joint.replicas} replicas")
+        if len(loads) != self._batch.replicas:
+            raise ValueError(f"{len(loads)} loads for a step of {self._batch.replicas} replicas")
         self._loads = loads
-        self._joint.tokens.enter([load.tokens for load in loads])
-        self._joint.outputs.enter([0 if self.has_scores else load.outputs for load in loads])
+        self._batch.tokens.enter([load.tokens for load in loads])
+        self._batch.outputs.enter([0 if self.has_scores else load.outputs for load in loads])
 
     @property
     def has_outputs(self) -> bool:
         """Whether this rank helps to compute logits, for any replica."""
-        return self._joint.has_outputs and any(load.outputs for load in self._loads)
+        return self._batch.has_outputs and any(load.outputs for load in self._loads)
 
     @property
     def has_scores(self) -> bool:
         """Whether this rank helps to compute logits of known tokens, for any replica."""
-        return self._joint.has_outputs and any(load.scores for load in self._loads)
+        return self._batch.has_outputs and any(load.scores for load in self._loads)
 
     def rounds(self) -> Iterator[slice]:
         """Rounds of logits for scores: the slice of this replica's tokens in each."""
         for first in range(0, max(load.scores for load in self._loads), self._chunk):
             left = [max(0, load.scores - first) for load in self._loads]
-            self._joint.outputs.enter([min(count, self._chunk) for count in left])
+            self._batch.outputs.enter([min(count, self._chunk) for count in left])
             yield slice(first, first + self._chunk)
-        self._joint.outputs.enter([load.outputs for load in self._loads])
+        self._batch.outputs.enter([load.outputs for load in self._loads])

@@ -1,5 +1,8 @@
-"""Administrative verbs. Each is one function: core and arguments in, Reply out; None where the
-reply comes once every rank has carried out the orders that the verb gives."""
+"""Administrative verbs, one function each.
+
+A verb returns its Reply, or None if it has started control ops: then the Reply follows when every
+rank has executed them.
+"""
 
 import secrets
 import time
@@ -40,14 +43,17 @@ Verb = Callable[[EngineCore, Control, float], Reply | None]
 
 
 def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Empty the prefix cache, and what drafts are made from; refused while requests are alive, but
-    for those that wait for the end of a pause. `pinned`: of what is pinned too."""
+    """Empty the prefix cache and the tables for n-gram drafts.
+
+    Refused while there are requests, unless they wait for the end of a pause. `pinned`: also drop
+    pinned prefixes.
+    """
     stats = core.stats(now)
     if control.args.get("pinned") and (core.is_paused or not stats.running + stats.waiting):
         core.receive(Unpin(), now)
     if (core.is_paused or not stats.waiting) and core.flush(now):
         if core.scheduler.speculation is not None:
-            return _give(core, control, now, ForgetDrafts())
+            return _start(core, control, now, ForgetDrafts())
         return Reply(control.call, True, "Cache flushed.")
     return Reply(
         control.call,
@@ -57,16 +63,16 @@ def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
 
 
 def pins(core: EngineCore, control: Control, now: float) -> Reply:
-    """What is pinned, as JSON."""
+    """The pinned prefixes as JSON (PinFact)."""
     facts = [
-        PinFact(*(RequestId(pin.name), pin.tokens, pin.num_pages, pin.until_s - now, pin.priority))
+        PinFact(RequestId(pin.name), pin.tokens, pin.num_pages, pin.until_s - now, pin.priority)
         for pin in core.scheduler.cache.pins.alive(now)
     ]
     return Reply(control.call, True, body=msgspec.json.encode(facts))
 
 
 def unpin(core: EngineCore, control: Control, now: float) -> Reply:
-    """Let the pages of one pin go, or those of all; told how many there were."""
+    """Remove one pin, or all of them; replies with the number removed."""
     wanted = RequestId(str(control.args.get("pin", "")))
     known = [pin.name for pin in core.scheduler.cache.pins.alive(now)]
     core.receive(Unpin(wanted), now)
@@ -83,7 +89,7 @@ def abort_all(core: EngineCore, control: Control, now: float) -> Reply:
 
 
 def pause(core: EngineCore, control: Control, now: float) -> Reply:
-    """Plan no more steps. `retract`: running requests give their pages back and recompute later;
+    """Stop planning steps. `retract`: running requests release their pages and recompute later;
     otherwise they keep them."""
     core.is_paused = True
     if control.args.get("retract"):
@@ -92,18 +98,18 @@ def pause(core: EngineCore, control: Control, now: float) -> Reply:
 
 
 def resume(core: EngineCore, control: Control, now: float) -> Reply:
-    """Plan steps again."""
+    """Continue planning steps."""
     core.is_paused = False
     return Reply(control.call, True, "Generation continues.")
 
 
 def stats(core: EngineCore, control: Control, now: float) -> Reply:
-    """Counters and the ledger as JSON."""
+    """Counters and memory use as JSON."""
     return Reply(control.call, True, body=msgspec.json.encode(core.stats(now)))
 
 
 def requests(core: EngineCore, control: Control, now: float) -> Reply:
-    """Those that live, in the order in which they are served, as JSON; `limit` bounds how many."""
+    """The first `limit` requests as JSON: running, then waiting ones in queue order."""
     request_table = core.scheduler.request_table
     found = islice(
         chain(request_table.running, request_table.waiting), int(control.args.get("limit", 0))
@@ -115,10 +121,10 @@ def requests(core: EngineCore, control: Control, now: float) -> Reply:
 def update_weights(
     core: EngineCore, control: Control, now: float, is_trial: bool = False
 ) -> Reply | None:
-    """Take the weights of another checkpoint on every rank, or on none."""
+    """Load the weights of another checkpoint on every rank, or on none."""
     flushes = bool(control.args.get("flush_cache", True))
     running = core.stats(now).running
-    if refusal := _while_joined(core, control) or _while_requests_live(core, control, now):
+    if refusal := _with_dp_attention(core, control) or _while_requests_live(core, control, now):
         return refusal
     if flushes and running:
         return Reply(
@@ -128,33 +134,33 @@ def update_weights(
             "flush_cache false to let them keep those.",
         )
     path = str(control.args.get("path"))
-    return _give(core, control, now, TakeWeights(path, secrets.token_hex(8), flushes, is_trial))
+    return _start(core, control, now, TakeWeights(path, secrets.token_hex(8), flushes, is_trial))
 
 
 def release_memory(
     core: EngineCore, control: Control, now: float, is_trial: bool = False
 ) -> Reply | None:
-    """Give memory back to the system, and plan no rows until all of it is there again."""
-    refusal = _while_joined(core, control) or _while_requests_live(core, control, now)
-    return refusal or _give(core, control, now, ReleaseMemory(_tags(control), is_trial))
+    """Release memory to the system. No rows are planned until all of it is restored."""
+    refusal = _with_dp_attention(core, control) or _while_requests_live(core, control, now)
+    return refusal or _start(core, control, now, ReleaseMemory(_tags(control), is_trial))
 
 
 def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Take released memory back."""
-    refusal = _while_joined(core, control)
-    return refusal or _give(core, control, now, ResumeMemory(_tags(control)))
+    """Restore released memory."""
+    refusal = _with_dp_attention(core, control)
+    return refusal or _start(core, control, now, ResumeMemory(_tags(control)))
 
 
 def read_weight(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """The first rows of one tensor of the checkpoint that is served."""
+    """Read the first rows of one tensor of the served checkpoint."""
     name, rows = str(control.args.get("name")), int(control.args.get("rows") or 1)
-    return _give(core, control, now, ReadWeight(name, rows))
+    return _start(core, control, now, ReadWeight(name, rows))
 
 
 def attach_store(
     core: EngineCore, control: Control, now: float, is_trial: bool = False
 ) -> Reply | None:
-    """Keep pages in a store from here on, on every rank or on none."""
+    """Attach a store of cache pages on every rank, or on none."""
     tier, args = core.scheduler.cache.tier, control.args
     if tier is None:
         text = "This server was not started for a store. Start it with --enable-hierarchical-cache."
@@ -164,7 +170,7 @@ def attach_store(
     if core.scheduler.cache.weights != tier.weights:
         text = "Other weights were taken since the start, whose pages no store keeps. Start again."
         return Reply(control.call, False, text)
-    order = AttachStore(
+    op = AttachStore(
         store=str(args.get("store")),
         options=str(args.get("options") or "{}").encode(),
         write=str(args.get("write")),
@@ -174,13 +180,13 @@ def attach_store(
         timeout_per_ki_s=float(args.get("patience_per_ki_s") or 0.0),
         is_trial=is_trial,
     )
-    return _while_requests_run(core, control, now) or _give(core, control, now, order)
+    return _while_requests_run(core, control, now) or _start(core, control, now, op)
 
 
 def detach_store(
     core: EngineCore, control: Control, now: float, is_trial: bool = False
 ) -> Reply | None:
-    """Let go of the store. `force`: what is on its way there is left out."""
+    """Detach the store. `force`: drop pages that are not written yet."""
     tier = core.scheduler.cache.tier
     if tier is None or not tier.is_attached:
         return Reply(control.call, True, "There was no store.")
@@ -193,33 +199,33 @@ def detach_store(
             f"{'' if loading else '; force=true leaves these out'}."
         )
         return Reply(control.call, False, text, body=BUSY)
-    return _give(core, control, now, DetachStore(is_trial))
+    return _start(core, control, now, DetachStore(is_trial))
 
 
 def start_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Record the steps on every rank."""
-    order = StartProfile(
+    """Start the profiler on every rank."""
+    op = StartProfile(
         folder=str(control.args.get("output_dir") or ""),
         prefix=str(control.args.get("profile_prefix") or ""),
-        stamp=time.time_ns() // 1000,
+        time_us=time.time_ns() // 1000,
         steps=int(control.args.get("num_steps") or 0),
     )
-    return _give(core, control, now, order)
+    return _start(core, control, now, op)
 
 
 def stop_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Write what was recorded; one file for each rank."""
-    return _give(core, control, now, StopProfile())
+    """Stop the profiler; every rank writes one file."""
+    return _start(core, control, now, StopProfile())
 
 
 def record_experts(core: EngineCore, control: Control, now: float, what: str) -> Reply | None:
-    """Start or stop to record the choices of experts, or write them down."""
-    return _give(core, control, now, RecordExperts(what, time.time_ns() // 1000))
+    """Start or stop recording the chosen experts, or dump the record (`what`)."""
+    return _start(core, control, now, RecordExperts(what, time.time_ns() // 1000))
 
 
 def load_adapter(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Load an adapter under a name; answered when every rank has it, or none."""
-    if refusal := _while_joined(core, control):
+    """Load an adapter under a name; the reply comes when every rank has it, or none."""
+    if refusal := _with_dp_attention(core, control):
         return refusal
     name, path = str(control.args.get("name")), str(control.args.get("path"))
     core.receive(LoadAdapter(control.call, name, path, bool(control.args.get("pinned"))), now)
@@ -227,28 +233,30 @@ def load_adapter(core: EngineCore, control: Control, now: float) -> Reply | None
 
 
 def unload_adapter(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Forget an adapter; answered when the last of its requests has ended and it has gone."""
-    if refusal := _while_joined(core, control):
+    """Unload an adapter; the reply comes when its last request has ended."""
+    if refusal := _with_dp_attention(core, control):
         return refusal
     core.receive(UnloadAdapter(control.call, str(control.args.get("name"))), now)
     return None
 
 
-def _give(core: EngineCore, control: Control, now: float, order: ControlOp) -> None:
-    core.receive(RunControlOps(control.call, [order]), now)
+def _start(core: EngineCore, control: Control, now: float, op: ControlOp) -> None:
+    core.receive(RunControlOps(control.call, [op]), now)
 
 
-def _while_joined(core: EngineCore, control: Control) -> Reply | None:
-    """A refusal where other replicas compute with the same weights, step by step."""
+def _with_dp_attention(core: EngineCore, control: Control) -> Reply | None:
+    """A refusal with DP attention: other replicas use the same weights in the same steps."""
     if not core.uses_dp_attention:
         return None
-    told = "Weights, adapters and memory stay as they are while replicas share feed-forward blocks."
-    return Reply(control.call, False, f"{told} Start again.")
+    text = "Weights, adapters and memory stay as they are while replicas share feed-forward blocks."
+    return Reply(control.call, False, f"{text} Start again.")
 
 
 def _while_requests_live(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """A refusal while requests live, unless they wait for the end of a pause, or of the want of
-    memory. A trial is told `is_idle` when the pause is its own."""
+    """A refusal while there are requests, unless a pause or released memory keeps them waiting.
+
+    `is_idle`: the caller has paused the engine itself, so its pause does not count.
+    """
     stats = core.stats(now)
     is_held = core.is_paused and not control.args.get("is_idle") or bool(core.released)
     if is_held or not stats.running + stats.waiting:
@@ -262,7 +270,7 @@ def _while_requests_live(core: EngineCore, control: Control, now: float) -> Repl
 
 
 def _while_requests_run(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """A refusal while there are requests, unless they wait for the end of a pause."""
+    """A refusal while requests run, or wait without a pause."""
     stats = core.stats(now)
     is_held = core.is_paused and not control.args.get("is_idle")
     if not stats.running and (is_held or not stats.waiting):
@@ -308,7 +316,7 @@ VERBS: Mapping[str, Verb] = {
 
 
 def answer(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """Carry out one verb; unknown ones are answered, not ignored."""
+    """Execute one verb. An unknown verb gets a reply that lists the known ones."""
     verb = VERBS.get(control.verb)
     if verb is None:
         known = ", ".join(VERBS)

@@ -19,8 +19,8 @@ import zmq
 from banyan.base.child_process import Process
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.base.heap import let_go
 from banyan.base.log import logger
+from banyan.base.memory import let_go
 from banyan.base.trace import Marks
 from banyan.base.wake import WakeEvent
 from banyan.config.defaults import with_settings
@@ -36,6 +36,7 @@ from banyan.engine.grammar_setup import open_grammars
 from banyan.engine.kv_events import KVEventPublisher
 from banyan.engine.kv_transfer_setup import arrange, mover_of, served_replica, store_preparers
 from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.local_processes import LocalRanks
 from banyan.engine.loop import EngineLoop, Link, LoopConfig, LoopParts
 from banyan.engine.model_loader import (
     OpenModel,
@@ -47,7 +48,6 @@ from banyan.engine.model_loader import (
 )
 from banyan.engine.multi_node import Nodes, check_secret, own_hello
 from banyan.engine.process_spec import NO_RECORDING, RANK, ProcessSpec
-from banyan.engine.ranks import LocalRanks
 from banyan.formats.shards import size_of_weights
 from banyan.kv_cache.cache import WEIGHTS_BYTES
 from banyan.kv_cache.sizing import MemoryPlan
@@ -77,7 +77,7 @@ from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balance
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
-from banyan.parallel.collectives import Meeting
+from banyan.parallel.collectives import Rendezvous
 from banyan.parallel.gloo import own_address
 from banyan.parallel.process_group import open_store
 from banyan.pipeline.launcher import PipelineLauncher
@@ -99,7 +99,7 @@ from banyan.runner.rank_pages import EarlyMover
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.weights import LoadedWeights
+from banyan.runner.weight_update import LoadedWeights
 
 if TYPE_CHECKING:
     from banyan.engine.ray_nodes import RayNodes
@@ -417,7 +417,7 @@ def _open_step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> Ste
     replica, replicas, limit_s = parallel.replica, parallel.dp, parallel.meet_timeout_s
     if parallel.nodes == 1:
         return open_step_clock(meeting, replica, replicas, limit_s)
-    board = open_store(Meeting(1, 1, meeting, limit_s, name=".clock"))
+    board = open_store(Rendezvous(1, 1, meeting, limit_s, name=".clock"))
     return open_network_clock(
         own_address(urlsplit(meeting).hostname),
         replica,

@@ -1,11 +1,13 @@
-"""Journal: everything an EngineCore was told, in order, and a hash of every plan it made.
+"""Journal: a file with all inputs of an EngineCore, in order, and a hash of every plan.
 
-Because decisions depend on nothing else, the records reproduce every plan (`sim/replay.py`). The
-file is mapped, so what was written survives a crash of the process. Its size is fixed: when it is
-full, recording stops with one line, and the last record says so. Layout: magic with version, then
-records of two little-endian uint32, length and CRC-32, and that many bytes of msgpack; a length of
-0 ends the file. The first record is the CoreSpec, the others are JournalRecord. What the flight
-recorder keeps (engine/flight_recorder.py) is in the same form.
+Plans depend on these inputs only, so the records reproduce every plan (`sim/replay.py`). The file
+is memory-mapped: records survive a crash of the process. Its size is fixed. When it is full,
+recording stops with a log line, and the last record is `Full`.
+
+Layout: magic with version, then records. Each record is two little-endian uint32, length and
+CRC-32, followed by that many bytes of msgpack. A length of 0 ends the file. The first record is the
+CoreSpec, the others are JournalRecord. The flight recorder (engine/flight_recorder.py) uses the
+same format.
 """
 
 import errno
@@ -32,7 +34,7 @@ log = logger(__name__)
 _HASH_BYTES = 8
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING_BYTES = 64
-"""Room kept for the record that says Full, and for the end."""
+"""Bytes reserved for the record `Full` and the end mark."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="in"):
@@ -41,20 +43,20 @@ class Received(msgspec.Struct, frozen=True, array_like=True, tag="in"):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
-    """One attempt; an empty hash means that there was no plan."""
+    """One attempt to plan a step; an empty hash: there was no plan."""
 
     now: float
     plan_hash: bytes
     peers: list[StepLoad] | None
-    """None: other replicas had yet to agree, and what was drafted was held."""
+    """None: other replicas had not agreed yet, and the plan was kept for later."""
     is_paused: bool = False
-    """Nothing was decided here; other replicas had work."""
+    """The step ran only because other replicas had work."""
 
 
 class Completed(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     now: float
     result: msgspec.Raw
-    """StepResult; encoded by itself because unions hold one untagged kind at most."""
+    """A StepResult, encoded separately because a msgspec union may hold one untagged type only."""
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
@@ -62,19 +64,19 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
 
 
 class Full(msgspec.Struct, frozen=True, array_like=True, tag="full"):
-    """The file had no room for what came after."""
+    """The file is full; later inputs are not recorded."""
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="state"):
-    """Recording begins here, or goes on: what the core was, between two calls."""
+    """State of the core at the beginning of a recording, or of a half of the flight recorder."""
 
     now: float
     wall_s: float
     """Seconds since 1970 at `now`."""
     build: str
-    """The version that has made it."""
+    """Version of Banyan that wrote the record."""
     core: bytes
-    """engine/snapshot.py; b"" when it has no room."""
+    """Snapshot (engine/snapshot.py); b"" if there was not enough space."""
 
 
 JournalRecord = Received | Launched | Completed | Flushed | Full | Began
@@ -88,25 +90,23 @@ def plan_hash(plan: StepPlan | None) -> bytes:
 
 
 class Records:
-    """Turns calls into the bytes of records. Satisfies `engine.core.Recorder`; `append` says where
-    they are kept."""
+    """Encodes calls as records; a subclass stores them. Implements `engine.core.CoreRecorder`."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
 
     def append(self, body: bytes) -> None:
-        """Keep a record."""
+        """Store a record."""
         raise NotImplementedError
 
     def before(self, size: int, now: float) -> None:
-        """A record of `size` bytes comes: the core is about to be told something, and all that it
-        was told until then is recorded."""
+        """Called before an input of `size` bytes is stored; all earlier inputs are recorded."""
 
     def rested(self, now: float) -> None:
-        """Nothing is left to do."""
+        """Called when the core has become idle."""
 
     def received(self, message: CoreInput, now: float) -> None:
-        self._tell(Received(now, message))
+        self._store(Received(now, message))
 
     def launched(
         self, plan: StepPlan | None, peers: list[StepLoad] | None, now: float, is_paused: bool
@@ -115,30 +115,31 @@ class Records:
         self.append(self._encoder.encode(record))
 
     def completed(self, result: StepResult, now: float) -> None:
-        if result.hidden:  # large, and nothing is decided by them
+        if result.hidden:  # large, and no decision depends on them
             result = msgspec.structs.replace(result, hidden=[])
-        self._tell(Completed(now, msgspec.Raw(self._encoder.encode(result))))
+        self._store(Completed(now, msgspec.Raw(self._encoder.encode(result))))
 
     def flushed(self, now: float) -> None:
-        self._tell(Flushed(now))
+        self._store(Flushed(now))
 
-    def _tell(self, record: Received | Completed | Flushed) -> None:
+    def _store(self, record: Received | Completed | Flushed) -> None:
         body = self._encoder.encode(record)
         self.before(len(body), record.now)
         self.append(body)
 
 
 class Journal(Records):
-    """Writes them into a file.
+    """Writes records into a file.
 
     Args:
-        path: created or overwritten; a link is refused, because where it leads may be anything.
-        spec: what rebuilds the core.
-        size: bytes of the file. The disk gives them at the start: a write into a hole of a mapped
-            file kills the process when the disk is full by then.
+        path: created or overwritten. A symbolic link is refused, because its target may be
+            anything.
+        spec: the spec of the core.
+        size: bytes of the file. They are allocated at the start: with a sparse file, a full disk
+            would kill the process at a write into the mapping.
 
     Raises:
-        ConfigError: there is no such place, or no room for so much.
+        ConfigError: the file cannot be written, or the disk has too little space.
     """
 
     def __init__(self, path: str, spec: CoreSpec, size: int) -> None:
@@ -156,7 +157,7 @@ class Journal(Records):
             os.posix_fallocate(self._descriptor, 0, size)
             self._map = mmap.mmap(self._descriptor, size)
         except OSError as error:
-            with suppress(OSError):  # a device has no length
+            with suppress(OSError):  # a device cannot be truncated
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             raise _unusable(path, size, error) from None
@@ -165,7 +166,7 @@ class Journal(Records):
         self._append(header)
 
     def close(self) -> None:
-        """Cut the file to what was written."""
+        """Truncate the file after the last record."""
         if self._map.closed:
             return
         self._map.flush()
@@ -184,7 +185,7 @@ class Journal(Records):
             log.warning("journal %s is full at %d bytes: recording stops", self._path, self._end)
             body = self._encoder.encode(Full())
             end = self._end + HEAD.size + len(body)
-        # The head comes last: until it is there, the record does not exist.
+        # The head is written last. Without it a reader does not see the record.
         self._map[self._end + HEAD.size : end] = body
         HEAD.pack_into(self._map, self._end, len(body), crc32(body))
         self._end = end
@@ -199,10 +200,10 @@ def _unusable(path: str, size: int, error: OSError) -> ConfigError:
 
 
 def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
-    """The spec and the records, in order; a torn last record ends the reading.
+    """Read the spec and the records, in order. An incomplete last record is skipped.
 
     Raises:
-        ModelError: not a journal, or a record that does not decode (with its number).
+        ModelError: the file is not a journal, or a record does not decode (with its number).
     """
     try:
         content = Path(path).read_bytes()
@@ -228,7 +229,7 @@ def _records(path: str, bodies: Iterator[memoryview]) -> Iterator[JournalRecord]
 
 
 def _bodies(path: str, content: memoryview, start: int) -> Iterator[memoryview]:
-    """Every record, the header as number 0. A file cut off inside a record ends before it."""
+    """The bytes of every record; number 0 is the header. An incomplete last record is skipped."""
     number = 0
     while start + HEAD.size <= len(content):
         length, checksum = HEAD.unpack_from(content, start)

@@ -12,8 +12,8 @@ import torch
 
 from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
-from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.memory import give_back
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
@@ -36,14 +36,14 @@ from banyan.moe.routing_record import open_expert_watch
 from banyan.moe.rules import check_exchange_size, is_fused, sends_rows, slot_bytes
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
-from banyan.parallel.groups import open_groups
+from banyan.parallel.groups import GroupsConfig, open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
-from banyan.runner.weights import (
+from banyan.runner.weight_update import (
     load_dflash_drafter,
     load_eagle_drafter,
     load_mtp,
@@ -133,23 +133,25 @@ def open_model(
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
     groups = open_groups(
-        rank,
-        parallel.attention_ranks,
-        mesh_address,
-        traits.collectives,
-        parallel.meet_timeout_s,
-        recorder=ops.recorder,
-        is_crowded=threads * sharers > traits.cores,
-        are_experts_apart=parallel.ep > 1,
-        stages=parallel.pp,
-        replica=parallel.replica if parallel.uses_dp_attention else 0,
-        replicas=parallel.dp if parallel.uses_dp_attention else 1,
-        replicates_lm_head=parallel.replicates_lm_head,
-        is_dense_whole=parallel.dense_tp == 1,
-        shares=parallel.cp,
-        split=parallel.cp_split,
-        slot_bytes=slot_bytes(config, model_config),
-        has_exchange=bool(exchanged),
+        GroupsConfig(
+            rank,
+            parallel.attention_ranks,
+            mesh_address,
+            traits.collectives,
+            parallel.meet_timeout_s,
+            recorder=ops.recorder,
+            is_crowded=threads * sharers > traits.cores,
+            are_experts_apart=parallel.ep > 1,
+            stages=parallel.pp,
+            replica=parallel.replica if parallel.uses_dp_attention else 0,
+            replicas=parallel.dp if parallel.uses_dp_attention else 1,
+            replicates_lm_head=parallel.replicates_lm_head,
+            is_dense_whole=parallel.dense_tp == 1,
+            shares=parallel.cp,
+            split=parallel.cp_split,
+            slot_bytes=slot_bytes(config, model_config),
+            has_exchange=bool(exchanged),
+        )
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
         phases.done("meeting")
@@ -238,7 +240,7 @@ def _open_draft(
     ops = _bind(config, model_config, traits, build.device, toolkit)
     # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
-    if build.groups.joint is not None:  # other replicas may have nothing to draft for
+    if build.groups.dp_batch is not None:  # other replicas may have nothing to draft for
         own_groups = build.groups.of_one_replica()
         mine = replace(mine, groups=own_groups, sends_rows=False, exchanged=0)
     if is_mtp:

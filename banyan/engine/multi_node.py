@@ -29,8 +29,8 @@ from banyan.base.log import logger, printable
 from banyan.base.version import own_version
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_engines import LocalEngines, frames_of, poll_along
+from banyan.engine.local_processes import LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
-from banyan.engine.ranks import LocalRanks
 from banyan.messages.frames import FrameSocket
 from banyan.messages.wire import MAX_FRAME_BYTES
 from banyan.model_config.model_config import ModelConfig

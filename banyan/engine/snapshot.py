@@ -1,24 +1,31 @@
-"""Snapshots of an EngineCore: all that its next decisions depend on, as bytes, and back.
+"""Snapshots of an EngineCore: `take` encodes its state as bytes, `restore` fills a fresh core.
 
-What scheduler and memory hold is walked as a graph, so a new field of theirs is in the next
-snapshot without a line here. Only values and classes of the modules named below are taken, and
-nothing is called to bring them back: a fresh core of the same spec is filled in place, and what it
-has of functions, it keeps. What is not plain (a constraint's state) is made anew from what is.
+`take` walks all objects that the core refers to, so new fields need no change here. Only plain
+values and classes of the modules below are allowed. `restore` calls no constructor: it fills a
+fresh core of the same spec in place and keeps the functions of that core. The state of a grammar is
+computed again from the tokens of its request.
+
+A snapshot names its classes and their attributes. `restore` refuses it if the names in this build
+differ, because the core would be restored only in part.
 """
 
+import dis
 import gc
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import chain, repeat
-from types import ModuleType
+from dataclasses import fields, is_dataclass
+from functools import cache as memoize
+from itertools import chain, pairwise, repeat
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import msgspec
 
 from banyan.base.errors import ModelError, RequestError
+from banyan.base.log import printable
 from banyan.disaggregation import peer_pages
-from banyan.disaggregation import scheduling as disaggregation
+from banyan.disaggregation import scheduling as pd_scheduling
 from banyan.engine import core as core_module
 from banyan.engine.core import EngineCore
 from banyan.grammar.base import Grammar, GrammarFactory
@@ -36,9 +43,8 @@ from banyan.kv_cache import (
     state_checkpoints,
 )
 from banyan.kv_cache.cache import TOKEN_BYTES
-from banyan.lora import scheduling as adapters
-from banyan.messages import control_ops, events, plan, requests, sampling_params
-from banyan.messages import disaggregation as transfers
+from banyan.lora import scheduling as lora_scheduling
+from banyan.messages import control_ops, disaggregation, events, plan, requests, sampling_params
 from banyan.pipeline import micro_batches
 from banyan.scheduler import (
     admission,
@@ -52,11 +58,12 @@ from banyan.scheduler import (
     speculation,
     step_plan_builder,
 )
-from banyan.scheduler import request as one_request
+from banyan.scheduler import request as request_module
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
     core_module,
+    # kv_cache
     cache,
     cache_events,
     groups,
@@ -65,24 +72,26 @@ _MODULES: tuple[ModuleType, ...] = (
     loads,
     page_pool,
     partial_blocks,
-    peer_pages,
     pins,
     radix_tree,
     state_checkpoints,
+    # messages
     control_ops,
+    disaggregation,
     events,
     plan,
     requests,
     sampling_params,
-    transfers,
-    adapters,
+    # scheduler and its parts in other packages
     admission,
     budget,
-    disaggregation,
     hicache_fetch,
+    lora_scheduling,
     micro_batches,
-    one_request,
     output_processor,
+    peer_pages,
+    pd_scheduling,
+    request_module,
     request_table,
     row_planner,
     schedule_policy,
@@ -91,25 +100,39 @@ _MODULES: tuple[ModuleType, ...] = (
     step_plan_builder,
 )
 _KEPT = ("recorder", "_step_agreement", "_grammars", "misses")
-"""Attributes that are none of the state: a fresh core has its own."""
-_GROWN = "grammar"
-"""Attribute that is made anew."""
+"""Attributes that are not state; the fresh core keeps its own."""
+_RECOMPUTED = "grammar"
+"""Attribute that is computed again."""
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _LISTS: dict[type, str] = {list: "l", deque: "q", tuple: "t"}
+_SAME_BUILD = "replay it with the version that recorded it"
 _KEEP: list[int] = []
-"""In the place of what a fresh core has anyway. A list with one number is a reference; no plain
-value is a list."""
+"""Stands for a value that the fresh core keeps. A list with one number is a reference to an entry;
+no plain value is a list."""
 
-_OF_NODE = (
-    *("key", "promised", "writer", "born", "last_used", "hits", "priority"),
-    *("is_stored", "is_tail", "key_hash", "end", "history"),
+_NODE_VALUES = (
+    "key",
+    "promised",
+    "writer",
+    "born",
+    "last_used",
+    "hits",
+    "priority",
+    "is_stored",
+    "is_tail",
+    "key_hash",
+    "end",
+    "history",
 )
-"""Attributes of a node that are plain."""
+"""Plain attributes of a node of the radix tree."""
 
 _Name = tuple[str, tuple[str, ...]]
+"""Class ("module:class") and attributes."""
 
 
+@memoize
 def _classes() -> dict[str, type]:
+    """Classes that a snapshot may contain, by "module:class"."""
     return {
         f"{module.__name__}:{name}": found
         for module in _MODULES
@@ -118,42 +141,62 @@ def _classes() -> dict[str, type]:
     }
 
 
+def _attributes(kind: type) -> frozenset[str]:
+    """Names of the attributes that objects of a class have in this build."""
+    if issubclass(kind, msgspec.Struct):
+        return frozenset(kind.__struct_fields__)
+    if kind is radix_tree.Node:
+        return frozenset(_NODE_VALUES)
+    if is_dataclass(kind):
+        return frozenset(field.name for field in fields(kind))
+    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    return frozenset(chain.from_iterable(map(_assigned, constructors[:-1])))  # not of object
+
+
+def _assigned(method: FunctionType) -> Iterator[str]:
+    """Attributes of `self` that a method assigns."""
+    for before, each in pairwise(dis.get_instructions(method)):
+        # From Python 3.13 on one instruction may load several variables; the last one counts.
+        loaded = before.argval[-1:] if isinstance(before.argval, tuple) else (before.argval,)
+        if each.opname == "STORE_ATTR" and loaded == ("self",):
+            yield str(each.argval)
+
+
 class _Graph(msgspec.Struct, frozen=True, array_like=True):
     shapes: list[_Name]
-    """Class, and the attributes that its objects have."""
     entries: list[tuple[str, int, Any]]
-    """(kind, shape or length, content); the first one is the core."""
+    """(kind, index of the shape or length, content); the first entry is the core."""
 
 
 def take(core: EngineCore) -> bytes:
-    """All that the core's decisions depend on besides its spec. Takes some microseconds for each
-    node of the cache's tree.
+    """Encode the state of the core. Takes some microseconds for each node of the radix tree.
 
     Raises:
-        TypeError: the core holds something that has no place in a snapshot.
+        TypeError: the core refers to an object of a class that is not allowed.
     """
     collects = gc.isenabled()
-    gc.disable()  # much is made, nothing of it is garbage, and looking for some takes as long
+    gc.disable()  # many objects and no garbage: collections would double the time
     try:
-        return msgspec.msgpack.encode(_Taker().graph(core))
+        return msgspec.msgpack.encode(_Encoder().graph(core))
     finally:
         if collects:
             gc.enable()
 
 
-class _Taker:
-    """One walk. Every object is written once, however many others hold it."""
+class _Encoder:
+    """Encodes one core. An object is written once, even if several others refer to it."""
 
     def __init__(self) -> None:
         self._names = {found: name for name, found in _classes().items()}
         self._shapes: dict[_Name, int] = {}
         self._seen: dict[int, int] = {}
         self._found: list[object] = []
+        self._node_shape = -1
 
     def graph(self, core: EngineCore) -> _Graph:
         self._seen[id(core)] = 0
         self._found.append(core)
-        # The list grows while it is walked.
+        # Encoding an entry appends the objects that it refers to.
         entries = [self._entry(value) for value in self._found]
         return _Graph(list(self._shapes), entries)
 
@@ -171,7 +214,9 @@ class _Taker:
     def _entry(self, value: object) -> tuple[str, int, Any]:
         kind = type(value)
         if kind is radix_tree.Node:
-            return "n", 0, self._node(cast("radix_tree.Node", value))
+            if self._node_shape < 0:
+                self._node_shape = self._shape(self._names[kind], _NODE_VALUES)
+            return "n", self._node_shape, self._node(cast("radix_tree.Node", value))
         if (sign := _LISTS.get(kind)) is not None:
             parts = list(cast("list[object]", value))
             most = cast("deque[object]", value).maxlen if kind is deque else None
@@ -197,60 +242,61 @@ class _Taker:
         if name is None:
             raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no place in a snapshot")
         if isinstance(value, msgspec.Struct):
-            return "s", self._shape(name, ()), msgspec.msgpack.encode(value)
+            return "s", self._shape(name, value.__struct_fields__), msgspec.msgpack.encode(value)
         held = vars(value)
         fields = [self._field(at, part) for at, part in held.items()]
         return "o", self._shape(name, tuple(held)), fields
 
     def _node(self, node: radix_tree.Node) -> list[object]:
-        """In one piece, because there are many: its lists are nobody else's."""
+        """Encodes a node with its lists in one entry: there are many nodes, and the lists are not
+        shared."""
         reference = self._reference
         return [
             reference(node.parent),
             [reference(child) for child in node.children.values()],
             [reference(epoch) for epoch in node.epochs],
-            *(node.pages, node.locks, *(getattr(node, name) for name in _OF_NODE)),
+            node.pages,
+            node.locks,
+            *(getattr(node, name) for name in _NODE_VALUES),
         ]
 
     def _field(self, name: str, value: object) -> object:
         if name in _KEPT:
             return _KEEP
-        return None if name == _GROWN else self._reference(value)
+        return None if name == _RECOMPUTED else self._reference(value)
 
     def _shape(self, name: str, fields: tuple[str, ...]) -> int:
         return self._shapes.setdefault((name, fields), len(self._shapes))
 
 
 def restore(core: EngineCore, body: bytes, grammars: GrammarFactory | None = None) -> None:
-    """Make a fresh core of the same spec what the one was of which `body` was taken.
+    """Fill a fresh core with the state of a snapshot.
 
     Args:
-        grammars: what compiled the constraints then; needed where constrained requests live.
+        core: built from the same spec as the encoded core.
+        grammars: compiles grammars; needed if requests have one.
 
     Raises:
-        ModelError: no snapshot of this build, or a request whose constraint cannot be had.
+        ModelError: the snapshot is damaged or of another build, or a grammar does not compile.
     """
     try:
         graph = msgspec.msgpack.decode(body, type=_Graph)
-        _Bringer(graph).fill(core)
+        _Decoder(graph).fill(core)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the snapshot is damaged, or of another build: {error}") from None
     for request in core.scheduler.request_table.alive:
-        request.grammar = _grown(request, grammars)
+        request.grammar = _grammar_of(request, grammars)
 
 
-class _Bringer:
-    """One snapshot on its way into a core."""
+class _Decoder:
+    """Fills one core from one snapshot."""
 
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph
-        classes = _classes()
-        self._shapes: list[tuple[type[object], tuple[str, ...]]] = [
-            (classes[name], fields) for name, fields in graph.shapes
-        ]
+        self._shapes = [_known_shape(name, names) for name, names in graph.shapes]
         self._made: dict[int, object] = {}
         self._used: set[int] = set()
-        """Addresses of objects of the fresh core that have their content already."""
+        """Addresses of objects of the fresh core that are assigned to an entry."""
 
     def fill(self, core: EngineCore) -> None:
         self._make(core)
@@ -258,8 +304,11 @@ class _Bringer:
             self._fill(self._made[number], kind, shape, content)
 
     def _make(self, core: EngineCore) -> None:
-        """Everything that can change, empty still. What the core has in the same place is taken
-        for it, because its functions hold that."""
+        """Create every mutable object, still empty.
+
+        An object of the fresh core in the same place is used again, because functions of the core
+        refer to it.
+        """
         todo: deque[tuple[int, object]] = deque([(0, core)])
         while todo:
             number, own = todo.popleft()
@@ -267,7 +316,7 @@ class _Bringer:
                 continue
             kind, shape, content = self._graph.entries[number]
             made = self._new(kind, shape, content, own)
-            if made is None:  # a tuple: it is made of its parts, once they are there
+            if made is None:  # a tuple: created later, from its parts
                 todo += [(part[0], None) for part in content if _refers(part)]
                 continue
             self._made[number] = made
@@ -303,7 +352,7 @@ class _Bringer:
     def _parts(
         self, kind: str, shape: int, content: Any, own: object
     ) -> Iterator[tuple[int, object]]:
-        """What an entry refers to, beside what the fresh core has in its place."""
+        """Each entry that this one refers to, with the fresh core's object in its place."""
         if kind == "n":
             pairs = ((part, None) for part in (content[0], *content[1], *content[2]))
         elif kind == "o":
@@ -332,7 +381,7 @@ class _Bringer:
         if number not in self._made:
             kind, _, content = self._graph.entries[number]
             if kind not in "tT":
-                raise ValueError("something that nothing refers to")
+                raise ValueError("an entry that nothing refers to")
             self._made[number] = tuple(self._value(inner) for inner in content)
         return self._made[number]
 
@@ -345,7 +394,7 @@ class _Bringer:
             table = cast("dict[object, object]", made)
             table.clear()
             for key, value in zip(content[::2], content[1::2], strict=True):
-                table[self._value(key)] = self._value(value)  # `update` of a Counter would count
+                table[self._value(key)] = self._value(value)  # Counter.update would add
         elif kind == "b":
             cast("bytearray", made)[:] = content
         elif kind == "n":
@@ -362,11 +411,37 @@ class _Bringer:
             self._key_of(child): cast("radix_tree.Node", self._value(child)) for child in children
         }
         node.epochs = [cast("page_pool.Epoch", self._value(epoch)) for epoch in released]
-        for name, value in zip(_OF_NODE, plain, strict=True):
+        for name, value in zip(_NODE_VALUES, plain, strict=True):
             setattr(node, name, value)
 
     def _key_of(self, child: list[int]) -> bytes:
         return self._graph.entries[child[0]][2][5]
+
+
+def _known_shape(name: str, names: tuple[str, ...]) -> tuple[type[object], tuple[str, ...]]:
+    """The class and attributes of a shape.
+
+    Raises:
+        ModelError: this build has no such class, or it has other attributes.
+    """
+    kind = _classes().get(name)
+    if kind is None:
+        raise ModelError(
+            f"the snapshot is of another build: this one has no class {printable(name)}",
+            hint=_SAME_BUILD,
+        )
+    expected, found = _attributes(kind), frozenset(names)
+    if expected != found:
+        parts = [
+            f"{where}: {', '.join(map(printable, sorted(some)))}"
+            for where, some in (("only there", found - expected), ("only here", expected - found))
+            if some
+        ]
+        raise ModelError(
+            f"the snapshot is of another build: {name} has other attributes ({'; '.join(parts)})",
+            hint=_SAME_BUILD,
+        )
+    return kind, names
 
 
 def _wanted(kind: str) -> type[object] | None:
@@ -378,14 +453,14 @@ def _refers(part: object) -> bool:
     return isinstance(part, list) and part != _KEEP
 
 
-def _grown(request: Request, grammars: GrammarFactory | None) -> Grammar | None:
-    """The constraint of a request where its output has got to."""
+def _grammar_of(request: Request, grammars: GrammarFactory | None) -> Grammar | None:
+    """The grammar of a request, advanced by the tokens of its output."""
     text = request.generate.grammar
     if not text:
         return None
     if grammars is None:
         raise ModelError(
-            f"request {request.id} is constrained, and there is no vocabulary here to go by",
+            f"request {request.id} has a grammar, which cannot be compiled without a tokenizer",
             hint="name the model",
         )
     try:

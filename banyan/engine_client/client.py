@@ -59,7 +59,7 @@ class Replica:
 
 
 class Engines(Protocol):
-    """What the API process needs of an engine, or of several behind one client."""
+    """What the API process needs of an engine, or of several as one."""
 
     @property
     def stats(self) -> Stats: ...
@@ -174,7 +174,7 @@ class EngineClient:
         """Wait until the engine can admit requests; BanyanError if it dies instead."""
         await self._decided.wait()
         if self._lost or self._hello is None:
-            raise BanyanError.told(self._lost, self.exit_code)
+            raise BanyanError.with_exit_code(self._lost, self.exit_code)
         return self._hello
 
     async def lost(self) -> str:

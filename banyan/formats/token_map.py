@@ -1,6 +1,6 @@
 """Reads a list of token ids from a file: the tokens that a draft model may draft.
 
-Three formats are read, none of which can run code: safetensors, JSON, and numpy's .npy.
+Three formats are read; none can run code: safetensors, JSON, and numpy's .npy.
 """
 
 import io
@@ -11,7 +11,7 @@ import numpy as np
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list
 from banyan.base.log import printable
-from banyan.base.read_file import read_whole
+from banyan.base.os import read_whole
 from banyan.formats.arrays import read_arrays
 
 _MOST_BYTES = 64 << 20

@@ -209,7 +209,7 @@ def _prologue_shape(shape: LatentShape, heads: int, build: Build) -> PrologueSha
     obstacles = {
         "projections have biases": shape.has_bias,
         "projections may have adapters": build.adapters is not None,
-        "ranks compute shares of a step": build.groups.divided is not None,
+        "ranks compute shares of a step": build.groups.cp_batch is not None,
     }
     return PrologueShape(
         dim=shape.dim,

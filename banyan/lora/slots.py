@@ -49,11 +49,11 @@ class AdapterSlots:
         self._replicas: Group | None = None
         """The replicas that gather rows in each step."""
         self._sharers = 1
-        if groups.joint is not None:
-            self._replicas = groups.everyone.of_rows(groups.joint.tokens)
-            self._sharers = groups.joint.replicas
-        if groups.divided is not None:
-            self._sharers = groups.divided.replicas
+        if groups.dp_batch is not None:
+            self._replicas = groups.everyone.of_rows(groups.dp_batch.tokens)
+            self._sharers = groups.dp_batch.replicas
+        if groups.cp_batch is not None:
+            self._sharers = groups.cp_batch.replicas
 
     def problem(self, number: int) -> str:
         """Why a slot cannot use this adapter; "" if it can."""

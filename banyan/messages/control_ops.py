@@ -54,7 +54,7 @@ class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag="start_prof
     folder: str
     """"" = that of the flag."""
     prefix: str
-    stamp: int
+    time_us: int
     """The same number in the file names of all ranks."""
     steps: int = 0
     """The recording ends by itself after so many; 0 = it does not."""
@@ -91,7 +91,7 @@ class RecordExperts(msgspec.Struct, frozen=True, array_like=True, tag="record_ex
 
     what: str
     """ "start", "stop" or "dump"."""
-    stamp: int = 0
+    time_us: int = 0
     """In the name of the file of a dump."""
 
 

@@ -11,7 +11,7 @@ import torch
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object, unique_json
-from banyan.base.read_file import read_whole
+from banyan.base.os import read_whole
 from banyan.config.schema import Config
 from banyan.formats.arrays import read_arrays
 from banyan.model_config.model_config import ModelConfig

@@ -64,7 +64,7 @@ def open_expert_watch(
     parts = [layers_of(model_config.num_layers, stage, stages.size) for stage in range(stages.size)]
     return ExpertWatch(
         recorder,
-        None if groups.joint is None else groups.joint.tokens,
+        None if groups.dp_batch is None else groups.dp_batch.tokens,
         stages,
         [sum(layer in part for layer in sparse) for part in parts],
         facts.per_token,
@@ -193,7 +193,7 @@ class ExpertRecord:
             raise RequestError("No pass has been recorded since the start of the record.")
         if not (os.path.isdir(self._folder) and os.access(self._folder, os.W_OK | os.X_OK)):
             raise RequestError(f"{self._folder[:200]!r} is not a folder that can be written.")
-        name = f"expert_distribution_recorder_{self._name}_{order.stamp}.safetensors"
+        name = f"expert_distribution_recorder_{self._name}_{order.time_us}.safetensors"
         path, facts = os.path.join(self._folder, name), {"mode": self._mode}
         try:
             write_arrays(path, self._arrays(), facts | {"passes": str(self.passes)})

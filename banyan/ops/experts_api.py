@@ -124,7 +124,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts; fields are named as in `model_config.facts.ExpertFacts`."""
+    """How tokens choose experts; fields are named as in `model_config.ExpertFacts`."""
 
     per_token: int
     scoring: str = "softmax"

@@ -1,7 +1,7 @@
-"""What the ranks of a group do together, and the choice of the library that does it.
+"""Collective operations of a group of ranks, and the choice of their library.
 
-The place where they meet is given explicitly: tcp://host:port (rank 0 listens) or file:///path,
-which says that all of them are on this machine.
+The rendezvous address is explicit: tcp://host:port (rank 0 listens), or file:///path if all ranks
+are on this machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,13 @@ log = logger(__name__)
 
 
 class Collectives(Protocol):
-    """What ranks do together. Every rank calls the same methods in the same order, with as many
-    rows. Sums are added in fp32 in the order of the ranks: the same bits everywhere, for any
-    number of rows. Where the ops have a recorder, a collective is recorded or raises NotRecordable.
+    """Collective operations.
 
-    x: [n, width], rows contiguous inside; whole tensors for all_reduce, broadcast, send and recv.
+    Every rank calls the same methods in the same order, with the same number of rows. Sums are
+    computed in fp32 in rank order, so every rank gets the same bits for any number of rows. If the
+    ops have a recorder, a collective is recorded or raises NotRecordable.
+
+    x: [n, width] with contiguous rows; any shape for all_reduce, broadcast, send and recv.
     """
 
     def all_reduce(self, x: Tensor) -> None:
@@ -32,8 +34,10 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
-        """The x of all ranks side by side, [n, columns]: each has ⌈columns / ranks⌉ of them, the
-        last ones what is left."""
+        """The x of all ranks, side by side: [n, columns].
+
+        Each rank has ⌈columns / ranks⌉ columns; the last ranks may have fewer.
+        """
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -41,31 +45,34 @@ class Collectives(Protocol):
         ...
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Block r of x's columns goes to rank r; that of the result came from rank r."""
+        """Column block r of x goes to rank r; column block r of the result comes from rank r."""
         ...
 
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        """The rows that the ranks give, those of rank 0 first: [count, width].
+        """The rows of all ranks, in rank order: [count, width].
 
-        x: this rank's rows first. rows: as `parallel.joint.DPAttentionRows.table`, which says
-        how many each rank gives, `count` in all. Here and below every rank has rows of its own.
+        In this method and the next ones every rank has rows of its own.
+
+        x: begins with this rank's rows.
+        rows: `dp_attention.batch.DPAttentionRows.table`: the number of rows of each rank.
+        count: rows of all ranks.
         """
         ...
 
     def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Of the sum of x over the ranks the `count` rows that `rows` calls this rank's."""
+        """This rank's `count` rows (see `rows`) of the sum of x over the ranks."""
         ...
 
     def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
-        """Of what `all_gather` gives the `count` rows that `rows` calls this rank's."""
+        """This rank's `count` rows (see `rows`) of the result of `all_gather`."""
         ...
 
     def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
-        """As `gather_rows`, but a row goes to the ranks alone that have one of its experts.
+        """Like `gather_rows`, but each row goes only to the ranks that hold one of its experts.
 
-        places: [count, per_token] int64, of the rows of all ranks: the place of each pair of a row
-        and an expert; places are numbered through all ranks, `of_rank` of them on each.
-        returns: [count, width]; what lies at rows that have not come means nothing.
+        places: [count, per_token] int64, for the rows of all ranks: the place of each expert of a
+        row. Places are numbered over all ranks; each rank has `of_rank` of them.
+        returns: [count, width]; rows that were not received are undefined.
         """
         ...
 
@@ -78,48 +85,48 @@ class Collectives(Protocol):
         count: int,
         is_apart: bool,
     ) -> Tensor:
-        """The way back: the `count` rows that `rows` calls this rank's, from wherever their experts
-        are.
+        """Undo `dispatch_rows`: return expert outputs to the ranks that own the rows.
 
-        x: [n, width], of which the rows count that have an expert on this rank; or if `is_apart`
-        [n, per_token · width], of which those pairs count.
-        rows: None where all ranks have the same rows.
-        returns: [count, width], the sum over those ranks; if `is_apart` [count, per_token · width].
+        x: [n, width]; only rows with an expert on this rank are used. If `is_apart`
+        [n, per_token · width]; only the pairs of a row and an expert on this rank are used.
+        rows: None if all ranks have the same rows.
+        returns: this rank's rows: [count, width], summed over the ranks of their experts; if
+        `is_apart` [count, per_token · width].
         """
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Replace x on every rank by that of rank `source`."""
+        """Replace x on every rank by the x of rank `source`."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Give x to rank `to`, which calls `recv`; nobody else takes part."""
+        """Send x to rank `to`, which calls `recv`. No other rank takes part."""
         ...
 
     def recv(self, x: Tensor, source: int) -> None:
-        """Replace x by what rank `source` sends next."""
+        """Replace x by the tensor that rank `source` sends next."""
         ...
 
 
 class NamedCollectives(Collectives, Protocol):
-    """Those of devices with operators that exchange rows themselves."""
+    """Collectives of a device whose own operators can exchange rows."""
 
     def name(self) -> str:
-        """What these operators call the group."""
+        """Name of the group in these operators."""
         ...
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Who meets where.
+class Rendezvous:
+    """How the ranks of one group find each other.
 
     Attributes:
-        timeout_s: a rank that waits longer than this for another one raises.
-        recorder: of the ops beside which the collectives run; None where nothing is recorded.
-        name: of the group, where several groups of a replica meet at one address.
+        timeout_s: longest wait for another rank; then an error is raised.
+        recorder: recorder of the ops; None without one.
+        name: name of the group; several groups of a replica use one address.
         is_crowded: this machine's ranks have more threads than cores.
-        is_exchange: operators of the device alone use the group.
-        slot_bytes: what a rank can put before the others at once; 0 = as much as is usual.
+        is_exchange: only operators of the device use the group.
+        slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
     """
 
     rank: int
@@ -134,10 +141,10 @@ class Meeting:
 
     @property
     def path(self) -> str:
-        """The file that the ranks of one machine meet at; "" when they may be on several.
+        """The rendezvous file; "" if the ranks may be on several machines.
 
         Raises:
-            ConfigError: an address of neither kind.
+            ConfigError: the address is neither tcp://host:port nor file:///path.
         """
         parts = urlsplit(self.address)
         if parts.scheme == "file" and parts.path:
@@ -154,12 +161,12 @@ class Transport:
     """A library of collectives.
 
     Attributes:
-        declines: why it cannot serve a meeting; None when it can. The same on every rank.
-        open: meet the other ranks; returns when all have come.
+        declines: reason why it cannot be used, the same on every rank; None if it can.
+        open: connects to the other ranks; returns when all of them have come.
     """
 
-    declines: Callable[[Meeting], str | None]
-    open: Callable[[Meeting], Collectives]
+    declines: Callable[[Rendezvous], str | None]
+    open: Callable[[Rendezvous], Collectives]
 
 
 COLLECTIVES: Table[Transport] = Table(
@@ -173,21 +180,21 @@ COLLECTIVES: Table[Transport] = Table(
 )
 
 
-def open_collectives(meeting: Meeting, names: Sequence[str]) -> Collectives:
-    """Meet the other ranks over the first of these libraries that can serve.
+def open_collectives(rendezvous: Rendezvous, names: Sequence[str]) -> Collectives:
+    """Connect to the other ranks over the first of these libraries that can be used.
 
     Raises:
-        ConfigError: none of them can.
+        ConfigError: none of them can be used.
     """
     declined: list[str] = []
     for name in names:
         transport = COLLECTIVES.load(name)
-        reason = transport.declines(meeting)
+        reason = transport.declines(rendezvous)
         if reason is not None:
             declined.append(f"{name}: {reason}")
             continue
-        if meeting.rank == 0 and not meeting.name:
+        if rendezvous.rank == 0 and not rendezvous.name:
             why = f" ({'; '.join(declined)})" if declined else ""
-            log.info("%d ranks work together by %s%s", meeting.size, name, why)
-        return transport.open(meeting)
-    raise ConfigError(f"no collectives for {meeting.size} ranks: {'; '.join(declined)}")
+            log.info("%d ranks work together by %s%s", rendezvous.size, name, why)
+        return transport.open(rendezvous)
+    raise ConfigError(f"no collectives for {rendezvous.size} ranks: {'; '.join(declined)}")

@@ -1,7 +1,4 @@
-"""Collectives over a process group of torch, whichever library is behind it.
-
-Ranks that meet at a file are on one machine.
-"""
+"""Collectives over a torch process group of any library."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,46 +10,49 @@ import torch.distributed
 from torch import Tensor
 
 from banyan.ops.api import NotRecordable
-from banyan.parallel.collectives import Meeting
+from banyan.parallel.collectives import Rendezvous
 
 Check = Callable[[str, Tensor], None]
-"""Holds what a collective, by its name, is given against what its library takes."""
+"""Checks the input of a collective, given its name, against the limits of its library."""
 
-dist = cast(Any, torch.distributed)  # which types neither the groups of libraries nor the stores
+dist = cast(Any, torch.distributed)  # process groups and stores have no type stubs
 
 
-def open_store(meeting: Meeting) -> Any:
-    """What the ranks find each other by."""
-    timeout = timedelta(seconds=meeting.timeout_s)
-    if meeting.path:
-        store = dist.FileStore(meeting.path, meeting.size)
+def open_store(rendezvous: Rendezvous) -> Any:
+    """Open the key-value store through which the ranks find each other."""
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    if rendezvous.path:
+        store = dist.FileStore(rendezvous.path, rendezvous.size)
         store.set_timeout(timeout)
         return store
-    parts = urlsplit(meeting.address)
+    parts = urlsplit(rendezvous.address)
     store = dist.TCPStore(
-        *(str(parts.hostname), parts.port or 0),
-        # The ranks that meet first have the store that those of other groups meet at, too.
-        *(meeting.size, meeting.rank == 0 and not meeting.name, timeout),
+        str(parts.hostname),
+        parts.port or 0,
+        rendezvous.size,
+        # The first group of a replica has no name. Its rank 0 hosts the store for all groups.
+        rendezvous.rank == 0 and not rendezvous.name,
+        timeout,
     )
-    return dist.PrefixStore(meeting.name, store)
+    return dist.PrefixStore(rendezvous.name, store)
 
 
 class GroupCollectives:
-    """Implements `Collectives`; nothing here can be recorded.
+    """Implements `Collectives`; none of them can be recorded.
 
     Args:
-        group: of the library.
-        check: None where anything is taken.
+        group: the library's process group.
+        check: None if the library has no limits.
     """
 
-    def __init__(self, group: Any, meeting: Meeting, check: Check | None = None) -> None:
+    def __init__(self, group: Any, rendezvous: Rendezvous, check: Check | None = None) -> None:
         self.group = group
-        self._rank, self._size = meeting.rank, meeting.size
-        self._recorder = meeting.recorder
+        self._rank, self._size = rendezvous.rank, rendezvous.size
+        self._recorder = rendezvous.recorder
         self._check = check
 
     def all_reduce(self, x: Tensor) -> None:
-        # The library's own sum adds in an order that depends on the size of x.
+        # The order of additions in the library's all-reduce depends on the size of x.
         x.copy_(_sum(self._parts(x)))
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
@@ -82,9 +82,9 @@ class GroupCollectives:
     def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
         given = rows[2:].tolist()
         needs = _ranks_of(places, of_rank, self._size)  # [ranks, count]
-        of_giver = [part.split(given) for part in needs]
-        sent = [x[: given[self._rank]][part[self._rank]] for part in of_giver]
-        coming = [int(part.sum()) for part in of_giver[self._rank]]
+        by_source = [part.split(given) for part in needs]
+        sent = [x[: given[self._rank]][part[self._rank]] for part in by_source]
+        coming = [int(part.sum()) for part in by_source[self._rank]]
         out = x.new_zeros(len(places), x.shape[1])
         out[needs[self._rank]] = self._carry(sent, coming)
         return out
@@ -115,11 +115,14 @@ class GroupCollectives:
         return out.to(x.dtype).flatten(1)
 
     def _carry(self, sent: list[Tensor], coming: list[int]) -> Tensor:
-        """As `_exchange`, in whatever form rows travel to experts."""
+        """Exchange rows that go to experts; a subclass may quantise them."""
         return self._exchange(sent, coming)
 
     def _exchange(self, sent: list[Tensor], coming: list[int]) -> Tensor:
-        """The rows that come to this rank, those of rank 0 first. sent: those for each rank."""
+        """Send `sent[r]` to rank r and return the received rows, in order of the ranks.
+
+        coming: number of rows from each rank.
+        """
         given = torch.cat(sent)
         self._look("all_to_all", given)
         out = sent[0].new_empty((sum(coming), *sent[0].shape[1:]))
@@ -144,17 +147,19 @@ class GroupCollectives:
         """The x of every rank, in the order of the ranks."""
         x = x.contiguous()
         self._look("all_gather", x)
-        if not x.numel():  # of no rank
+        if not x.numel():  # empty on every rank
             return [x] * self._size
         parts = [x.new_empty(x.shape) for _ in range(self._size)]
         self.group.allgather([parts], [x]).wait()
         return parts
 
     def _look(self, name: str, x: Tensor) -> None:
-        """Its work goes past the compiled ops: a recording would not notice that it is missing.
+        """Check x before a collective.
+
+        A recording holds compiled ops only, so it would silently lack the collective.
 
         Raises:
-            NotRecordable: something is being recorded.
+            NotRecordable: ops are being recorded.
         """
         if self._recorder is not None and self._recorder.is_recording:
             raise NotRecordable("collectives of a process group are no compiled ops")
@@ -174,7 +179,7 @@ def _ranks_of(places: Tensor, of_rank: int, size: int) -> Tensor:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """In fp32, rounded once."""
+    """The sum in fp32, rounded once."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part

@@ -1,8 +1,8 @@
-"""How the ranks of one machine come by memory that they share.
+"""Shared memory for the ranks of one machine.
 
-Rank 0 makes a file that has no name and lies in memory alone, and leaves a link to it where the
-ranks meet. The link goes when all have come; the memory goes with the last of them, however that
-ends.
+Rank 0 creates an anonymous file in memory and a link to it at the rendezvous address. The link is
+removed once all ranks have opened it. The kernel frees the memory when the last rank ends, even
+after a crash.
 """
 
 import fcntl
@@ -13,49 +13,54 @@ from banyan.base.errors import CapacityError, DeviceError
 from banyan.base.os import anonymous_memory
 from banyan.ops.cpu.collectives import SLOT_BYTES, SharedMemory, most_ranks, segment_bytes
 from banyan.ops.cpu.library import Library
-from banyan.parallel.collectives import Meeting, Transport
+from banyan.parallel.collectives import Rendezvous, Transport
 
 _LOOK_S = 0.005
 
 
-def declines(meeting: Meeting) -> str | None:
-    if not meeting.path:
+def declines(rendezvous: Rendezvous) -> str | None:
+    if not rendezvous.path:
         return "ranks may be on several machines"
-    library = meeting.recorder
+    library = rendezvous.recorder
     if not isinstance(library, Library):
         return "it needs the compiled kernels"
-    if meeting.size > most_ranks(library):
+    if rendezvous.size > most_ranks(library):
         return f"it is for {most_ranks(library)} ranks at most"
     return None
 
 
-def open_shared(meeting: Meeting) -> SharedMemory:
+def open_shared(rendezvous: Rendezvous) -> SharedMemory:
     """
     Raises:
-        DeviceError: a rank did not come, or the segment is not what it should be.
-        CapacityError: there is no memory to share.
+        DeviceError: a rank did not come, or the segment has the wrong size.
+        CapacityError: there is not enough memory.
     """
-    library = meeting.recorder
+    library = rendezvous.recorder
     assert isinstance(library, Library)
-    slot_bytes = meeting.slot_bytes or SLOT_BYTES
-    link = f"{meeting.path}.segment"
-    size_bytes = segment_bytes(library, meeting.size, slot_bytes)
-    file = _make(size_bytes) if meeting.rank == 0 else _find(link, meeting.timeout_s)
+    slot_bytes = rendezvous.slot_bytes or SLOT_BYTES
+    link = f"{rendezvous.path}.segment"
+    size_bytes = segment_bytes(library, rendezvous.size, slot_bytes)
+    file = _make(size_bytes) if rendezvous.rank == 0 else _find(link, rendezvous.timeout_s)
     found = os.fstat(file).st_size
     if found != size_bytes:
         raise DeviceError(f"the segment at {link} has {found} bytes, {size_bytes} were expected")
-    seat = SharedMemory(
-        *(library, file, meeting.rank, meeting.size, meeting.timeout_s, meeting.is_crowded),
+    memory = SharedMemory(
+        library,
+        file,
+        rendezvous.rank,
+        rendezvous.size,
+        rendezvous.timeout_s,
+        rendezvous.is_crowded,
         slot_bytes=slot_bytes,
     )
-    if meeting.rank == 0:
+    if rendezvous.rank == 0:
         os.symlink(f"/proc/{os.getpid()}/fd/{file}", link)
     try:
-        seat.meet()
+        memory.meet()
     finally:
-        if meeting.rank == 0:
+        if rendezvous.rank == 0:
             os.unlink(link)
-    return seat
+    return memory
 
 
 def _make(size_bytes: int) -> int:
@@ -65,13 +70,13 @@ def _make(size_bytes: int) -> int:
         raise CapacityError(
             f"no {size_bytes} bytes of memory for the ranks to share: {error.strerror}"
         ) from error
-    # Nobody can take away pages that others have mapped.
+    # A truncated file would crash the ranks that have mapped it.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return file
 
 
 def _find(link: str, timeout_s: float) -> int:
-    """Open what rank 0 leaves at `link`, as soon as it is there."""
+    """Open the file that rank 0 links at `link`; waits until the link exists."""
     last = time.monotonic() + timeout_s
     while True:
         try:

@@ -87,8 +87,8 @@ class CapturedForward:
             model.model_config.latent.index_heads
         )
         self._on_host = platform.traits.lengths_on_host and not is_sparse
-        self._dp, self._cp, self._stages = groups.joint, groups.divided, groups.stages
-        cp = groups.divided
+        self._dp, self._cp, self._stages = groups.dp_batch, groups.cp_batch, groups.stages
+        cp = groups.cp_batch
         self._cp_size, self._cp_rank = (1, 0) if cp is None else (cp.replicas, cp.share)
         is_alone = context.rows_of_all is None and self._stages.size == 1
         self._verified = verified if is_alone else 0

@@ -32,7 +32,7 @@ def open_forward(
     platform: Platform,
 ) -> Forward:
     """Recorded if the ops can be recorded, captured if the device has graphs, else eager."""
-    context_parallel = build.groups.divided
+    context_parallel = build.groups.cp_batch
     if context_parallel is not None:
         attention = GatheredAttention(attention, build.groups.context)
     prunes = _prunes_outputs(model, build, config)
@@ -45,7 +45,7 @@ def open_forward(
 
 def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     model, build, platform = context.model, context.build, context.platform
-    context_parallel, every = build.groups.divided, context.rows_of_all
+    context_parallel, every = build.groups.cp_batch, context.rows_of_all
     carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
     outputs = config.max_slots + config.draft_room
     max_tokens, max_rows, shares = config.max_tokens, config.max_slots, 1
@@ -73,7 +73,7 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         return tensors(tokens, max(max_rows, rows), max(outputs, len(batch.last)))
 
     # With DP attention, missing drafts are replaced by one row of padding.
-    max_rows += bool(build.groups.joint and config.draft_room)
+    max_rows += bool(build.groups.dp_batch and config.draft_room)
     # A recording tells its sizes apart by their values, so no two of them may be equal.
     max_tokens = max(max_tokens, outputs + 1)
     if every is not None and max_tokens == every.replicas * outputs:
@@ -109,7 +109,7 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
     all tokens, or if something reads every token.
     """
     groups = build.groups
-    is_shared = (groups.joint or groups.divided) is not None
+    is_shared = (groups.dp_batch or groups.cp_batch) is not None
     needs_all = build.adapters is not None or config.reads_all
     return (
         model.prunes_to_outputs
@@ -120,7 +120,7 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
 
 def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:
     """Why steps of this runner cannot be captured; "" = they can."""
-    if build.groups.joint is not None and config.draft_room:
+    if build.groups.dp_batch is not None and config.draft_room:
         return "with DP attention, replicas do not exchange how many rows have drafts"
     if config.aux_hidden_layers or config.carried:
         return "the drafter reads auxiliary hidden states"

@@ -137,7 +137,7 @@ class ForwardContext:
     def rows_of_all(self) -> DPAttentionBatch | None:
         """Row counts of the ranks that compute a step together: DP attention replicas, or context
         parallel ranks. None = this replica computes its steps alone."""
-        return self.build.groups.joint or self.build.groups.divided
+        return self.build.groups.dp_batch or self.build.groups.cp_batch
 
     @property
     def stages(self) -> Group:

@@ -63,7 +63,7 @@ class Profiler:
             )
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise RequestError(f"output_dir {folder[:200]!r} is not a folder that can be written.")
-        name = f"{op.prefix}banyan-{self._name}-{op.stamp}.trace.json"
+        name = f"{op.prefix}banyan-{self._name}-{op.time_us}.trace.json"
 
         def start() -> RankReply:
             self._path = os.path.join(folder, name)

@@ -178,10 +178,10 @@ class ModelRunner:
             )
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
         self._dp_step: DPAttentionStep | None = None
-        if build.groups.joint is not None:
+        if build.groups.dp_batch is not None:
             # All replicas must use the same chunk, however each one runs the model.
             chunk = min(self._score_chunk, config.max_slots)
-            self._dp_step = DPAttentionStep(build.groups.joint, chunk)
+            self._dp_step = DPAttentionStep(build.groups.dp_batch, chunk)
         self.take_model(model)
 
     def take_model(self, model: Model) -> None:

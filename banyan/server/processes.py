@@ -29,7 +29,7 @@ from banyan.base.child_process import (
 )
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
-from banyan.base.slow_gc import report_slow_gc
+from banyan.base.memory import report_slow_gc
 from banyan.base.torch_parts import without_parts
 from banyan.config.schema import Config
 from banyan.dp_attention.remote_engines import RemoteEngines
@@ -222,7 +222,7 @@ def main() -> None:
     report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
         if process_spec.role == RANK:
-            from banyan.engine.ranks import open_stacks
+            from banyan.engine.local_processes import open_stacks
 
             faulthandler.register(STACKS, open_stacks(process_spec.pulse))
             Pulse(process_spec.pulse).keep_beating()

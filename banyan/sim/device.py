@@ -1,5 +1,7 @@
-"""What runs the plans of simulated replicas: one device, the stages of a line, or devices that
-several replicas share step by step. Each says when a step is over, in virtual time."""
+"""Simulated devices: one device, pipeline stages, or the devices of DP attention replicas.
+
+Each runs plans in virtual time and calls back when a step is over.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,8 +15,7 @@ from banyan.sim.world import World
 
 class Device(Protocol):
     def begin(self, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
-        """Run a plan after those that were begun before it, no sooner than `ready_s`; `done` is
-        called when it is over."""
+        """Run a plan after all earlier ones, no sooner than `ready_s`; then call `done`."""
         ...
 
 
@@ -33,11 +34,11 @@ class OneDevice:
 
 class PipelineTime(Protocol):
     def stage_s(self, plan: StepPlan) -> float:
-        """Of one stage of a step, without the logits."""
+        """Seconds of one stage of a step, without the logits."""
         ...
 
     def head_s(self, plan: StepPlan) -> float:
-        """Of the logits, which all stages make together."""
+        """Seconds of the logits, which all stages compute together."""
         ...
 
 
@@ -50,9 +51,11 @@ class _Passing:
 
 
 class PipelineDevice:
-    """Stages that take turns together, each with another step (pipeline/launcher.py): a turn is
-    as long as its longest stage, and at its end all of them make the logits of the step that is
-    through."""
+    """Pipeline stages that run in turns, each with another step (pipeline/launcher.py).
+
+    A turn takes as long as its slowest stage. At its end all stages compute the logits of the step
+    that has passed the last stage.
+    """
 
     def __init__(self, world: World, step_time: PipelineTime, stages: int) -> None:
         self._world = world
@@ -67,7 +70,7 @@ class PipelineDevice:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Take the next turn, unless one is being taken; it waits for a plan that is on its way."""
+        """Start the next turn unless one runs. A plan that is not ready yet delays it."""
         if self._is_turning or not (self._coming or self._passing):
             return
         now = self._world.clock.now()
@@ -92,17 +95,17 @@ class PipelineDevice:
 
 
 class DPAttentionTime(Protocol):
-    def joint_s(self, plans: Sequence[StepPlan]) -> float:
-        """Of a step that consists of one of each replica."""
+    def dp_attention_s(self, plans: Sequence[StepPlan]) -> float:
+        """Seconds of a step, given the plan of each replica."""
         ...
 
 
 class DPAttentionDevices:
-    """Devices of replicas that work on every step together. They agree on it as theirs do
-    (dp_attention/step_clock.py), but in no time.
+    """Devices of replicas that run every step together. They agree on steps as real replicas do
+    (dp_attention/step_clock.py), but without delay.
 
     Attributes:
-        wake: what lets each replica launch what it may, by number; filled by whoever makes them.
+        wake: callback of each replica that launches its next steps; filled by the caller.
     """
 
     def __init__(self, world: World, step_time: DPAttentionTime, replicas: int) -> None:
@@ -111,29 +114,29 @@ class DPAttentionDevices:
         self._free_s = 0.0
         self.wake: list[Callable[[], None]] = []
         self._loads: dict[int, dict[int, StepLoad]] = {}
-        """Step -> what each replica brings to it."""
+        """Step -> load of each replica."""
         self._agreed = [0] * replicas
-        """Steps that each has heard all of."""
+        """Per replica, the number of steps whose loads it has received."""
         self._begun: dict[int, dict[int, _Passing]] = {}
         self._launched = [0] * replicas
 
     def agree(self, replica: int, load: StepLoad) -> list[StepLoad] | None:
-        """See `engine.lockstep.StepAgreement`."""
+        """See `dp_attention.step_clock.StepAgreement`."""
         step = self._agreed[replica]
-        told = self._loads.setdefault(step, {})
-        if not told and not load.tokens:
+        loads = self._loads.setdefault(step, {})
+        if not loads and not load.tokens:
             return []
-        if replica not in told:
-            told[replica] = load
+        if replica not in loads:
+            loads[replica] = load
             for other, wake in enumerate(self.wake):
                 if other != replica:
                     self._world.at(self._world.clock.now(), wake)
-        if len(told) < len(self._agreed):
+        if len(loads) < len(self._agreed):
             return None
         self._agreed[replica] += 1
         if min(self._agreed) > step:
             del self._loads[step]
-        return [told[number] for number in range(len(self._agreed))]
+        return [loads[number] for number in range(len(self._agreed))]
 
     def begin(self, replica: int, plan: StepPlan, ready_s: float, done: Callable[[], None]) -> None:
         if not plan.replica_loads:  # nothing is computed
@@ -147,14 +150,16 @@ class DPAttentionDevices:
             return
         del self._begun[step]
         starts_s = max(self._free_s, *(each.ready_s for each in begun.values()))
-        self._free_s = starts_s + self._step_time.joint_s([each.plan for each in begun.values()])
+        self._free_s = starts_s + self._step_time.dp_attention_s(
+            [each.plan for each in begun.values()]
+        )
         for number in sorted(begun):
             self._world.at(self._free_s, begun[number].done)
 
 
 @dataclass(frozen=True)
 class DPAttentionDevice:
-    """The devices of joined replicas, as one of these sees them: `Device`, and `StepAgreement`."""
+    """The part of one replica in DPAttentionDevices: a `Device` and a `StepAgreement`."""
 
     devices: DPAttentionDevices
     replica: int

@@ -1,5 +1,7 @@
-"""What became of one request, and why: found by making every plan of a recording again and looking
-at the core between them. Costs the engine nothing while it runs.
+"""Explain the course of one request from a recording.
+
+Every plan of the recording is computed again, and the core is examined between plans. The running
+engine has no cost.
 """
 
 from bisect import bisect_left
@@ -41,13 +43,13 @@ _MISSES = {
     misses.UNSEEN: "tokens that no request before it has had there",
 }
 _SHOWN_S = 0.0005
-"""A shorter wait is the moment between two calls of the engine's loop."""
+"""Shorter waits are not shown: they are the time between two iterations of the engine's loop."""
 IN_FLIGHT = "a step with its last token was still running"
 
 
 @dataclass
 class Explanation:
-    """The course of one request. Times are those of the engine's clock, in seconds."""
+    """The course of one request. Times are seconds of the engine's clock."""
 
     request: str
     came_s: float = -1.0
@@ -59,25 +61,25 @@ class Explanation:
     cached_tokens: int = 0
     stored_tokens: int = 0
     miss: str = ""
-    """Why there were no more cached tokens: of kv_cache/misses.py."""
+    """Reason why no more tokens were cached (kv_cache/misses.py)."""
     evicted_s: float = -1.0
-    """When what comes there was evicted; -1 = before the recording begins, or it was not."""
+    """When the first missing token was evicted; -1 = before the recording began, or never."""
     elsewhere_tokens: int = 0
-    """How much of the prompt the cache had of somebody with whom nothing is shared."""
+    """Prompt tokens that the cache had in a namespace that is not shared with this request."""
     is_late: bool = False
-    """The recording begins when the cache had evicted pages already."""
+    """Pages were evicted before the recording began."""
     output_tokens: int = 0
     end: str = ""
     """Why it ended; "" = it had not."""
     waits: dict[str, float] = field(default_factory=dict[str, float])
-    """Why it stood in the queue, and for how long."""
+    """Seconds in the queue, by reason."""
     retracted_s: list[float] = field(default_factory=list[float])
     prompt_steps: int = 0
     decode_steps: int = 0
     rows: int = 0
-    """Of all requests, in its steps."""
-    prompt_rows_beside: int = 0
-    """Of its decode steps, those that took prompts of others too."""
+    """Rows of all requests in its steps."""
+    steps_with_prompts: int = 0
+    """Decode steps that also processed prompts of other requests."""
     drafts: DraftReport | None = None
 
     def __str__(self) -> str:
@@ -85,15 +87,18 @@ class Explanation:
 
     @property
     def of_the_cache(self) -> str:
-        """What the prompt found there, why no more, and what would help."""
+        """The part about the cache: tokens found, why no more, and what would help."""
         return "\n".join([f"request {self.request}", *_cache_lines(self)])
 
 
 def explain(path: str, request: str) -> Explanation:
-    """What the recording at `path` tells of a request, named as by the server or its end of it.
+    """Explain a request of the recording at `path`.
+
+    Args:
+        request: id of the request, or its beginning (at least 8 characters).
 
     Raises:
-        ModelError: no recording, one that cannot be replayed, or no such request in it.
+        ModelError: the recording cannot be read or replayed, or has no such request.
     """
     found: Explanation | None = None
     watcher: _Watcher | None = None
@@ -132,102 +137,101 @@ def _is_meant(name: str, given: str) -> bool:
 
 
 class Evictions:
-    """When units of prefixes were evicted."""
+    """Times of evictions from the prefix cache."""
 
     def __init__(self) -> None:
         self._counts: list[int] = []
-        """Evictions up to each of the moments at which there were more."""
+        """Total evictions at each of `_moments`."""
         self._moments: list[float] = []
 
     def see(self, played: Played) -> None:
-        """Look at the core after a record."""
+        """Examine the core after a record."""
         count = played.core.scheduler.cache.misses.evictions
         if not self._counts or count > self._counts[-1]:
             self._counts.append(count)
             self._moments.append(_moment(played))
 
     def moment(self, eviction: int) -> float:
-        """When the eviction of this number (the first of all is 1) was; -1 = not known, it was
-        before the recording begins."""
+        """Time of the n-th eviction (from 1); -1 if it was before the recording began."""
         at = bisect_left(self._counts, eviction)
         return self._moments[at] if 0 < at < len(self._moments) else -1.0
 
 
 class _Watcher:
-    """Looks at one request after each record."""
+    """Examines one request after each record."""
 
     def __init__(
-        self, told: Explanation, request: Request, was_there: bool, evictions: Evictions
+        self, found: Explanation, request: Request, was_there: bool, evictions: Evictions
     ) -> None:
         self._evictions = evictions
         self._had_entered = was_there and request.stats.admitted_s is not None
-        """Before the recording begins, when other evictions had the numbers of later ones."""
-        self._told = told
+        """It was admitted before the recording began, so its eviction number has no time here."""
+        self._found = found
         self._request = request
         self._why = ""
         self._since_s = 0.0
         self._retractions = request.stats.retractions
         if not was_there:
-            told.came_s = request.stats.submitted_s
+            found.came_s = request.stats.submitted_s
 
     def see(self, played: Played) -> bool:
         """Whether the request has ended."""
-        told, request, now = self._told, self._request, _moment(played)
+        found, request, now = self._found, self._request, _moment(played)
         if self._why and now > self._since_s:
-            told.waits[self._why] = told.waits.get(self._why, 0.0) + now - self._since_s
+            found.waits[self._why] = found.waits.get(self._why, 0.0) + now - self._since_s
         self._since_s = now
         if request.stats.retractions > self._retractions:
             self._retractions = request.stats.retractions
-            told.retracted_s.append(now)
-        if request.stats.admitted_s is not None and told.entered_s < 0:
-            told.entered_s = request.stats.admitted_s
-            told.miss = request.stats.cache_miss
+            found.retracted_s.append(now)
+        if request.stats.admitted_s is not None and found.entered_s < 0:
+            found.entered_s = request.stats.admitted_s
+            found.miss = request.stats.cache_miss
             if request.stats.missed_eviction and not self._had_entered:
-                told.evicted_s = self._evictions.moment(request.stats.missed_eviction)
-            told.elsewhere_tokens = _elsewhere(played.core, request)
-        told.cached_tokens, told.stored_tokens = (
+                found.evicted_s = self._evictions.moment(request.stats.missed_eviction)
+            found.elsewhere_tokens = _elsewhere(played.core, request)
+        found.cached_tokens, found.stored_tokens = (
             request.stats.cached_tokens,
             request.stats.stored_tokens,
         )
-        told.output_tokens = request.output_len
+        found.output_tokens = request.output_len
         if played.plan is not None:
             self._count(played.plan)
         for event in played.events:
             if isinstance(event, Tokens | Finished | Failed) and event.request == request.id:
-                self._hear(event, now)
-        is_waiting = not told.end and request.state != RUNNING
+                self._note(event, now)
+        is_waiting = not found.end and request.state != RUNNING
         if not is_waiting:
             self._why = ""
         elif isinstance(played.record, Launched) or not self._why:
             self._why = why_waiting(played.core, request, played.plan)
-        return bool(told.end)
+        return bool(found.end)
 
     def _count(self, plan: StepPlan) -> None:
         flight = next((f for f in self._request.flights if f.step == plan.step), None)
         if flight is None:
             return
-        self._told.rows += len(plan.rows)
+        self._found.rows += len(plan.rows)
         if not flight.is_decode:
-            self._told.prompt_steps += 1
+            self._found.prompt_steps += 1
             return
-        self._told.decode_steps += 1
-        self._told.prompt_rows_beside += any(row.count > row.drafts + 1 for row in plan.rows)
+        self._found.decode_steps += 1
+        self._found.steps_with_prompts += any(row.count > row.drafts + 1 for row in plan.rows)
 
-    def _hear(self, event: Tokens | Finished | Failed, now: float) -> None:
-        told = self._told
+    def _note(self, event: Tokens | Finished | Failed, now: float) -> None:
+        found = self._found
         if isinstance(event, Tokens):
-            if told.first_s < 0 and event.tokens and not event.first:
-                told.first_s = now
+            if found.first_s < 0 and event.tokens and not event.first:
+                found.first_s = now
             return
-        told.ended_s = now
+        found.ended_s = now
         if isinstance(event, Failed):
-            told.end = f"{event.status} {event.code}: {event.text}"
+            found.end = f"{event.status} {event.code}: {event.text}"
             return
-        told.end, told.drafts = event.reason, event.drafts
+        found.end, found.drafts = event.reason, event.drafts
 
 
 def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> str:
-    """Why a request that waits did not enter the step that has just been planned."""
+    """Reason why a waiting request was not part of the step just planned."""
     request_table = core.scheduler.request_table
     if core.is_paused or core.released:
         return PAUSED if core.is_paused else MEMORY
@@ -245,8 +249,10 @@ def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> st
 
 
 def _elsewhere(core: EngineCore, request: Request) -> int:
-    """Tokens of its prompt that namespaces beside its own have: of other tenants, adapters,
-    weights or salts."""
+    """Tokens of its prompt in the cache under other namespaces.
+
+    A namespace is for a tenant, an adapter, weights or a salt.
+    """
     cache = core.scheduler.cache
     own = cache.weights + request.generate.namespace
     tops = {top.key for node in cache.tree.nodes() if (top := _top_of(node)) is not None}
@@ -258,7 +264,7 @@ def _elsewhere(core: EngineCore, request: Request) -> int:
 
 
 def _top_of(node: Node) -> Node | None:
-    """The node of its namespace, if it is the first unit there."""
+    """The namespace node above, if this node is the first block below it."""
     top = node.parent
     return top if top is not None and top.parent is not None and top.parent.parent is None else None
 
@@ -308,10 +314,10 @@ def _lines(x: Explanation) -> list[str]:
     if x.decode_steps and x.ended_s >= 0 and x.first_s >= 0:
         lines.append(
             f"  decode   {x.ended_s - x.first_s:.3f} s in {_steps(x.decode_steps)} for "
-            f"{x.output_tokens} tokens; {_steps(x.prompt_rows_beside)} took prompts of others too"
+            f"{x.output_tokens} tokens; {_steps(x.steps_with_prompts)} took prompts of others too"
         )
     if steps := x.prompt_steps + x.decode_steps:
-        lines.append(f"  beside   {x.rows / steps - 1:.1f} rows of others in a step, on average")
+        lines.append(f"  shared   {x.rows / steps - 1:.1f} rows of others in a step, on average")
     if x.retracted_s:
         at = ", ".join(f"{when - max(since, 0.0):.3f}" for when in x.retracted_s[:8])
         lines.append(f"  retracted {len(x.retracted_s)} times for want of pages, after {at} s")

@@ -1,5 +1,7 @@
-"""Fitting: what a model takes of a machine, before anything is loaded. Only numbers: the cache is
-counted from the card, and `kv_cache/sizing.py` divides what the weights leave, as the engine will.
+"""Estimate whether a model fits a machine, before anything is loaded.
+
+Weights and cache are computed from the model config. `kv_cache/sizing.py` divides the remaining
+memory as in the engine.
 """
 
 from dataclasses import dataclass
@@ -11,12 +13,12 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.sim.layout import ParallelLayout, cache_groups, weights_per_device
 
 LIBRARY_BYTES = 256 << 20
-"""What an engine process holds beside its weights: its libraries, about."""
+"""Approximate memory of an engine process without weights: its libraries."""
 
 _NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CACHE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
 _SCALE_BYTES = 4
-"""Of the scale that an int8 cache keeps for each vector: of a token and head, or a latent one."""
+"""Size of a scale of an int8 cache: one for each head and token, or for each latent vector."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def fit(
     if model_config.has_states:
         raise ConfigError(
             "this model is not planned: some of its layers keep a state, which is not counted here",
-            hint="start it: the log tells the room there is",
+            hint="start it: the log has the memory that is left for the cache",
         )
     parallel = config.parallel
     layout = ParallelLayout(

@@ -50,9 +50,8 @@ _MEMORY, _MATRIX = 0.8, 0.6
 def _builder(
     memory_gb: float, tb_s: float, tflops: float, link_gb_s: float, link_s: float
 ) -> Hardware:
-    """From a maker's data sheet: decimal gigabytes, dense 16-bit operations, one direction of the
-    link between devices of one machine. What no sheet tells, `link_s` and the overhead of a step,
-    is assumed."""
+    """From a data sheet: decimal gigabytes, dense 16-bit operations, one direction of the link
+    between devices of one machine. `link_s` and the overhead of a step are assumptions."""
     return Hardware(
         memory_gib=memory_gb * 1e9 / (1 << 30),
         bytes_per_s=_MEMORY * tb_s * 1e12,

@@ -103,8 +103,7 @@ def read_layout(text: str) -> ParallelLayout:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers that a model consists of, over all layers: those of the attention, of the blocks
-    that every token goes through, of the routed experts, and of the head."""
+    """Parameter counts of a model over all layers."""
 
     attention: int
     dense: int

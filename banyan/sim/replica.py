@@ -1,4 +1,4 @@
-"""SimulatedReplica: a real EngineCore with nothing behind it but a model of time.
+"""SimulatedReplica: a real EngineCore on a simulated device.
 
 Plans are answered with synthetic tokens once their step time is over; when a request ends is
 decided by its output length in the workload.

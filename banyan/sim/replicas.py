@@ -1,4 +1,4 @@
-"""A fleet of simulated replicas behind the shipped routing."""
+"""Several simulated replicas with the real routing policies."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

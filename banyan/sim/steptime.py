@@ -1,8 +1,8 @@
-"""How long a step takes: the roofline of a model on a layout of devices.
+"""Step times from a roofline model (Williams et al., "Roofline", 2009).
 
-A part of a step moves every weight and every cached key and value that its rows read, and does two
-floating operations per weight and token; the slower of the two decides (Williams et al.,
-"Roofline", 2009). Collectives come on top.
+Each part of a step reads its weights and the cached keys and values of its rows, and computes two
+floating-point operations per weight and token. The slower of the two determines the time. The time
+of collectives is added.
 """
 
 from collections.abc import Sequence
@@ -64,31 +64,33 @@ class Roofline:
         )
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of a step by itself, through all stages."""
+        """Device time of one step through all stages."""
         if not plan.rows:
             return self._hardware.overhead_s
         return self._layout.pp * self.stage_s(plan) + self.head_s(plan)
 
     def stage_s(self, plan: StepPlan) -> float:
-        """Of one stage of a step, without the logits. Each passes on what it has made."""
+        """Device time of one stage of a step, without the logits."""
         if not plan.rows:
             return self._hardware.overhead_s
         return self._hardware.overhead_s + self._layers_s([plan]) / self._layout.pp
 
     def head_s(self, plan: StepPlan) -> float:
-        """Of the logits, which all ranks make together."""
+        """Device time of the logits, which all ranks compute together."""
         ranks = self._layout.tp * self._layout.pp
         return self._product_s(self._weights.head / ranks, len(plan.rows))
 
-    def joint_s(self, plans: Sequence[StepPlan]) -> float:
-        """Of a step that consists of one of each joined replica. They attend at the same time, so
-        whoever has most to read holds up the others, and share all else."""
+    def dp_attention_s(self, plans: Sequence[StepPlan]) -> float:
+        """Device time of a step of DP attention replicas, given the plan of each.
+
+        The replicas compute attention in parallel, so the slowest one counts; they share the rest.
+        """
         rows = sum(len(plan.rows) for plan in plans)
         head = self._product_s(self._weights.head / self._layout.tp, rows)
         return self._hardware.overhead_s + self._layers_s(plans) + head
 
     def _layers_s(self, plans: Sequence[StepPlan]) -> float:
-        """All layers, and what is sent between their stages."""
+        """All layers, and the transfers between pipeline stages."""
         counts = [sum(row.count for row in plan.rows) for plan in plans]
         pairs = zip(plans, counts, strict=True)
         attention = max(self._attention_s(plan, count) for plan, count in pairs)
@@ -96,14 +98,14 @@ class Roofline:
         return attention + self._feed_forward_s(together) + self._links_s(max(counts), together)
 
     def _product_s(self, weights: float, tokens: float, active: float = 1.0) -> float:
-        """Of `weights` numbers of which a token meets a share of `active`."""
+        """Time of a product with `weights` numbers; a token uses the fraction `active`."""
         return self._slower(weights * self._weight_bytes, 2 * weights * active * tokens)
 
     def _slower(self, moved: float, flops: float) -> float:
         return max(moved / self._hardware.bytes_per_s, flops / self._hardware.flops_per_s)
 
     def _attention_s(self, plan: StepPlan, tokens: int) -> float:
-        """Of one share of the tokens, where they are divided: a row of few is read by few."""
+        """Attention of the slowest share of the tokens, with context parallelism; else of all."""
         cp = self._layout.cp
         reads = pairs = 0.0
         window_layers = self._model_config.num_layers - self._full_layers

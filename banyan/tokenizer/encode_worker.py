@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.heap import give_back
+from banyan.base.memory import give_back
 from banyan.base.worker_process import LENGTH
 from banyan.tokenizer.encode import EncodeKind, Encoder
 from banyan.tokenizer.encode_processes import TASK, Answer, Task

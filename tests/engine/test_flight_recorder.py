@@ -4,8 +4,10 @@ import logging
 import mmap
 import os
 from contextlib import ExitStack
+from inspect import isfunction
 from random import Random
 
+import msgspec
 import pytest
 
 from banyan.base.errors import CapacityError, ModelError
@@ -13,6 +15,7 @@ from banyan.engine import snapshot
 from banyan.engine.flight_recorder import FlightRecorder, Recorders
 from banyan.engine.flight_recorder_memory import RecordingMemory, mapped
 from banyan.engine.journal import Began, Received, read_journal
+from banyan.kv_cache.radix_tree import Node
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
 from banyan.sim.replay import check
@@ -229,3 +232,45 @@ def test_memory_that_nothing_was_written_to_is_not_taken() -> None:
         memory[1 << 20] = 1
         assert 0 < os.fstat(made.descriptor).st_blocks * 512 <= 1 << 21
     made.close()
+
+
+def _with_shape(taken: bytes, name: str, change) -> bytes:
+    """A snapshot whose objects of one class have other attributes."""
+    shapes, entries = msgspec.msgpack.decode(taken)
+    shapes = [[of, change(names) if of.endswith(f":{name}") else names] for of, names in shapes]
+    return msgspec.msgpack.encode([shapes, entries])
+
+
+@pytest.mark.parametrize("name", ["Scheduler", "RequestTable", "Node", "Generate"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda names: [*names[:-1], "renamed"], "only there: renamed; only here: "),
+        (lambda names: names[:-1], r"\(only here: "),
+        (lambda names: [*names, "more"], r"\(only there: more\)"),
+    ],
+)
+def test_a_snapshot_with_other_attributes_is_refused_and_names_them(name, change, expected):
+    driver = Driver(pages=30)
+    driver.submit("a", [1, 2, 3], new=5)
+    driver.launch()
+    changed = _with_shape(snapshot.take(driver.core), name, change)
+    with pytest.raises(ModelError, match=f"another build: .*{name} has other .*{expected}"):
+        snapshot.restore(driver.spec.build(), changed)
+
+
+def test_a_snapshot_of_a_class_that_is_gone_is_refused():
+    driver = Driver(pages=30)
+    changed = snapshot.take(driver.core).replace(b"RequestTable", b"RequestGone!")
+    with pytest.raises(ModelError, match=r"another build: this one has no class .*RequestGone!"):
+        snapshot.restore(driver.spec.build(), changed)
+
+
+def test_classes_of_a_snapshot_set_every_attribute_in_their_constructor():
+    """Otherwise a snapshot could not be compared with this build before it is restored."""
+    for name, kind in snapshot._classes().items():
+        if kind is Node:  # encoded by hand
+            continue
+        methods = [m for base in kind.__mro__ for m in vars(base).values() if isfunction(m)]
+        later = {attribute for method in methods for attribute in snapshot._assigned(method)}
+        assert later <= snapshot._attributes(kind), name

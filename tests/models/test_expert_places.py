@@ -14,7 +14,7 @@ from banyan.moe.balancer import ExpertMover
 from banyan.moe.eplb import balanced, trivial
 from banyan.moe.expert_location import ExpertMap
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.groups import Groups, open_groups
+from banyan.parallel.groups import Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT
@@ -60,7 +60,9 @@ def _rank(rank, ranks, model_configs, address, library, results):
     torch.set_num_threads(1)
     kit = {"toolkit": open_toolkit("cpu", 1, {})} if library == "shared" else {}
     ops = bind("cpu", CPU, torch.float32, frozenset(), 16, exact=True, **kit)
-    world = open_groups(rank, ranks, address, (library,), 60, recorder=ops.recorder).world
+    world = open_groups(
+        GroupsConfig(rank, ranks, address, (library,), 60, recorder=ops.recorder)
+    ).world
     build = Build(ops, Groups.with_experts_apart(world))
     try:
         results.put([_answers(model_config, build, rank, ranks) for model_config in model_configs])

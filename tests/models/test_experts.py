@@ -10,7 +10,7 @@ from banyan.models.weights.loader import load_model
 from banyan.ops import reference
 from banyan.ops.bind import bind
 from banyan.ops.experts_api import Routing
-from banyan.parallel.groups import Groups, open_groups
+from banyan.parallel.groups import Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
@@ -77,7 +77,7 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
 
 def _rank(rank, model_configs, taken, address, results):
     torch.set_num_threads(1)
-    groups = open_groups(rank, 2, address, timeout_s=60)
+    groups = open_groups(GroupsConfig(rank, 2, address, timeout_s=60))
     if taken == "experts apart":
         groups = Groups.with_experts_apart(groups.world)
     ops = bind("cpu", CPU, torch.float32, frozenset(), 16)

@@ -12,7 +12,7 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
-from banyan.parallel.groups import ALONE, Group, Groups, open_groups
+from banyan.parallel.groups import ALONE, Group, Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_gguf import convert
@@ -30,7 +30,7 @@ def _logits(model_config, groups=ALONE):
 
 def _rank(rank, model_configs, address, results):
     torch.set_num_threads(1)
-    groups = open_groups(rank, 2, address, timeout_s=60)
+    groups = open_groups(GroupsConfig(rank, 2, address, timeout_s=60))
     results.put((rank, [_logits(model_config, groups).tolist() for model_config in model_configs]))
 
 

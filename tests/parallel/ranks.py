@@ -13,7 +13,7 @@ import torch
 
 from banyan.ops.cpu.build import cached_library, compilers
 from banyan.ops.cpu.library import Library
-from banyan.parallel.collectives import COLLECTIVES, Meeting
+from banyan.parallel.collectives import COLLECTIVES, Rendezvous
 from banyan.parallel.groups import Group
 
 Work = Callable[..., Any]
@@ -77,5 +77,5 @@ def meet(
 ) -> Group:
     """Meet over a library by name; `slot_bytes`: of the shared one, 0 = its own."""
     library = Library(cached_library(), threads) if name == "shared" else None
-    meeting = Meeting(rank, size, address, timeout_s, library, slot_bytes=slot_bytes)
-    return Group(rank, size, COLLECTIVES.load(name).open(meeting))
+    rendezvous = Rendezvous(rank, size, address, timeout_s, library, slot_bytes=slot_bytes)
+    return Group(rank, size, COLLECTIVES.load(name).open(rendezvous))

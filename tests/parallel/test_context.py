@@ -19,7 +19,7 @@ from banyan.engine.model_loader import Phases, open_model
 from banyan.messages.plan import HIDDEN, SAMPLE, Row
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.checkpoint import read_model_config
-from banyan.parallel.groups import ALONE, open_groups
+from banyan.parallel.groups import ALONE, GroupsConfig, open_groups
 from banyan.runner.runner import ModelRunner
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
@@ -36,7 +36,7 @@ CHUNK = 23
 
 @dataclass(frozen=True)
 class Layout:
-    """Which model, and how its steps are divided. The rest as for `open_groups`."""
+    """Which model, and how its steps are divided. The rest as for `GroupsConfig`."""
 
     variant: str
     split: str = "zigzag"
@@ -142,12 +142,18 @@ def answer(layout: Layout, folder: Path, rank: int, size: int, address: str) -> 
         *open_runner(
             read_model_config(str(folder)),
             lambda recorder: open_groups(
-                *(rank, size // layout.shares, address, (layout.library,), 60),
-                recorder=recorder,
-                are_experts_apart=layout.are_experts_apart,
-                is_dense_whole=layout.is_dense_whole,
-                shares=layout.shares,
-                split=layout.split,
+                GroupsConfig(
+                    rank,
+                    size // layout.shares,
+                    address,
+                    (layout.library,),
+                    60,
+                    recorder=recorder,
+                    are_experts_apart=layout.are_experts_apart,
+                    is_dense_whole=layout.is_dense_whole,
+                    shares=layout.shares,
+                    split=layout.split,
+                )
             ),
             0 if layout.is_eager else 300,
             lambda groups, recorder: {"sends_rows": layout.sends_rows},
@@ -222,10 +228,10 @@ def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
 def test_the_flags_decide_who_computes_what(flags, expected, monkeypatch):
     """The groups are opened as the flags say; meeting is all that is left to do."""
 
-    def tell(rank, size, address, libraries, timeout_s, **more):
-        raise TimeoutError((size, more["shares"], more["split"]))
+    def report(config):
+        raise TimeoutError((config.size, config.shares, config.split))
 
-    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", report)
     with pytest.raises(TimeoutError) as found:
         open_model(config_of("--tp", "4", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
     assert found.value.args[0] == expected

@@ -142,10 +142,10 @@ def test_a_row_comes_to_the_ranks_of_its_experts_alone(tmp_path):
 def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
     """The groups are opened as the flags say; meeting is all that is left to do."""
 
-    def tell(rank, size, address, libraries, timeout_s, **more):
-        raise TimeoutError((more["are_experts_apart"], more["slot_bytes"]))
+    def report(config):
+        raise TimeoutError((config.are_experts_apart, config.slot_bytes))
 
-    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", report)
     config = config_of("--tp", "2", "--dp", "2", "--enable-dp-attention", *flags)
     config = of_replica(resolve(config, EXPERTS, NOTHING), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:

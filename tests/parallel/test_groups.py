@@ -6,8 +6,8 @@ import torch
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.engine.model_loader import Phases, open_model
-from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
-from banyan.parallel.groups import Group, open_groups
+from banyan.parallel.collectives import COLLECTIVES, Rendezvous, open_collectives
+from banyan.parallel.groups import Group, GroupsConfig, open_groups
 from tests.config.test_resolve import MODEL_CONFIG
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
 from tests.support.flags import config_of
@@ -39,17 +39,17 @@ def test_the_choice_of_a_library_says_why_the_others_declined(tmp_path):
         (f"file://{tmp_path}/meet", "it needs the compiled kernels"),
         ("tcp://127.0.0.1:9", "ranks may be on several machines"),
     ):
-        meeting = Meeting(0, 2, address, 1.0)
-        assert COLLECTIVES.load("shared").declines(meeting) == reason
+        rendezvous = Rendezvous(0, 2, address, 1.0)
+        assert COLLECTIVES.load("shared").declines(rendezvous) == reason
         with pytest.raises(ConfigError, match=f"no collectives for 2 ranks: shared: {reason}"):
-            open_collectives(meeting, ("shared",))
+            open_collectives(rendezvous, ("shared",))
 
 
 def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
-    """The model is opened with the seconds of the flag; meeting is all that it is left to do."""
+    """The groups are opened with the timeout of the flag."""
 
-    def wait(rank, size, address, libraries, timeout_s, **more):
-        raise TimeoutError(f"waited {timeout_s:g} s")
+    def wait(config):
+        raise TimeoutError(f"waited {config.timeout_s:g} s")
 
     monkeypatch.setattr("banyan.engine.model_loader.open_groups", wait)
     for flags, text in ((), "waited 300 s"), (("--dist-timeout", "7"), "waited 7 s"):
@@ -70,4 +70,4 @@ def test_a_group_of_one_returns_what_it_was_given():
 @pytest.mark.parametrize("address", ["", "meet", "tcp://", "tcp://host", "udp://host:1", "file:"])
 def test_a_place_where_ranks_cannot_meet_is_refused(address):
     with pytest.raises(ConfigError, match="tcp://host:port"):
-        open_groups(0, 2, address)
+        open_groups(GroupsConfig(0, 2, address))

@@ -30,7 +30,7 @@ from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.groups import ALONE, Groups, open_groups
+from banyan.parallel.groups import ALONE, Groups, GroupsConfig, open_groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
@@ -48,7 +48,7 @@ IS_ALL = os.environ.get("PARALLEL") == "all"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is shared, and which one. The rest as for `open_groups`."""
+    """How a model is shared, and which one. The rest as for `GroupsConfig`."""
 
     variant: str
     replicas: int = 2
@@ -150,8 +150,8 @@ def beside(
         count, ranks = model_config.experts.count, groups.experts.size
         lies = trivial(model_config.num_layers, count, count + 2 * ranks)[:, ::-1]
         found["places"] = ExpertMap(lies, count, groups.experts.rank, ranks, layout.copies)
-    if layout.balances and groups.joint is not None:
-        found["watch"] = ExpertWatch(recorder, groups.joint.tokens)
+    if layout.balances and groups.dp_batch is not None:
+        found["watch"] = ExpertWatch(recorder, groups.dp_batch.tokens)
     return found
 
 
@@ -170,13 +170,19 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     runner, num_groups = open_runner(
         model_config,
         lambda recorder: open_groups(
-            *(place, layout.ranks, address, (layout.library,), 60),
-            recorder=recorder,
-            replica=replica,
-            replicas=layout.replicas,
-            are_experts_apart=layout.are_experts_apart,
-            replicates_lm_head=layout.replicates_lm_head,
-            is_dense_whole=layout.is_dense_whole,
+            GroupsConfig(
+                place,
+                layout.ranks,
+                address,
+                (layout.library,),
+                60,
+                recorder=recorder,
+                replica=replica,
+                replicas=layout.replicas,
+                are_experts_apart=layout.are_experts_apart,
+                replicates_lm_head=layout.replicates_lm_head,
+                is_dense_whole=layout.is_dense_whole,
+            )
         ),
         0 if layout.is_eager and replica == 0 else 300,
         lambda groups, recorder: beside(layout, model_config, groups, recorder),
@@ -280,11 +286,11 @@ def test_joined_replicas_answer_as_one_rank_does_and_company_changes_no_bit(layo
 def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
     """The groups are opened as the flags say; meeting is all that is left to do."""
 
-    def tell(rank, size, address, libraries, timeout_s, **more):
+    def report(config):
         names = ("replica", "replicas", "replicates_lm_head", "is_dense_whole")
-        raise TimeoutError((size, *(more[name] for name in names)))
+        raise TimeoutError((config.size, *(getattr(config, name) for name in names)))
 
-    monkeypatch.setattr("banyan.engine.model_loader.open_groups", tell)
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", report)
     config = of_replica(config_of("--tp", "4", "--dp", "2", *flags), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
         open_model(config, MODEL_CONFIG, 0, "", Phases(WallClock()))

@@ -17,7 +17,7 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig, Pooling
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.groups import ALONE, open_groups
+from banyan.parallel.groups import ALONE, GroupsConfig, open_groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
@@ -102,7 +102,9 @@ def answer(
     )
     groups = ALONE
     if size > 1:
-        groups = open_groups(rank, size, address, (by,), timeout_s=60, recorder=ops.recorder)
+        groups = open_groups(
+            GroupsConfig(rank, size, address, (by,), timeout_s=60, recorder=ops.recorder)
+        )
     build = Build(ops, groups)
     model = load_model(model_config, build)
     kinds = group_caches(model.caches)

@@ -16,7 +16,7 @@ from banyan.messages.control_ops import (
 )
 from banyan.messages.plan import StepPlan, StepResult
 from banyan.messages.sampling_params import SamplingParams
-from banyan.parallel.groups import Group, open_groups
+from banyan.parallel.groups import Group, GroupsConfig, open_groups
 from banyan.runner.control_ops import Alike, ControlOpExecutor, RankReply, serve_rank
 from tests.parallel.ranks import LIBRARIES, meet, rank_processes, together
 from tests.runner.conftest import VOCAB, build_runner
@@ -180,7 +180,7 @@ class Relay:
 
 def serve(model_config, address, plans) -> None:
     torch.set_num_threads(1)
-    runner = build_runner(model_config, open_groups(1, 2, address, timeout_s=60))
+    runner = build_runner(model_config, open_groups(GroupsConfig(1, 2, address, timeout_s=60)))
     serve_rank(runner, plans.get)
 
 
@@ -190,7 +190,9 @@ def test_two_ranks_give_the_tokens_of_one(model_config, tmp_path):
     address = f"file://{tmp_path}/meet"
     other = context.Process(target=serve, args=(model_config, address, plans))
     other.start()
-    relay = Relay(build_runner(model_config, open_groups(0, 2, address, timeout_s=60)), plans)
+    relay = Relay(
+        build_runner(model_config, open_groups(GroupsConfig(0, 2, address, timeout_s=60))), plans
+    )
     together = requests()
     driver = Driver(relay)
     assert relay.launch(StepPlan(step=0)).result().error == ""

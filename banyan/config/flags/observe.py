@@ -230,6 +230,6 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
-        proof="tests/base/test_slow_gc.py::test_a_collection_that_takes_long_is_reported",
+        proof="tests/base/test_memory.py::test_a_collection_that_takes_long_is_reported",
     ),
 )

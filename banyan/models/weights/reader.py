@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.base.heap import give_back
+from banyan.base.memory import give_back
 from banyan.base.named_code import load_named
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo

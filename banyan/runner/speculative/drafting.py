@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.draft_tree import is_chain, standing_path
+from banyan.base.draft_tree import accepted_path, is_chain
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import STATE
@@ -114,7 +114,7 @@ def accepted_places(
 ) -> list[int]:
     """Indices of the accepted tokens among the sampled ones; parents: of a draft tree, or empty."""
     if parents:
-        return standing_path(drafts, parents, sampled)
+        return accepted_path(drafts, parents, sampled)
     return list(range(count_accepted(drafts, sampled)))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.memory import give_back
 from banyan.config.schema import Config
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from banyan.base.heap import give_back, let_go
 from banyan.base.log import logger
+from banyan.base.memory import give_back, let_go
 from banyan.base.thread_pool import use_threads
 from banyan.chat_template.named_templates import FillIn, fill_in_form, template_source
 from banyan.chat_template.template import Chat, load_chat

@@ -20,7 +20,7 @@ from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.groups import open_groups
+from banyan.parallel.groups import GroupsConfig, open_groups
 from banyan.platform.expert_exchange import Dispatch
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.ascend.emulation.exchange_cases import exchange_cases
@@ -86,7 +86,7 @@ def exchange(rank: int, size: int, address: str, kind: str) -> list:
     """Of each of several steps: how far the rows of this rank are from what they should be."""
     platform, ops = bound(rank)
     groups = open_groups(
-        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+        GroupsConfig(rank, size, address, ("hccl",), 60, are_experts_apart=True, has_exchange=True)
     )
     ranks, whole = groups.exchange.ranks, weights(kind)
     packed = ops.pack_experts(half(whole, rank))
@@ -131,10 +131,10 @@ def counted(rank: int, size: int, address: str, is_rounded: bool) -> tuple[list,
     os.environ["DEEP_NORMAL_MODE_USE_INT8_QUANT"] = str(int(is_rounded))
     bound(rank)
     groups = open_groups(
-        *(0, 1, address, ("hccl",), 60), replica=rank, replicas=2, are_experts_apart=True
+        GroupsConfig(0, 1, address, ("hccl",), 60, replica=rank, replicas=2, are_experts_apart=True)
     )
-    assert groups.joint is not None
-    groups.joint.tokens.enter([4, 3])
+    assert groups.dp_batch is not None
+    groups.dp_batch.tokens.enter([4, 3])
     device, kinds = torch.device("npu", rank), list[torch.dtype]()
     exchange = HcclCollectives._exchange
 
@@ -149,7 +149,7 @@ def counted(rank: int, size: int, address: str, is_rounded: bool) -> tuple[list,
     mine = (ids // (EXPERTS // 2) == rank).any(1)
     whole = torch.cat([part[0] for part in rows]).float()
     off = (came.cpu().float() - whole)[mine].abs() / whole[mine].abs().amax(1, keepdim=True)
-    groups.joint.tokens.enter([2, 0])  # the second has nothing to send
+    groups.dp_batch.tokens.enter([2, 0])  # the second has nothing to send
     x, ids, _ = tokens_of(0, 2, 1)
     given = x[: 2 - 2 * rank].to(device)
     came = groups.experts.dispatch_rows(given, ids.to(device), EXPERTS // 2)
@@ -170,7 +170,7 @@ def unchanged(rank: int, size: int, address: str) -> list[float]:
     """How far what experts leave as it is comes back changed, by the cases of these operators."""
     platform, _ = bound(rank)
     groups = open_groups(
-        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+        GroupsConfig(rank, size, address, ("hccl",), 60, are_experts_apart=True, has_exchange=True)
     )
     device, limits = torch.device("npu", rank), platform.traits.dispatch
     assert limits is not None
@@ -192,7 +192,7 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
     os.environ["DEEPEP_HCCL_BUFFSIZE"] = "32"
     platform, _ = bound(rank)
     groups = open_groups(
-        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+        GroupsConfig(rank, size, address, ("hccl",), 60, are_experts_apart=True, has_exchange=True)
     )
     ranks, limits = groups.exchange.ranks, platform.traits.dispatch
     assert limits is not None

@@ -30,7 +30,7 @@ from banyan.ops.activation_quant import DYNAMIC, Rounding
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.experts_api import Ranks, StoredExperts
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.groups import open_groups
+from banyan.parallel.groups import GroupsConfig, open_groups
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.ascend.emulation.exchanges import Tokens, how_far
 from tests.ascend.emulation.test_families import compare
@@ -83,7 +83,7 @@ def opened(rank: int, address: str, mode: int):
     kinds = (platform.traits.features, 64)
     ops = bind("npu", device, torch.bfloat16, *kinds, toolkit=toolkit, page_size=128)
     groups = open_groups(
-        *(rank, 2, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+        GroupsConfig(rank, 2, address, ("hccl",), 60, are_experts_apart=True, has_exchange=True)
     )
     return platform, ops, groups
 

@@ -18,7 +18,7 @@ from banyan.messages.plan import Join, PageGrant, StepLoad, StepPlan
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.groups import Group, open_groups
+from banyan.parallel.groups import Group, GroupsConfig, open_groups
 from banyan.pipeline.runner_stage import PipelineStage
 from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward
@@ -40,7 +40,7 @@ IN_ALL = pytest.mark.skipif(os.environ.get("NPU_CASES") != "all", reason="NPU_CA
 
 @dataclass(frozen=True)
 class Layout:
-    """Of two ranks; `groups` as for `open_groups`.
+    """Of two ranks; `groups` as for `GroupsConfig`.
 
     Attributes:
         asked: lengths of each replica's prompts; its rows in a decode step are as many.
@@ -161,7 +161,7 @@ def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tup
         given, place, size = given | {"replica": rank}, 0, 1
     if "stages" in given or "shares" in given:
         size = 1
-    groups = open_groups(place, size, address, ("hccl",), 60, **given)
+    groups = open_groups(GroupsConfig(place, size, address, ("hccl",), 60, **given))
     sent = {"sends_rows": bool(layout.exchanged), "exchanged": layout.exchanged}
     build = Build(ops, groups, torch.float16, device, **sent)
     model = load_model(model_config, build)
@@ -169,7 +169,7 @@ def open_rank(layout: Layout, folder: Path, rank: int, address: str, shapes: tup
     pages = tuple(GroupLayout(each.kind, each.window, PAGE, 64) for each in caches)
     sizes = RunnerConfig(8, 8 * PAGE, pages, max_tokens=128, shapes=shapes)
     runner, talk = ModelRunner(model, build, sizes, platform), None
-    if groups.joint is not None:
+    if groups.dp_batch is not None:
         talk = meet("gloo", rank, 2, f"{address}-talk")
     driver = Ranks(runner, talk, model_config.hidden_size)
     if groups.stages.size > 1:

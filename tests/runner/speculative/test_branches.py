@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.base.draft_tree import is_chain, paths_of, ranks_of, standing_path
+from banyan.base.draft_tree import accepted_path, is_chain, paths_of, ranks_of
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, SCORE, Row
 from banyan.messages.sampling_params import SamplingParams
@@ -166,7 +166,7 @@ def drafted(world, sampling: list[SamplingParams], seed: int = 0, masks=None, **
                     above = [tree.tokens[n - 1] for n in path[1:]]
                     if whole[r.known : r.known + len(above)] == above:
                         sampled[at] = whole[r.known + len(above)]
-                path = standing_path(tree.tokens, tree.parents, sampled)
+                path = accepted_path(tree.tokens, tree.parents, sampled)
                 assert len(given) == len(path)
                 moved += path[-1] != len(path) - 1
             stood += len(given) - 1
@@ -215,5 +215,5 @@ def test_paths_ranks_and_what_stands():
     assert paths_of(parents) == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5], [0, 2, 4, 6]]
     assert ranks_of(parents) == [0, 1, 0, 0, 1, 0]
     assert not is_chain(parents) and is_chain([-1, 0, 1]) and is_chain([])
-    assert standing_path([5, 6, 7, 8, 9, 1], parents, [6, 0, 8, 0, 1, 0, 2]) == [0, 2, 4, 6]
-    assert standing_path([5, 6, 7, 8, 9, 1], parents, [4, 0, 8, 0, 1, 0, 2]) == [0]
+    assert accepted_path([5, 6, 7, 8, 9, 1], parents, [6, 0, 8, 0, 1, 0, 2]) == [0, 2, 4, 6]
+    assert accepted_path([5, 6, 7, 8, 9, 1], parents, [4, 0, 8, 0, 1, 0, 2]) == [0]

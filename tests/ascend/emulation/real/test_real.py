@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.parallel.groups import open_groups
+from banyan.parallel.groups import GroupsConfig, open_groups
 from tests.ascend.emulation.exchange_cases import exchange_cases
 from tests.ascend.emulation.real.calls import results
 from tests.ascend.emulation.real.lists import (
@@ -85,7 +85,7 @@ def exchanged(rank: int, size: int, address: str) -> dict:
     """What a rank of the emulated device gives."""
     platform, _ = bound(rank)
     groups = open_groups(
-        *(rank, size, address, ("hccl",), 60), are_experts_apart=True, has_exchange=True
+        GroupsConfig(rank, size, address, ("hccl",), 60, are_experts_apart=True, has_exchange=True)
     )
     limits = platform.traits.dispatch
     assert limits is not None

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.base.memory import give_back
 from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
 from banyan.lora.load import enable_lora

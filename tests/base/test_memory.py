@@ -1,5 +1,7 @@
-"""Memory that a start leaves behind goes back to the system, and nothing that is needed with it."""
+"""Memory of a process: pages that the start no longer needs, and slow garbage collections."""
 
+import gc
+import logging
 import mmap
 import re
 from pathlib import Path
@@ -7,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from banyan.base.heap import _as_on_disk, unmap_files
+from banyan.base.clock import VirtualClock
+from banyan.base.memory import SlowGc, _as_on_disk, report_slow_gc, unmap_files
+from tests.support.flags import config_of
 
 SMAPS = Path("/proc/self/smaps")
 LIBRARY = "libtorch_cpu.so"
@@ -67,3 +71,38 @@ Anonymous:  0 kB
 Anonymous:  0 kB
 """
     assert list(_as_on_disk(smaps)) == [(0x1000, 0x2000), (0x7000, 0x8000)]
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    log = logging.getLogger("banyan.base.memory")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    before = list(gc.callbacks)
+    yield lambda: caplog.messages
+    gc.callbacks[:] = before
+
+
+def test_a_collection_that_takes_long_is_reported(lines):
+    report_slow_gc(config_of("--gc-warning-threshold-secs", "1e-9").observe.slow_gc_s)
+    gc.collect()
+    assert any(
+        line.startswith("garbage collection took seconds=") and " generation=2 " in line
+        for line in lines()
+    )
+
+
+def test_a_quick_collection_is_not(lines):
+    clock = VirtualClock()
+    watch = SlowGc(0.5, clock)
+    for seconds in (0.1, 0.5, 0.6):
+        watch("start", {})
+        clock.advance_to(clock.now() + seconds)
+        watch("stop", {"generation": 1, "collected": 7})
+    assert lines() == ["garbage collection took seconds=0.600 generation=1 freed=7"]
+
+
+def test_nothing_is_watched_unless_asked_for():
+    before = list(gc.callbacks)
+    report_slow_gc(config_of().observe.slow_gc_s)
+    assert gc.callbacks == before
