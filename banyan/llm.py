@@ -225,7 +225,10 @@ class Engine:
         Refused while requests are running; a checkpoint that does not fit changes nothing.
         """
         work = agreed(
-            *(self._live().client, "update_weights", LOAD_S, False),
+            self._live().client,
+            "update_weights",
+            LOAD_S,
+            False,
             **{"path": model_path, "flush_cache": flush_cache},
         )
         reply = self._loop.run(work)
@@ -259,12 +262,12 @@ class Engine:
         Raises:
             RequestError: requests are running, or it cannot be released.
         """
-        work = agreed(self._live().client, "release_memory", LOAD_S, False, tags=_joined(tags))
+        work = agreed(self._live().client, "release_memory", LOAD_S, False, tags=_tags_text(tags))
         _require(self._loop.run(work))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Take released memory back; the weights are read from their files again."""
-        work = self._live().client.control("resume_memory", LOAD_S, tags=_joined(tags))
+        work = self._live().client.control("resume_memory", LOAD_S, tags=_tags_text(tags))
         _require(self._loop.run(work))
 
     def flush_cache(self) -> bool:
@@ -404,8 +407,8 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
         for number in range(config.parallel.dp):
 
             def on_death(text: str, number: int = number) -> None:
-                told = f"{text}. Nothing starts it again here: make a new Engine"
-                loop.call_soon_threadsafe(lambda: engines[number].engine_lost(told))
+                reason = f"{text}. Nothing starts it again here: make a new Engine"
+                loop.call_soon_threadsafe(lambda: engines[number].engine_lost(reason))
 
             mine = of_replica(config, number, f"{folder.path}/joined")
             link, handle = _start(mine, model_config, in_process, on_death, stack)
@@ -413,7 +416,9 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             handles.append(handle)
         parallel = config.parallel
         client = DataParallelClient(
-            *(engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention),
+            engines,
+            ROUTES.load(parallel.load_balance),
+            parallel.uses_dp_attention,
             config.handoff.mode == "prefill",
         )
         await client.start()
@@ -548,7 +553,7 @@ def _arguments(model_path: str, server_args: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _joined(tags: list[str] | None) -> str:
+def _tags_text(tags: list[str] | None) -> str:
     return ",".join(tags or MEMORY_TAGS)
 
 

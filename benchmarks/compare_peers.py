@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from banyan.base.errors import BanyanError
-from banyan.bench.probe import Machine, probe
+from banyan.bench.probe import MachinePeaks, probe
 from banyan.bench.serving import run_serving
 from benchmarks import fidelity, peer_report
 from benchmarks.machine import PeerError, ServerProcess, busy_core
@@ -192,7 +192,7 @@ def _compare_fidelity(
             server.pause()
 
 
-def _machine_keys(machine: Machine) -> dict[str, object]:
+def _machine_keys(machine: MachinePeaks) -> dict[str, object]:
     return {f"machine_{key}": value for key, value in machine.keys().items()}
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 import psutil
 
-from banyan.bench.http import Reply, Server
+from banyan.bench.http import HttpClient, HttpResponse
 from banyan.bench.load import run_load
 from banyan.bench.metrics import percentile
 from benchmarks.machine import Command, ServerProcess, threads_cpu_s
@@ -98,11 +98,11 @@ def watched(rate: float, model: str, log: Path, notes: Path | None = None) -> It
 
 async def stream(server: Watched, streams: int, tokens: int, rounds: int) -> Streamed:
     """`rounds` times `streams` chats at once, of `tokens` tokens each."""
-    http, asked = Server(server.url), body("Tell me about banyans.", tokens)
+    http, asked = HttpClient(server.url), body("Tell me about banyans.", tokens)
     await http.request("POST", ROUTE, body("Hello", 8))
     cpu_s = server.cpu_s()
 
-    async def one(_: int) -> Reply:
+    async def one(_: int) -> HttpResponse:
         return await http.request("POST", ROUTE, asked)
 
     run = await run_load(streams * rounds, one, [0.0] * streams * rounds, streams)
@@ -122,7 +122,7 @@ async def tokenize_meanwhile(
     server: Watched, streams: int, prompt_bytes: int, times: int
 ) -> list[tuple[float, float]]:
     """Send long prompts one after the other while chats stream; when each was being read."""
-    http = Server(server.url)
+    http = HttpClient(server.url)
     quiet = body("Tell me about banyans.", 1 << 20)
     background = [asyncio.create_task(http.request("POST", ROUTE, quiet)) for _ in range(streams)]
     long = body((_WORDS * (prompt_bytes // len(_WORDS) + 1))[:prompt_bytes], 1)
@@ -169,8 +169,8 @@ def body(text: str, tokens: int) -> bytes:
 
 def count(outcome: object) -> tuple[int, int]:
     """(tokens that the server counted, chunks with text) of an answer that must be whole."""
-    if not isinstance(outcome, Reply) or outcome.status != 200:
-        text = outcome.body[:300] if isinstance(outcome, Reply) else outcome
+    if not isinstance(outcome, HttpResponse) or outcome.status != 200:
+        text = outcome.body[:300] if isinstance(outcome, HttpResponse) else outcome
         raise SystemExit(f"a stream failed: {text!r}")
     events = outcome.body.split(b"\n\n")
     assert events[-2] == b"data: [DONE]", events[-2]

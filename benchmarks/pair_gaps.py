@@ -18,7 +18,7 @@ from random import Random
 
 import orjson
 
-from banyan.bench.http import Reply, Server
+from banyan.bench.http import HttpClient, HttpResponse
 from banyan.bench.metrics import percentile
 from benchmarks.pairs import VOCAB, alone, ask, load_average, pairs, write_model
 
@@ -44,7 +44,7 @@ class Run:
         return percentile(chosen, share) * 1e3
 
 
-async def stream(server: Server, number: int) -> Reply:
+async def stream(server: HttpClient, number: int) -> HttpResponse:
     """A stream that goes on until its server ends."""
     lots = Random(number)
     body = {
@@ -61,8 +61,8 @@ async def stream(server: Server, number: int) -> Reply:
 
 async def watch(name: str, url: str, quiet_s: float, busy_s: float) -> Run:
     """Streams one after another in each of STREAMS lanes, and prompts beside them in the end."""
-    server, lots = Server(url), Random(99)
-    replies: list[Reply] = []
+    server, lots = HttpClient(url), Random(99)
+    replies: list[HttpResponse] = []
     began_s = time.perf_counter()
     end_s = began_s + quiet_s + busy_s
 

@@ -22,7 +22,7 @@ import httpx
 import orjson
 import psutil
 
-from banyan.bench.http import Reply, Server
+from banyan.bench.http import HttpClient, HttpResponse
 from banyan.bench.metrics import percentile
 
 ROUTE = "/v1/completions"
@@ -107,7 +107,7 @@ async def at_rate(
     url: str, rate: float, seconds: float, prompt: str, router: psutil.Process
 ) -> Sent:
     """Requests at random moments, `rate` a second in the mean."""
-    server = Server(url)
+    server = HttpClient(url)
     lots = random.Random(1)
     before_s = _cpu_s(router)
     began_s = due_s = time.perf_counter()
@@ -138,7 +138,7 @@ async def at_rate(
 
 
 async def streams(url: str, count: int, events: int, router: psutil.Process) -> dict[str, float]:
-    server = Server(url)
+    server = HttpClient(url)
     body = orjson.dumps({"model": "x", "prompt": "x", "max_tokens": events, "stream": True})
     before_s, began_s = _cpu_s(router), time.perf_counter()
     replies = await asyncio.gather(*(server.request("POST", ROUTE, body) for _ in range(count)))
@@ -149,7 +149,7 @@ async def streams(url: str, count: int, events: int, router: psutil.Process) -> 
     return {"events_per_s": made / seconds, "router_cpu_us_per_event": cpu_s / made * 1e6}
 
 
-def _is_whole(reply: Reply, events: int) -> bool:
+def _is_whole(reply: HttpResponse, events: int) -> bool:
     return reply.status == 200 and reply.body == _EVENT * events + b"data: [DONE]\n\n"
 
 

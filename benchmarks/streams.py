@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from banyan.bench.http import Reply, Server
+from banyan.bench.http import HttpClient, HttpResponse
 from banyan.bench.load import run_load
 from benchmarks.front import ROUTE, body, count, free_port
 from benchmarks.machine import Command, ServerProcess, threads_cpu_s
@@ -38,9 +38,9 @@ def start(flags: str, model: str, log: Path, tree: str = "") -> ServerProcess:
 
 async def streams(server: ServerProcess, number: int, tokens: int) -> tuple[int, float]:
     """(tokens, seconds) of so many chats at once."""
-    http, asked = Server(server.url), body("Tell me about banyans.", tokens)
+    http, asked = HttpClient(server.url), body("Tell me about banyans.", tokens)
 
-    async def one(_: int) -> Reply:
+    async def one(_: int) -> HttpResponse:
         return await http.request("POST", ROUTE, asked)
 
     run = await run_load(number, one, [0.0] * number, number)

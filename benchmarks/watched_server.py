@@ -1,8 +1,7 @@
-"""The server as it is, with two things about it: its engine knows every token beforehand, and its
-own event loop notes how late it wakes up.
+"""The normal server with an engine that needs no model; it records the delays of its event loop.
 
 `python -m benchmarks.watched_server RATE NOTES [flags of banyan serve]`; the file NOTES is
-written at the end, and where it is "" nothing is noted.
+written at the end, and "" records nothing.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ def main() -> None:
 
     async def serve() -> int:
         ready = partial(prepare, config, environment)
-        server = Server(config, ready, listener, partial(start_engine, rate))
+        server = Server(config, ready, [("http", listener)], partial(start_engine, rate))
         watch = asyncio.create_task(note_lag(notes)) if path else None
         try:
             return await server.run()

@@ -1,7 +1,6 @@
-"""Dialects: how a prompt becomes a request body, and how an answer is read, API by API.
+"""The APIs of the servers that are benchmarked: request bodies, and parsing of complete responses.
 
-Reading happens after the answer is complete. Knows no sockets and no clocks: times come with the
-pieces.
+Arrival times come with the pieces of a response.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from banyan.base.errors import ConfigError
-from banyan.bench.http import ExchangeError, Reply
+from banyan.bench.http import ExchangeError, HttpResponse
 from banyan.bench.prompts import Prompt
 
 Json = dict[str, object]
@@ -21,11 +20,11 @@ _SHOWN_ERROR = 300
 
 @dataclass
 class Answer:
-    """What one request got.
+    """The answer to one request.
 
     Attributes:
         times: (arrival in perf_counter seconds, tokens so far) of each event that brought tokens.
-        is_counted: the server said how many tokens it made; otherwise events were counted.
+        is_counted: the token count is the server's; otherwise events were counted.
     """
 
     started: float
@@ -36,8 +35,8 @@ class Answer:
     cached_tokens: int | None = None
     is_counted: bool = False
 
-    def came(self, at: float, so_far: int) -> None:
-        """Note that `so_far` tokens are there; nothing when there are no new ones."""
+    def record(self, at: float, so_far: int) -> None:
+        """Record that `so_far` tokens have arrived, if that is more than before."""
         if so_far > (self.times[-1][1] if self.times else 0):
             self.times.append((at, so_far))
 
@@ -46,7 +45,7 @@ class Answer:
         return self.times[-1][1] if self.times else 0
 
     def count(self, usage: Mapping[str, object]) -> None:
-        """Take the server's own counts."""
+        """Take over the server's counts."""
         if isinstance(made := usage.get("completion_tokens"), int):
             self.output_tokens, self.is_counted = made, True
         if isinstance(given := usage.get("prompt_tokens"), int):
@@ -58,12 +57,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What every request of a run asks for.
+class RequestOptions:
+    """Settings of all requests of a run.
 
     Attributes:
         extra: merged into each body, last.
-        send_ids: prompts go as token ids wherever the API takes them.
+        send_ids: send prompts as token ids if the API takes them.
     """
 
     model: str
@@ -79,8 +78,8 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """One API.
+class BenchAPI:
+    """One HTTP API.
 
     Attributes:
         body: (prompt, wish) -> request body.
@@ -89,16 +88,16 @@ class Dialect:
     """
 
     route: str
-    body: Callable[[Prompt, Wish], Json]
+    body: Callable[[Prompt, RequestOptions], Json]
     read: Callable[[Json, float, Answer], None]
     takes_ids: bool
 
 
-def request_body(dialect: Dialect, prompt: Prompt, wish: Wish) -> bytes:
-    return orjson.dumps({**dialect.body(prompt, wish), **wish.extra})
+def request_body(dialect: BenchAPI, prompt: Prompt, request_options: RequestOptions) -> bytes:
+    return orjson.dumps({**dialect.body(prompt, request_options), **request_options.extra})
 
 
-def read_reply(dialect: Dialect, reply: Reply, stream: bool) -> Answer:
+def read_reply(dialect: BenchAPI, reply: HttpResponse, stream: bool) -> Answer:
     """The answer in `reply`.
 
     Raises:
@@ -124,18 +123,18 @@ def read_reply(dialect: Dialect, reply: Reply, stream: bool) -> Answer:
 
 
 def _checked(answer: Answer, ended: float) -> Answer:
-    """With a count and a time for its tokens, which may all have come with the end."""
+    """The answer, with a token count and at least one arrival time."""
     if not answer.is_counted:
         answer.output_tokens = max(answer.so_far, bool(answer.text))
     if not answer.times:
-        answer.came(ended, answer.output_tokens)
+        answer.record(ended, answer.output_tokens)
     if not answer.times:
         raise ExchangeError("the answer has no tokens")
     return answer
 
 
 def events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """(arrival, payload) of each server-sent event; it arrives with the piece that ends it."""
+    """(arrival, payload) of each server-sent event; an event arrives with its last piece."""
     rest = b""
     for at, piece in pieces:
         *lines, rest = (rest + piece if rest else piece).split(b"\n")
@@ -168,25 +167,25 @@ def _error_text(raw: bytes) -> str:
     return " ".join(str(text).split())[:_SHOWN_ERROR]
 
 
-def _native_body(prompt: Prompt, wish: Wish) -> Json:
+def _native_body(prompt: Prompt, request_options: RequestOptions) -> Json:
     body: Json = {
         "sampling_params": {
-            "temperature": wish.temperature,
-            "top_p": wish.top_p,
+            "temperature": request_options.temperature,
+            "top_p": request_options.top_p,
             "max_new_tokens": prompt.output_len,
-            "ignore_eos": wish.ignore_eos,
+            "ignore_eos": request_options.ignore_eos,
         },
-        "stream": wish.stream,
+        "stream": request_options.stream,
     }
-    if wish.send_ids and prompt.ids is not None:
+    if request_options.send_ids and prompt.ids is not None:
         body["input_ids"] = prompt.ids
     else:
         body["text"] = prompt.text
-    if wish.return_logprob or wish.top_logprobs:
+    if request_options.return_logprob or request_options.top_logprobs:
         body |= {
             "return_logprob": True,
-            "top_logprobs_num": wish.top_logprobs,
-            "logprob_start_len": wish.logprob_start,
+            "top_logprobs_num": request_options.top_logprobs,
+            "logprob_start_len": request_options.logprob_start,
         }
     return body
 
@@ -196,10 +195,10 @@ def _read_native(event: Json, at: float, answer: Answer) -> None:
     if not isinstance(meta, dict):
         raise ExchangeError("an event without meta_info: is this server's /generate native?")
     answer.count(meta)
-    answer.came(at, answer.output_tokens if answer.is_counted else answer.so_far + 1)
+    answer.record(at, answer.output_tokens if answer.is_counted else answer.so_far + 1)
     text = event.get("text")
     if isinstance(text, str):
-        # Events carry the text so far, or with incremental output only what is new.
+        # Events carry the whole text so far, or only the new text with incremental output.
         is_whole = text.startswith("".join(answer.text))
         answer.text = [text] if is_whole else [*answer.text, text]
     reason = meta.get("finish_reason")
@@ -207,25 +206,27 @@ def _read_native(event: Json, at: float, answer: Answer) -> None:
         raise ExchangeError(f"the server gave the request up: {reason.get('message', '')}")
 
 
-def _openai_body(prompt: Prompt, wish: Wish) -> Json:
+def _openai_body(prompt: Prompt, request_options: RequestOptions) -> Json:
     body: Json = {
-        "model": wish.model,
-        "temperature": wish.temperature,
-        "top_p": wish.top_p,
+        "model": request_options.model,
+        "temperature": request_options.temperature,
+        "top_p": request_options.top_p,
         "max_tokens": prompt.output_len,
-        "stream": wish.stream,
-        "ignore_eos": wish.ignore_eos,
+        "stream": request_options.stream,
+        "ignore_eos": request_options.ignore_eos,
     }
-    if wish.stream:
+    if request_options.stream:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-def _completions_body(prompt: Prompt, wish: Wish) -> Json:
-    body = _openai_body(prompt, wish)
-    body["prompt"] = prompt.ids if wish.send_ids and prompt.ids is not None else prompt.text
-    if wish.return_logprob or wish.top_logprobs:
-        body["logprobs"] = wish.top_logprobs
+def _completions_body(prompt: Prompt, request_options: RequestOptions) -> Json:
+    body = _openai_body(prompt, request_options)
+    body["prompt"] = (
+        prompt.ids if request_options.send_ids and prompt.ids is not None else prompt.text
+    )
+    if request_options.return_logprob or request_options.top_logprobs:
+        body["logprobs"] = request_options.top_logprobs
     return body
 
 
@@ -234,28 +235,28 @@ def _read_completions(event: Json, at: float, answer: Answer) -> None:
         piece = choice.get("text")
         if isinstance(piece, str) and (piece or not choice.get("finish_reason")):
             answer.text.append(piece)
-            answer.came(at, answer.so_far + 1)
+            answer.record(at, answer.so_far + 1)
     _count_openai(event, at, answer)
 
 
-def _chat_body(prompt: Prompt, wish: Wish) -> Json:
-    body = _openai_body(prompt, wish)
+def _chat_body(prompt: Prompt, request_options: RequestOptions) -> Json:
+    body = _openai_body(prompt, request_options)
     body["messages"] = [{"role": "user", "content": prompt.text}]
-    if wish.return_logprob or wish.top_logprobs:
-        body |= {"logprobs": True, "top_logprobs": wish.top_logprobs}
+    if request_options.return_logprob or request_options.top_logprobs:
+        body |= {"logprobs": True, "top_logprobs": request_options.top_logprobs}
     return body
 
 
 def _read_chat(event: Json, at: float, answer: Answer) -> None:
     for choice in _choices(event):
-        said = choice.get("delta") or choice.get("message")
-        if not isinstance(said, dict):
+        message = choice.get("delta") or choice.get("message")
+        if not isinstance(message, dict):
             continue
-        pieces = [said.get("content"), said.get("reasoning_content")]
+        pieces = [message.get("content"), message.get("reasoning_content")]
         texts = [p for p in pieces if isinstance(p, str) and p]
-        if texts or said.get("tool_calls"):
+        if texts or message.get("tool_calls"):
             answer.text += texts
-            answer.came(at, answer.so_far + 1)
+            answer.record(at, answer.so_far + 1)
     _count_openai(event, at, answer)
 
 
@@ -265,7 +266,7 @@ def _choices(event: Json) -> list[Json]:
 
 
 def _count_openai(event: Json, at: float, answer: Answer) -> None:
-    """Usage stands in the last event, or in every one (continuous usage)."""
+    """Read the usage, which is in the last event, or in every event (continuous usage)."""
     usage = event.get("usage")
     if isinstance(usage, dict):
         answer.count(usage)
@@ -274,11 +275,11 @@ def _count_openai(event: Json, at: float, answer: Answer) -> None:
             answer.times[-1] = (at, max(before + 1, answer.output_tokens))
 
 
-NATIVE = Dialect("/generate", _native_body, _read_native, takes_ids=True)
-COMPLETIONS = Dialect("/v1/completions", _completions_body, _read_completions, takes_ids=True)
-CHAT = Dialect("/v1/chat/completions", _chat_body, _read_chat, takes_ids=False)
+NATIVE = BenchAPI("/generate", _native_body, _read_native, takes_ids=True)
+COMPLETIONS = BenchAPI("/v1/completions", _completions_body, _read_completions, takes_ids=True)
+CHAT = BenchAPI("/v1/chat/completions", _chat_body, _read_chat, takes_ids=False)
 
-BACKENDS: dict[str, tuple[Dialect, int]] = {
+BACKENDS: dict[str, tuple[BenchAPI, int]] = {
     "banyan": (NATIVE, 30000),
     "sglang": (NATIVE, 30000),
     "sglang-native": (NATIVE, 30000),
@@ -296,7 +297,7 @@ BACKENDS: dict[str, tuple[Dialect, int]] = {
 """Backend name -> (dialect, default port)."""
 
 
-def backend(name: str) -> tuple[Dialect, int]:
+def backend(name: str) -> tuple[BenchAPI, int]:
     if name not in BACKENDS:
         raise ConfigError(
             f"--backend {name!r} is not spoken here", hint=f"choose one of: {', '.join(BACKENDS)}"

@@ -1,7 +1,7 @@
 """`banyan bench eval`: short questions with checkable answers, one server or two side by side.
 
-What is measured is a served model with everything around it: template, sampling defaults, kernels.
-Against a second server it says how often whole answers are the same.
+This measures a served model with its template, sampling defaults and kernels. With a second server
+it also reports how often whole answers are equal.
 """
 
 import asyncio
@@ -17,20 +17,21 @@ from pathlib import Path
 import orjson
 
 from banyan.base.errors import BanyanError, ConfigError
-from banyan.bench.http import Server
+from banyan.bench.http import HttpClient
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SOLUTION = "####"
-"""Stands before the result in the answers of GSM8K (arXiv 2110.14168)."""
+"""Marks the result in the answers of GSM8K (arXiv 2110.14168)."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """
+    """A question with a checkable answer.
+
     Attributes:
         kind: "fact", "arithmetic" …
-        pattern: what a right answer contains, a regular expression; "" = nothing is checked.
-        result: the last number of a right answer; "" = the pattern decides.
+        pattern: regular expression that a right answer contains; "" = not checked.
+        result: the last number of a right answer; "" = use the pattern.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class Question:
     result: str = ""
 
     def is_answered(self, answer: str) -> bool | None:
-        """Whether it is right; None when nobody can say."""
+        """Whether the answer is right; None if it cannot be checked."""
         if self.result:
             numbers = _NUMBER.findall(answer)
             return bool(numbers) and _plain(numbers[-1]) == _plain(self.result)
@@ -48,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asking:
-    """How questions are asked.
+    """Settings of the requests.
 
     Attributes:
         settings: fields of every request ("temperature", "max_tokens" …).
@@ -61,7 +62,7 @@ class Asking:
 
 
 def own_questions() -> list[Question]:
-    """The 200 that come with the program."""
+    """The 200 built-in questions."""
     lines = files("banyan.bench").joinpath("questions.tsv").read_text("utf-8").splitlines()
     return [Question(*line.split("\t")) for line in lines[1:]]
 
@@ -70,7 +71,7 @@ def read_questions(path: str) -> list[Question]:
     """Questions of a file: JSON lines with `question`, and `answer` as GSM8K writes it.
 
     Raises:
-        ConfigError: no such file, or a line that is no question.
+        ConfigError: no such file, or an invalid line.
     """
     found: list[Question] = []
     try:
@@ -98,7 +99,7 @@ async def ask_all(
     Raises:
         BanyanError: the server does not answer, or refuses.
     """
-    server, gate, done = Server(url), asyncio.Semaphore(asking.concurrency), 0
+    server, gate, done = HttpClient(url), asyncio.Semaphore(asking.concurrency), 0
 
     async def ask(question: Question) -> str:
         nonlocal done
@@ -109,8 +110,8 @@ async def ask_all(
                 "POST", "/v1/chat/completions", orjson.dumps(body), asking.timeout_s
             )
         if reply.status != 200:
-            said = reply.body[:300].decode(errors="replace")
-            raise BanyanError(f"{url} answered {reply.status}: {said}")
+            text = reply.body[:300].decode(errors="replace")
+            raise BanyanError(f"{url} answered {reply.status}: {text}")
         done += 1
         show(done, len(questions))
         return orjson.loads(reply.body)["choices"][0]["message"]["content"] or ""
@@ -122,7 +123,7 @@ async def ask_all(
 
 
 def score_table(questions: Sequence[Question], answers: Sequence[Sequence[str]]) -> str:
-    """Right answers by kind, a column for each server; and how far two of them agree."""
+    """Right answers by kind, one column per server, and the agreement of two servers."""
     kinds = list(dict.fromkeys(question.kind for question in questions))
     rows: list[list[str]] = []
     for kind in (*kinds, ""):
@@ -153,7 +154,7 @@ def _agreement(first: Sequence[str], second: Sequence[str]) -> list[str]:
 def results(
     questions: Sequence[Question], answers: Sequence[Sequence[str]], urls: Sequence[str]
 ) -> dict[str, object]:
-    """The same as one object, with every answer."""
+    """The scores and all answers as a JSON object."""
     right = [Counter[str]() for _ in answers]
     for i, question in enumerate(questions):
         for counter, given in zip(right, answers, strict=True):
@@ -175,7 +176,7 @@ def _common_words(a: str, b: str) -> int:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """Lines of a table; the first column to the left, the others to the right."""
+    """Lines of a table; the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

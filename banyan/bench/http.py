@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for load: raw asyncio protocols over httptools.
 
-What arrives is only stamped and kept; reading it is for later, so that one core can follow many
-thousand streamed chunks a second. Knows no API and no tokens.
+Data is only timestamped and stored when it arrives, and parsed later, so that one core can follow
+many thousand streamed chunks per second.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from banyan.base.errors import BanyanError, ConfigError
 
 
 class ExchangeError(BanyanError):
-    """One request that got no complete answer; the run goes on."""
+    """A request that got no complete response; the run continues."""
 
 
 @dataclass
-class Reply:
-    """One answer as it came.
+class HttpResponse:
+    """A response as it arrived.
 
     Attributes:
         started: when the request began (before the connection was opened), perf_counter seconds.
@@ -39,13 +39,13 @@ class Reply:
         return b"".join(piece for _, piece in self.pieces)
 
 
-class Server:
-    """Where requests go, and the idle connections to it.
+class HttpClient:
+    """Sends requests to one server over reused connections.
 
     Args:
         url: http(s)://host:port with an optional path in front of every route.
         headers: sent with every request.
-        keep_alive: use a connection again after a complete answer.
+        keep_alive: reuse a connection after a complete response.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Server:
 
     async def request(
         self, method: str, route: str, body: bytes = b"", timeout_s: float | None = None
-    ) -> Reply:
-        """Send one request and wait for the end of its answer.
+    ) -> HttpResponse:
+        """Send a request and wait for the end of the response.
 
         Raises:
-            ExchangeError: no connection, no complete answer, or not within `timeout_s`.
+            ExchangeError: no connection, or no complete response within `timeout_s`.
         """
         head = f"{method} {self._prefix}{route} HTTP/1.1\r\n{self._head}"
         raw = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        reply = Reply(time.perf_counter())
+        reply = HttpResponse(time.perf_counter())
         connection: _Connection | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,19 +121,19 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reply: Reply | None = None
+        self._reply: HttpResponse | None = None
         self._done: asyncio.Future[None] | None = None
         self._now = 0.0
         self._ends_with_connection = False
 
     @property
     def is_usable(self) -> bool:
-        """Open, and not in the middle of an answer."""
+        """Whether the connection is open and idle."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._reply is None
 
-    async def exchange(self, raw: bytes, reply: Reply) -> None:
-        """Fill `reply`; a connection that was left in the middle of one is not usable again."""
+    async def exchange(self, raw: bytes, reply: HttpResponse) -> None:
+        """Fill `reply`; a connection interrupted in the middle of a response cannot be reused."""
         assert self._transport is not None and self._reply is None
         self._reply = reply
         self._done = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
-"""Load: sends prepared requests at their times and watches itself while it does.
+"""Send prepared requests at their times, and measure the load generator itself.
 
-Open loop: a request goes out at its time, whatever the server does. With a limit on concurrency a
-request that is due waits for a place; its clock starts when it is sent.
+Open loop: a request is sent at its time, whatever the server does. With a concurrency limit a due
+request waits for a free slot; its clock starts when it is sent.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ A = TypeVar("A")
 _TICK_S = 0.02
 BUSY_SHARE = 0.7
 LATE_S = 0.01
-"""Above these the load generator itself may have shaped the figures."""
+"""Above these the load generator itself may have distorted the figures."""
 
 
 def poisson_times(count: int, rate_rps: float, seed: int) -> list[float]:
@@ -38,18 +38,18 @@ def poisson_times(count: int, rate_rps: float, seed: int) -> list[float]:
 
 
 def trace_times(prompts: Sequence[Prompt], slowdown: float) -> list[float]:
-    """The trace's own times, from its first request on, stretched by `slowdown`."""
+    """The times of the trace relative to its first request, multiplied by `slowdown`."""
     return [(p.arrival_s - prompts[0].arrival_s) * slowdown for p in prompts]
 
 
 @dataclass
 class SelfWatch:
-    """What the load generator cost and how late it was.
+    """CPU use and delays of the load generator.
 
     Attributes:
-        cpu_share: of one core.
-        loop_lag_s: how late the event loop woke up, sampled every 20 ms.
-        send_lag_s: how late each request left that did not wait for a place.
+        cpu_share: share of one core.
+        loop_lag_s: delay of the event loop, sampled every 20 ms.
+        send_lag_s: delay of each request that did not wait for a slot.
     """
 
     cpu_share: float = 0.0
@@ -85,11 +85,11 @@ class SelfWatch:
 
 @dataclass
 class Run(Generic[A]):
-    """What a run brought; outcomes stand in the order of the requests.
+    """Results of a run; outcomes are in the order of the requests.
 
     Attributes:
-        over: the numbers of the requests that came to an end, with an outcome each.
-        is_cut: the run was cancelled before all of them were.
+        over: numbers of the requests that finished, each with an outcome.
+        is_cut: the run was cancelled before all requests finished.
     """
 
     outcomes: list[A | BanyanError]
@@ -106,16 +106,16 @@ async def run_load(
     max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Run[A]:
-    """Send requests 0 … count−1. A run that is cancelled keeps what is over by then, if anything.
+    """Send requests 0 … count−1. A cancelled run keeps the finished requests, if any.
 
     Args:
-        send: one request; a BanyanError is that request's own failure.
+        send: sends one request; a BanyanError is that request's failure.
         due_s: when each is due, seconds from the start, ascending.
-        progress: told how many are over.
+        progress: called with the number of finished requests.
     """
     watch = SelfWatch()
     outcomes: list[A | BanyanError | None] = [None] * count
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     done = 0
 
     async def one(index: int) -> None:
@@ -125,14 +125,14 @@ async def run_load(
         except BanyanError as error:
             outcomes[index] = error
         finally:
-            if places is not None:
-                places.release()
+            if slots is not None:
+                slots.release()
             done += 1
             progress(done)
 
     gc.collect()
     gc.freeze()
-    gc.disable()  # a pause of the collector would be taken for the server's
+    gc.disable()  # a garbage collection pause would look like server latency
     ticking = asyncio.create_task(_tick(watch.loop_lag_s))
     is_cut = False
     cpu_began, began = time.process_time(), time.perf_counter()
@@ -142,8 +142,8 @@ async def run_load(
                 wait_s = began + due_s[index] - time.perf_counter()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                if places is not None:
-                    await places.acquire()
+                if slots is not None:
+                    await slots.acquire()
                 else:
                     watch.send_lag_s.append(time.perf_counter() - began - due_s[index])
                 group.create_task(one(index))

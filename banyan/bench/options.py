@@ -1,7 +1,7 @@
 """Options of the benchmarks: dataclasses whose fields are the flags, and one reader for them.
 
-Names and defaults are those of bench_serving and its relatives, so that existing command lines
-run; what they can ask for and is not done here is refused by name.
+Names and defaults are the same as in bench_serving and related programs, so that existing command
+lines run. Options without an implementation here are refused by name.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def option(default: Any, help: str, *, choices: Sequence[str] = (), name: str = 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is asked."""
+    """The prompts."""
 
     dataset_name: str = option(
         "random",
@@ -105,7 +105,7 @@ class ServingOptions(DataOptions):
     top_logprobs_num: int = option(0, "and for those of this many best tokens")
     logprob_start_len: int = option(-1, "from this prompt position on; -1 = of the answer only")
     cache_report: bool = option(
-        False, "no effect: cached tokens are always shown where the server tells"
+        False, "no effect: cached tokens are always shown if the server reports them"
     )
     temperature: float = option(0.0, "0 = the likeliest token")
     top_p: float = option(1.0, "sample from this much of the probability")
@@ -119,7 +119,7 @@ class ServingOptions(DataOptions):
 
 @dataclass(frozen=True)
 class ThroughputOptions(DataOptions):
-    """`banyan bench throughput`, beside the server's flags."""
+    """`banyan bench throughput`, in addition to the server's flags."""
 
     backend: str = option("engine", "only engine: this program's own", choices=("engine",))
     result_filename: str = option("", "append the results to this JSONL file")
@@ -128,7 +128,7 @@ class ThroughputOptions(DataOptions):
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """`banyan bench batch`, beside the server's flags."""
+    """`banyan bench batch`, in addition to the server's flags."""
 
     run_name: str = option("default", "named in the results")
     batch_size: tuple[int, ...] = option((1,), "sequences at once; several values run in turn")
@@ -142,7 +142,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """`banyan bench eval`, beside the server's flags."""
+    """`banyan bench eval`, in addition to the server's flags."""
 
     url: str = option("", "a server that runs already; otherwise one is started")
     against_url: str = option("", "a second server to compare with")
@@ -169,7 +169,7 @@ def read_options(kind: type[K], argv: Sequence[str], prog: str, summary: str) ->
 def split_options(
     kind: type[K], argv: Sequence[str], prog: str, summary: str, abbreviate: bool = False
 ) -> tuple[K, list[str]]:
-    """(options of `kind`, the words that belong to somebody else)."""
+    """(options of `kind`, the remaining words)."""
     for word in argv:
         name = word.split("=")[0].removeprefix("--").replace("_", "-")
         if word.startswith("--") and name in _REFUSED:

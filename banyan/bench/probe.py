@@ -1,4 +1,4 @@
-"""Probe: what this machine can do at most, measured now: the bound that figures are set against."""
+"""Measure the peak memory and arithmetic rates of this machine, the bounds for other figures."""
 
 import time
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import numpy as np
 from banyan.base.os import num_cores
 
 _ARRAY_BYTES = 256 << 20
-"""Well beyond any cache, so that reading it means reading memory."""
+"""Larger than any cache, so that reads go to memory."""
 _MATRIX = 1536
 _RUNS = 5
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachinePeaks:
     """Upper bounds.
 
     Attributes:
         read_bytes_s: memory read by all cores at once.
         fp32_ops_s: multiplications and additions in float32.
-        int8_ops_s, bf16_ops_s: the same in int8 and in bf16; None where nothing here measures it.
-        passing_s: what one core wrote is there for the next one after so long; None likewise.
+        int8_ops_s, bf16_ops_s: the same in int8 and bf16; None if not measured.
+        passing_s: latency of a write from one core to another; None if not measured.
     """
 
     cores: int
@@ -55,15 +55,15 @@ class Machine:
         )
 
 
-def probe() -> Machine:
-    """Measure this machine; about half a second. The best of five runs counts."""
+def probe() -> MachinePeaks:
+    """Measure this machine, in about half a second; the best of five runs counts."""
     cores = num_cores()
     parts = np.array_split(np.ones(_ARRAY_BYTES // 8, dtype=np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
         read_s = _best_of(lambda: list(pool.map(np.bitwise_or.reduce, parts)))
     square = np.ones((_MATRIX, _MATRIX), dtype=np.float32)
     multiply_s = _best_of(lambda: square @ square)
-    return Machine(cores, _ARRAY_BYTES / read_s, 2 * _MATRIX**3 / multiply_s)
+    return MachinePeaks(cores, _ARRAY_BYTES / read_s, 2 * _MATRIX**3 / multiply_s)
 
 
 def _best_of(work: Callable[[], object]) -> float:

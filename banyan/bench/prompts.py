@@ -1,7 +1,7 @@
-"""Prompts of a benchmark, and where their words come from.
+"""Prompts of a benchmark, and the sources of their tokens.
 
-A Lexicon draws words: token ids of a tokenizer, plain English words where there is none, or bare
-numbers where only the size of the vocabulary is known.
+A Lexicon draws token ids of a tokenizer, plain English words if there is no tokenizer, or bare ids
+if only the size of the vocabulary is known.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _TEXT = """time year people way day man thing woman life child world school stat
     order author blood agency nature color store sound"""
 
 WORDS = tuple(_TEXT.split())
-"""With a blank in front, each is one token in the common byte-pair vocabularies."""
+"""With a leading space, each is one token in common byte-pair vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PlainWords:
 
 
 class BareIds:
-    """Token ids of a vocabulary of which only the size is known."""
+    """Token ids, when only the size of the vocabulary is known."""
 
     has_text, has_ids = False, True
 

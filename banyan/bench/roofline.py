@@ -1,15 +1,14 @@
-"""Roofline: each op's share of a step, and how near it comes to what the machine allows.
+"""Roofline: the share of each op in a step, and its speed relative to the machine's bound.
 
-An op cannot be faster than its bytes through the memory, nor than its operations through the
-arithmetic units; the slower of the two is its bound. (Williams, Waterman, Patterson: Roofline,
-CACM 2009.)
+The bound of an op is the larger of its memory time and its arithmetic time. (Williams,
+Waterman, Patterson: Roofline, CACM 2009.)
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from banyan.bench.probe import Machine
+from banyan.bench.probe import MachinePeaks
 from banyan.formats.mapped import TensorInfo
 from banyan.model_config.model_config import STATE, ModelConfig
 
@@ -25,10 +24,10 @@ class OpCost:
     """One op over one step.
 
     Attributes:
-        seconds: what it took.
-        bytes: that it must read from memory.
-        operations: multiplications plus additions that it must do.
-        arithmetic: FP32, INT8 or BF16: which peak bounds the operations.
+        seconds: measured time.
+        bytes: bytes it must read from memory.
+        operations: multiplications plus additions it must do.
+        arithmetic: FP32, INT8 or BF16, the peak that bounds the operations.
     """
 
     name: str
@@ -38,8 +37,8 @@ class OpCost:
     arithmetic: str = FP32
 
 
-class OpTime(Protocol):
-    """What an engine tells about one stage of a step, as OpCost has it."""
+class StageTime(Protocol):
+    """An engine's measurement of one stage of a step; fields as in OpCost."""
 
     @property
     def name(self) -> str: ...
@@ -53,7 +52,7 @@ class OpTime(Protocol):
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op beside its bound. `fraction` 1 = as fast as the machine can be."""
+    """An op with its bound; `fraction` 1 = as fast as the bound allows."""
 
     cost: OpCost
     share: float
@@ -62,7 +61,7 @@ class OpRow:
     limited_by: str
 
 
-def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
+def bound(cost: OpCost, machine: MachinePeaks) -> tuple[float, str]:
     """(seconds, what limits it). An unknown peak leaves the memory as the only bound."""
     memory_s = cost.bytes / machine.read_bytes_s
     peaks = {FP32: machine.fp32_ops_s, INT8: machine.int8_ops_s, BF16: machine.bf16_ops_s}
@@ -71,13 +70,13 @@ def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
     return max((memory_s, "memory"), (compute_s, cost.arithmetic))
 
 
-def merged(times: Iterable[OpTime]) -> list[OpCost]:
+def merged(times: Iterable[StageTime]) -> list[OpCost]:
     """Stages of one name, such as the same op of every layer, as one op: "linear × 30".
 
     The ops of `_ON_INT8` multiply 8-bit activations, `_ON_BF16` those in bf16; all others compute
     in fp32.
     """
-    stages: dict[str, list[OpTime]] = {}
+    stages: dict[str, list[StageTime]] = {}
     for time in times:
         stages.setdefault(time.name, []).append(time)
     return [
@@ -98,8 +97,8 @@ def _arithmetic(ops: list[str]) -> str:
     return FP32 if _ON_INT8.isdisjoint(ops) else INT8
 
 
-def op_rows(costs: Sequence[OpCost], step_s: float, machine: Machine) -> list[OpRow]:
-    """Rows by share, greatest first; what no op accounts for is the row "outside of ops"."""
+def op_rows(costs: Sequence[OpCost], step_s: float, machine: MachinePeaks) -> list[OpRow]:
+    """Rows by share, largest first; the remaining time is the row "outside of ops"."""
     rows = []
     for cost in costs:
         bound_s, limited_by = bound(cost, machine)
@@ -121,7 +120,7 @@ def table(title: str, rows: Sequence[OpRow], step_s: float) -> str:
         f"{'of bound':>8}  limit",
     ]
     for row in rows:
-        seconds = max(row.cost.seconds, 1e-9)  # the clock does not see shorter ones
+        seconds = max(row.cost.seconds, 1e-9)  # shorter times are below the resolution of the clock
         lines.append(
             f"{row.cost.name:<{_WIDE}} {seconds * 1e6:>10.1f} {row.share:>7.1%} "
             f"{row.cost.bytes / seconds / 1e9:>7.1f} {row.cost.operations / seconds / 1e9:>8.1f} "
@@ -145,12 +144,12 @@ def whole_step(
     """A step as one op: every weight once, every row's cache once.
 
     Args:
-        tensors: of the checkpoint. An embedding table beside an untied output is looked up, not
-            read through.
+        tensors: tensors of the checkpoint. The embedding table of a model with an untied output
+            is looked up, not read completely.
         rows, tokens: sequences in the step, and tokens over all of them.
         context: positions that each row attends to.
         cache_bytes: bytes of one number in the KV cache.
-        arithmetic: whose peak bounds the operations.
+        arithmetic: the peak that bounds the operations.
     """
     names = {t.name for t in tensors}
     is_untied = bool(names & {"output.weight", "lm_head.weight"})
@@ -171,7 +170,7 @@ def whole_step(
         "whole step",
         seconds,
         bytes=sum(t.size_bytes for t in read) + rows * context * kv_numbers * cache_bytes,
-        # Logits are made of each row's last token only.
+        # Logits are computed for the last token of each row only.
         operations=2 * ((numbers - head) * tokens + head * rows) + attention,
         arithmetic=arithmetic,
     )

@@ -1,4 +1,4 @@
-"""`banyan bench serving`: prompts, requests, load, figures. Knows no terminal."""
+"""`banyan bench serving`: build prompts, run the load, compute the figures."""
 
 import asyncio
 import math
@@ -10,8 +10,15 @@ import orjson
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.bench import datasets, metrics
-from banyan.bench.dialects import Answer, Dialect, Wish, backend, read_reply, request_body
-from banyan.bench.http import ExchangeError, Server
+from banyan.bench.dialects import (
+    Answer,
+    BenchAPI,
+    RequestOptions,
+    backend,
+    read_reply,
+    request_body,
+)
+from banyan.bench.http import ExchangeError, HttpClient
 from banyan.bench.load import Run, poisson_times, run_load, trace_times
 from banyan.bench.options import DataOptions, ServingOptions
 from banyan.bench.prompts import BareIds, Lexicon, PlainWords, Prompt, TokenWords
@@ -22,10 +29,10 @@ _CALL_S = 30.0
 _WARM_OUTPUT_LEN = 32
 
 Progress = Callable[[int, int], None]
-"""(requests that are over, of how many)."""
+"""Called with (finished requests, all requests)."""
 
 Say = Callable[[str], None]
-"""Told what takes long."""
+"""Called with a message when something takes long."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Report:
 
     Attributes:
         keys: the line for the results file.
-        warnings: why the figures may say less than they seem to.
+        warnings: reasons why the figures may be misleading.
     """
 
     keys: dict[str, object]
@@ -52,7 +59,7 @@ class Report:
 
 
 def lexicon_of(options: DataOptions, tokenizer: Tokenizer | None) -> Lexicon:
-    """Where the words come from: a tokenizer, a vocabulary size, or plain English."""
+    """The source of prompt tokens: a tokenizer, a vocabulary size, or plain English."""
     if options.vocab_size:
         return BareIds(options.vocab_size)
     if tokenizer is not None:
@@ -71,8 +78,9 @@ async def run_serving(
     progress: Progress = lambda done, count: None,
     say: Say = lambda text: None,
 ) -> Report:
-    """Run the whole benchmark against a server that is there or comes up in time. Cancelled while
-    requests run, it reports those that are over.
+    """Run the benchmark against a server, which may still be starting.
+
+    If cancelled while requests run, it reports the finished ones.
 
     Raises:
         ConfigError: options that cannot work together, or a data set that cannot be read.
@@ -84,16 +92,16 @@ async def run_serving(
     due_s = _due_times(options, prompts)
     port = options.port or default_port
     url = options.base_url or f"http://{options.host}:{port}"
-    server = Server(url, _headers(options), keep_alive=not options.disable_keep_alive)
+    server = HttpClient(url, _headers(options), keep_alive=not options.disable_keep_alive)
     try:
         model = await _ready_model(server, options, say)
-        wish = _wish(options, dialect, model)
-        if not wish.send_ids and not prompts[0].text:
+        request_options = _wish(options, dialect, model)
+        if not request_options.send_ids and not prompts[0].text:
             raise ConfigError(
                 f"--backend {options.backend} takes text, and the prompts are token ids only",
                 hint="give --tokenizer instead of --vocab-size",
             )
-        run = await _measure(server, dialect, wish, options, prompts, due_s, progress)
+        run = await _measure(server, dialect, request_options, options, prompts, due_s, progress)
         described = await _described(server, dialect)
     finally:
         server.close()
@@ -116,33 +124,37 @@ def prompts_of(options: ServingOptions, tokenizer: Tokenizer | None) -> list[Pro
 
 
 async def post_prompt(
-    server: Server, dialect: Dialect, body: bytes, stream: bool = True, timeout_s: float = _CALL_S
+    server: HttpClient,
+    dialect: BenchAPI,
+    body: bytes,
+    stream: bool = True,
+    timeout_s: float = _CALL_S,
 ) -> Answer:
-    """One request, read to its end."""
+    """Send a prompt and read the whole answer."""
     reply = await server.request("POST", dialect.route, body, timeout_s)
     return read_reply(dialect, reply, stream)
 
 
 async def _measure(
-    server: Server,
-    dialect: Dialect,
-    wish: Wish,
+    server: HttpClient,
+    dialect: BenchAPI,
+    request_options: RequestOptions,
     options: ServingOptions,
     prompts: list[Prompt],
     due_s: list[float],
     progress: Progress,
 ) -> Run[Answer]:
-    """Warm up, then run against the clock; bodies are made before it starts."""
+    """Warm up, then run the load; bodies are built before the clock starts."""
     limit_s = options.request_timeout_s
-    bodies = [request_body(dialect, prompt, wish) for prompt in prompts]
-    await _warm_up(server, dialect, wish, options, prompts)
+    bodies = [request_body(dialect, prompt, request_options) for prompt in prompts]
+    await _warm_up(server, dialect, request_options, options, prompts)
     if options.flush_cache:
         reply = await server.request("POST", "/flush_cache", timeout_s=_CALL_S)
         if reply.status != 200:
             raise BanyanError(f"--flush-cache: the server answered {reply.status}")
 
     def send(index: int) -> Awaitable[Answer]:
-        return post_prompt(server, dialect, bodies[index], wish.stream, limit_s)
+        return post_prompt(server, dialect, bodies[index], request_options.stream, limit_s)
 
     def count(done: int) -> None:
         progress(done, len(prompts))
@@ -151,11 +163,15 @@ async def _measure(
 
 
 async def _warm_up(
-    server: Server, dialect: Dialect, wish: Wish, options: ServingOptions, prompts: list[Prompt]
+    server: HttpClient,
+    dialect: BenchAPI,
+    request_options: RequestOptions,
+    options: ServingOptions,
+    prompts: list[Prompt],
 ) -> None:
-    """A prompt with a short answer, --warmup-requests times; it must work.
+    """Send a prompt with a short answer, --warmup-requests times.
 
-    It is the first one backwards: of the same length, and nothing of it stays in a prefix cache.
+    The prompt is the first one reversed: same length, but no shared prefix in the cache.
     """
     if options.warmup_requests < 1:
         return
@@ -163,9 +179,9 @@ async def _warm_up(
     text = " ".join(reversed(first.text.split(" ")))
     ids = None if first.ids is None else first.ids[::-1]
     short = Prompt(text, ids, first.length, min(first.output_len, _WARM_OUTPUT_LEN))
-    body = request_body(dialect, short, wish)
+    body = request_body(dialect, short, request_options)
     work = (
-        post_prompt(server, dialect, body, wish.stream, options.request_timeout_s)
+        post_prompt(server, dialect, body, request_options.stream, options.request_timeout_s)
         for _ in range(options.warmup_requests)
     )
     try:
@@ -201,7 +217,7 @@ def _headers(options: ServingOptions) -> dict[str, str]:
     return headers
 
 
-def _wish(options: ServingOptions, dialect: Dialect, model: str) -> Wish:
+def _wish(options: ServingOptions, dialect: BenchAPI, model: str) -> RequestOptions:
     try:
         extra = orjson.loads(options.extra_request_body or "{}")
     except orjson.JSONDecodeError as error:
@@ -209,7 +225,7 @@ def _wish(options: ServingOptions, dialect: Dialect, model: str) -> Wish:
     if not isinstance(extra, dict):
         raise ConfigError("--extra-request-body is not a JSON object")
     wants_ids = options.tokenize_prompt or options.dataset_name in datasets.SENT_AS_IDS
-    return Wish(
+    return RequestOptions(
         model=model,
         stream=not options.disable_stream,
         temperature=options.temperature,
@@ -223,11 +239,11 @@ def _wish(options: ServingOptions, dialect: Dialect, model: str) -> Wish:
     )
 
 
-async def _ready_model(server: Server, options: ServingOptions, say: Say) -> str:
-    """Wait for the server; the model's name in requests."""
+async def _ready_model(server: HttpClient, options: ServingOptions, say: Say) -> str:
+    """Wait for the server; the model name for requests."""
     limit_s = options.ready_check_timeout_sec
     deadline = time.monotonic() + limit_s
-    is_told = False
+    has_reported = False
     named = options.served_model_name or options.model
     while True:
         try:
@@ -242,13 +258,13 @@ async def _ready_model(server: Server, options: ServingOptions, say: Say) -> str
                 f"no server within {limit_s:g} s: {problem}",
                 hint="start it, or check --base-url, --host and --port",
             )
-        if not is_told:
+        if not has_reported:
             say(f"waiting up to {limit_s:g} s for {server.url}: {problem}")
-        is_told = True
+        has_reported = True
         await asyncio.sleep(_POLL_S)
 
 
-async def _first_model(server: Server) -> str:
+async def _first_model(server: HttpClient) -> str:
     reply = await server.request("GET", "/v1/models", timeout_s=_CALL_S)
     try:
         return orjson.loads(reply.body)["data"][0]["id"]
@@ -259,8 +275,8 @@ async def _first_model(server: Server) -> str:
         ) from None
 
 
-async def _described(server: Server, dialect: Dialect) -> object:
-    """What the server says about itself; None where it has no such route."""
+async def _described(server: HttpClient, dialect: BenchAPI) -> object:
+    """The server's description of itself; None if it has no such route."""
     if dialect.route != "/generate":
         return None
     try:
@@ -303,7 +319,7 @@ def _finite(rate: float) -> float | str:
 
 
 def _retokenized(run: Run[Answer], tokenizer: Tokenizer | None) -> int | None:
-    """Tokens of the answers' text as the tokenizer cuts it; None without one."""
+    """Number of tokens when the tokenizer encodes the answers; None without a tokenizer."""
     if tokenizer is None:
         return None
     texts = ["".join(o.text) for o in run.outcomes if isinstance(o, Answer)]

@@ -1,6 +1,6 @@
-"""`banyan batch IN.jsonl OUT.jsonl`: the lines of a batch file through an engine of this command.
+"""`banyan batch IN.jsonl OUT.jsonl`: run the requests of a batch file on an engine of this process.
 
-The lines and answers are those of /v1/batches; a run that was cut short goes on where it was.
+The file formats are the same as for /v1/batches. An interrupted run continues where it stopped.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ def _lines(path: Path) -> list[Line]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     lines, faults = read_lines(content)
     if faults:
-        told = "; ".join(f"line {f.line}: {f.message}" for f in faults)
-        raise ConfigError(f"{path} cannot be run: {told}")
+        reasons = "; ".join(f"line {f.line}: {f.message}" for f in faults)
+        raise ConfigError(f"{path} cannot be run: {reasons}")
     return lines
 
 

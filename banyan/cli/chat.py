@@ -158,24 +158,24 @@ class _Talk:
         elif finish == "interrupt":
             self._terminal.say("[stopped]")
         elif self._terminal.is_person and pace.tokens:
-            self._terminal.say(pace.told())
+            self._terminal.say(pace.text())
         return "".join(said)
 
 
 @dataclass
 class _Pace:
-    """How fast an answer came, seen from here."""
+    """Speed of an answer as seen by the client."""
 
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
 
     def mark(self) -> None:
-        """A piece is here."""
+        """Record that a piece has arrived."""
         self.last_s = time.monotonic()
         self.first_s = self.first_s or self.last_s
 
-    def told(self) -> str:
+    def text(self) -> str:
         spent_s = self.last_s - self.first_s
         speed = f", {(self.tokens - 1) / spent_s:.1f} tokens/s" if spent_s > 0 else ""
         return f"[{self.tokens:,} tokens{speed}]"

@@ -21,12 +21,12 @@ from banyan.config.env import Environment, read_environment
 USAGE = """banyan check [MODEL] [flags of banyan serve] [--soc A2|A3] [--env FILE] [--relaxed]
 banyan check --rules
 
-Holds a launch on Ascend NPUs against the launcher's rules: flags, variables, chip, interfaces and
-the facts of the model, without starting anything. Each finding says what is wrong, with the
-numbers, what to do, the rule (docs/ascend.md) and where it is from.
+Checks a launch on Ascend NPUs against the launcher's rules: flags, variables, chip, interfaces and
+the model, without starting anything. Each finding has the numbers, what to do, the rule
+(docs/ascend.md) and its source.
 
-  --soc A2|A3   the chip of the machine that is meant; without it, that of this machine
-  --env FILE    its variables, one NAME=VALUE a line; without it, those of this process
+  --soc A2|A3   the chip of the machine; default: the chip of this machine
+  --env FILE    its variables, one NAME=VALUE a line; default: this process's
   --relaxed     warn only where later releases take what a rule forbids
 
 With --soc or --env interfaces and packages of this machine are not looked at. Ends with 0 when all

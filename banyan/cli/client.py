@@ -23,13 +23,13 @@ class Refused(BanyanError):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of an answer: some text, why it ended, or how long it was.
+class AnswerPiece:
+    """Part of an answer: text, finish reason or length.
 
     Attributes:
-        thought: what a model says to itself before it answers.
+        thought: reasoning text.
         finish: "stop", "length" …; "" = it goes on.
-        tokens: tokens of the whole answer, as the server counts; 0 = not told here.
+        tokens: tokens of the whole answer, as the server counts; 0 = unknown.
     """
 
     text: str = ""
@@ -139,7 +139,7 @@ class Client:
     def _silence(self, error: Exception) -> BanyanError:
         return BanyanError(f"{self.url} does not answer: {error}", hint="is the server running?")
 
-    def answer(self, body: dict[str, object]) -> Generator[Piece, None, None]:
+    def answer(self, body: dict[str, object]) -> Generator[AnswerPiece, None, None]:
         """The answer to one chat-completion request, as it comes.
 
         Closing the iterator closes the connection, which makes the server stop generating.
@@ -172,7 +172,7 @@ class Client:
         return self._parts.path.rstrip("/").removesuffix("/v1") + route
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
+def _pieces(response: http.client.HTTPResponse) -> Iterator[AnswerPiece]:
     """What a server-sent event stream of chat-completion chunks says."""
     for line in response:
         if not line.startswith(b"data:"):
@@ -191,9 +191,9 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
             text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
             finish = choice.get("finish_reason") or ""
             if text or thought or finish:
-                yield Piece(text, finish, thought=thought)
+                yield AnswerPiece(text, finish, thought=thought)
         if tokens := (chunk.get("usage") or {}).get("completion_tokens"):
-            yield Piece(tokens=tokens)
+            yield AnswerPiece(tokens=tokens)
     raise BanyanError("the stream ended before the answer did", hint="the server may have died")
 
 

@@ -22,7 +22,7 @@ USAGE = """banyan config [MODEL] [flags of banyan serve]
 banyan config --reference | --count
 
 Shows the configuration that `banyan serve` would have with these flags, as a file for --config;
-after each value stands where it came from. What `banyan serve` would refuse before it loads the
+the origin of each value is in a comment. What `banyan serve` would refuse before it loads the
 model is refused here too. --reference prints docs/server_arguments.md instead, and --count how many
 of the documented flags work. With --device npu it also says which flags work on this machine's
 Ascend NPUs, which do not apply and which are refused.

@@ -1,5 +1,6 @@
-"""`banyan explain REQUEST-ID`: what became of a request, and why, from a flight recorder; `banyan
-cache explain REQUEST-ID`: the part that tells of the prefix cache.
+"""`banyan explain REQUEST-ID`: explain what happened to a request, from a flight recorder.
+
+`banyan cache explain REQUEST-ID` shows only the prefix cache part.
 """
 
 import argparse

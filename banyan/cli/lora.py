@@ -1,5 +1,6 @@
-"""`banyan lora inspect PATH`: what an adapter brings, and whether it can be served beside a model.
-Reads headers and the matrices; no weights of the model.
+"""`banyan lora inspect PATH`: show an adapter, and check whether it fits a model.
+
+Reads the adapter, but no weights of the model.
 """
 
 import os
@@ -76,7 +77,11 @@ def _lines(adapter_config: AdapterConfig) -> Iterator[str]:
     targets = ", ".join(printable(name, 60) for name in adapter_config.adapted)
     yield f"{'targets':<10} {targets or 'none'}"
     for name, whole in adapter_config.saved.items():
-        what = "the base's own, beside its matrices" if whole.is_copy else "in the base's place"
+        what = (
+            "the base's own, in addition to its matrices"
+            if whole.is_copy
+            else "in the base's place"
+        )
         yield f"{'whole':<10} {printable(name, 60)} {list(whole.shape)}, {what}"
     for name, tokens in adapter_config.tokens.items():
         first = ", ".join(map(str, tokens.ids[:5])) + (" …" if len(tokens.ids) > 5 else "")
@@ -86,8 +91,8 @@ def _lines(adapter_config: AdapterConfig) -> Iterator[str]:
         kinds = ", ".join(sorted(adapter_config.kinds))
         yield f"{'needs room':<10} for {kinds}, which the start makes"
     ranks = Counter(found.rank for found in modules)
-    told = [f"{rank} ({count})" for rank, count in sorted(ranks.items())]
-    yield f"{'ranks':<10} {', '.join(told)} of {len(adapter_config.modules)} projections"
+    counts = [f"{rank} ({count})" for rank, count in sorted(ranks.items())]
+    yield f"{'ranks':<10} {', '.join(counts)} of {len(adapter_config.modules)} projections"
     head = f"{'PROJECTION':<28} {'COUNT':>5} {'RANK':>5} {'ALPHA':>8} {'SCALE':>8}"
     yield f"\n{head} {'INPUTS':>7} {'OUTPUTS':>7} TYPE"
     kinds = Counter(
@@ -109,13 +114,14 @@ def _check_numbers(adapter_config: AdapterConfig) -> None:
 
 
 def _fit(adapter_config: AdapterConfig, source: str) -> str:
-    """
+    """The verdict line for a model.
+
     Raises:
-        ConfigError: it does not fit the model.
+        ConfigError: the adapter does not fit the model.
     """
-    beside = f"--lora-paths NAME={printable(adapter_config.path, 200)}"
+    flag = f"--lora-paths NAME={printable(adapter_config.path, 200)}"
     if not source:
-        return f"CAN BE SERVED beside a model that it fits; ask with --model-path. {beside}"
+        return f"CAN BE SERVED with a model that it fits; check with --model-path. {flag}"
     import torch
 
     from banyan.lora.load import base_without_weights, check_fit
@@ -125,4 +131,4 @@ def _fit(adapter_config: AdapterConfig, source: str) -> str:
     _, model = prepare(parse(["--model-path", source], environment), environment)
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), model.head_dim)
     check_fit(adapter_config, base_without_weights(model, ops))
-    return f"FITS {printable(source, 200)}: banyan serve {printable(source, 200)} {beside}"
+    return f"FITS {printable(source, 200)}: banyan serve {printable(source, 200)} {flag}"

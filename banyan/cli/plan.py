@@ -28,13 +28,13 @@ log = logger(__name__)
 
 GIB = 1 << 30
 MOST_GIB, MOST_BITS = 1 << 30, 64
-"""Beyond any machine and any format."""
+"""Larger than any machine and any format."""
 TOO_LITTLE = 1
 _SHORTEST = 1024
 _HUB_KINDS = ("catalogue", "hub file", "hub", "modelscope")
 
 _ROUNDED_TO = {"int8": "Q8_0", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
-"""What --quantization makes of floats -> storage type."""
+"""--quantization -> storage type of rounded float weights."""
 
 _ABOUT = """Says what a model takes of this machine and how many requests of which length fit, as
 the engine would divide the memory, without loading it. MODEL and every other flag are the server's
@@ -45,12 +45,12 @@ with 1 when what --context and --requests ask for does not fit."""
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is asked of `banyan plan`."""
+    """Options of `banyan plan`."""
 
     context: int = option(0, "tokens of one request, prompt and answer")
     requests: int = option(0, "so many such requests at once")
     memory_gib: float = option(0.0, "free memory to plan with, in place of this machine's")
-    weight_bits: float = option(0.0, "bits per weight, where the files do not tell")
+    weight_bits: float = option(0.0, "bits per weight, if the files do not say")
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -65,19 +65,19 @@ def plan(argv: Sequence[str]) -> int:
     platform = open_platform(config.device.name)
     config, _ = settle(config, platform.defaults(model_config))
     memory = platform.memory()
-    room = AvailableMemory(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
+    available = AvailableMemory(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
     if options.memory_gib:
         given = int(options.memory_gib * GIB)
-        room = replace(room, total_bytes=given, free_bytes=given)
+        available = replace(available, total_bytes=given, free_bytes=given)
     per_weight = _weight_bytes(config, model_config, options, platform.traits.is_host)
-    found = fit(config, model_config, room, per_weight)
-    for line in _lines(config, model_config, room, found):
+    found = fit(config, model_config, available, per_weight)
+    for line in _lines(config, model_config, available, found):
         print(line)
     return _verdict(options, found)
 
 
 def _refuse_what_is_not_here(config: Config, environment: Environment) -> None:
-    """To plan is not to ask for a download."""
+    """Raise ModelError if the model would have to be downloaded."""
     try:
         fetch(replace(config.model, offline=True), environment)
     except ModelError as error:
@@ -135,7 +135,7 @@ def _weight_bytes(
 
 
 def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> int:
-    """Bytes of a quantised folder's weights: the form tells which ones stay in few bits."""
+    """Bytes of a quantised folder's weights: the format decides which stay quantised."""
     from banyan.models.weights.quant.sizes import kept_size_of_folder
 
     # The kernels that multiply with them, and those that round, compute in fp32.
@@ -145,7 +145,7 @@ def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> i
 
 
 def _lines(
-    config: Config, model_config: ModelConfig, room: AvailableMemory, found: MemoryFit
+    config: Config, model_config: ModelConfig, available: AvailableMemory, found: MemoryFit
 ) -> Iterator[str]:
     memory, ranks = found.memory, config.parallel.tp * config.parallel.pp
     each = " on each rank" if ranks > 1 else ""
@@ -158,7 +158,7 @@ def _lines(
         + (f", {ranks} ranks" if ranks > 1 else "")
         + replicas
     )
-    yield f"{'memory':<12} {_size(room.free_bytes)} free of {_size(room.total_bytes)}"
+    yield f"{'memory':<12} {_size(available.free_bytes)} free of {_size(available.total_bytes)}"
     yield f"{'weights':<12} {_size(found.weight_bytes)}{each}"
     yield f"{'activations':<12} {_size(found.activation_bytes)} in the largest step, about"
     yield (
@@ -170,9 +170,9 @@ def _lines(
         adapter_configs = [read_adapter(place.path) for place in named_adapters(config.lora.paths)]
         files = _size(sum(found.size_bytes for found in adapter_configs))
         bound = f"at most {most}{each}"
-        if not room.is_host:
+        if not available.is_host:
             lora = config.lora
-            bound = f"{lora.max_loaded} places of rank {lora.max_rank}, beside the weights"
+            bound = f"{lora.max_loaded} places of rank {lora.max_rank}, in addition to the weights"
         yield f"{'adapters':<12} {bound}; {len(adapter_configs)} at the start, {files} in files"
     yield f"{'requests':<12} at most {memory.max_running} at once"
     yield f"\n{'TOKENS EACH':>12} {'AT ONCE':>10} {'CACHE OF ONE':>14}"
@@ -190,7 +190,7 @@ def _contexts(most: int) -> Iterator[int]:
 
 
 def _verdict(options: PlanOptions, found: MemoryFit) -> int:
-    """Say whether what is asked for fits; returns the exit code."""
+    """Print whether the requests fit; returns the exit code."""
     if not options.context:
         return 0
     memory, wanted = found.memory, max(1, options.requests)

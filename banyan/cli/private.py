@@ -1,4 +1,4 @@
-"""A server of its own for one `banyan chat`: a child process that dies with the terminal."""
+"""A private server for one command: a child process that ends with it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def _wait_until_healthy(child: Child, client: Client) -> None:
     """However long it takes: a download or a first compilation shows by itself that it goes on."""
     while not client.is_healthy():
         if not child.is_alive():
-            raise DeviceError("the server did not start", hint="its message stands above")
+            raise DeviceError("the server did not start", hint="see its message above")
         time.sleep(_POLL_S)
 
 

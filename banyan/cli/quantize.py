@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import printable, start_logging
@@ -23,6 +23,8 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    from banyan.bench.fidelity import Divergence, Scores
+    from banyan.llm import Engine
     from banyan.models.quantize.layouts import TargetLayout
     from banyan.models.quantize.output_folder import OtherFiles
     from banyan.models.quantize.plan import GGUFMetadata, QuantizePlan
@@ -32,6 +34,13 @@ HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
 FLOAT_TYPES = ("bf16", "f32")
 GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f16")
 _MOST_GROUP = 1 << 16
+_PROMPT_LEN = 256
+"""Tokens per prompt."""
+_TOP = 256
+"""Most likely tokens per position, the engine's maximum."""
+_CACHE_TOKENS = 4096
+_DRAWN = 400
+"""Length of the synthetic prompt for a model without a tokenizer."""
 
 _TYPES = (*HUB_TYPES, *FLOAT_TYPES, *GGUF_TYPES)
 
@@ -159,7 +168,7 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
     with closing(SourceCheckpoint(model_config)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
         words = None if is_folder or model_config.format == "gguf" else _words(model_config)
-        beside = _other_files(model_config, source, layout) if is_folder else None
+        other_files = _other_files(model_config, source, layout) if is_folder else None
         plan = make_plan(source, layout, options.ignore, most, target.name, words)
         if not plan.kinds:
             raise ConfigError(
@@ -181,8 +190,8 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
         with on_disk(target):
             record = Record(_record_of(target, options), identity)
             written = write_files(plan, source, folder, record, progress_bar("tensors"))
-            if beside is not None:
-                write_other_files(plan, layout, beside, target)
+            if other_files is not None:
+                write_other_files(plan, layout, other_files, target)
             record.done()
     rounded = sum(len(names) for names in plan.kinds.values())
     before = sum(tensor.size_bytes for tensor in source.tensors.values())
@@ -200,7 +209,7 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
 def _other_files(
     model_config: ModelConfig, source: "SourceCheckpoint", layout: "TargetLayout"
 ) -> "OtherFiles":
-    """What lies beside the weights of a folder: copied from one, or made of a GGUF file's metadata.
+    """The files of a model folder besides weights: copied, or built from a GGUF file's metadata.
 
     Raises:
         ModelError: config.json cannot say what the model is.
@@ -291,12 +300,10 @@ def _check_the_header(
 
 
 def _reported(model_config: ModelConfig, target: Path) -> str:
-    from banyan.cli.fidelity import fidelity
-
     if model_config.is_encoder or model_config.pooling is not None:
         return "fidelity   not compared: the model gives vectors, no tokens"
     try:
-        found = fidelity(model_config.path, str(target), model_config)
+        found = _fidelity(model_config.path, str(target), model_config)
     except BanyanError as error:
         print(f"banyan: the result is written; it could not be compared: {error}", file=sys.stderr)
         return "fidelity   not compared"
@@ -305,3 +312,58 @@ def _reported(model_config: ModelConfig, target: Path) -> str:
         f"{found.worst:.3f} at worst; the same likeliest token at {found.same_top:.1%}; "
         f"perplexity {found.reference_perplexity:.2f} -> {found.perplexity:.2f}"
     )
+
+
+def _fidelity(source: str, result: str, model_config: ModelConfig) -> "Divergence":
+    """Serve the source and the result and compare them on the same tokens.
+
+    Raises:
+        BanyanError: one of them cannot be served.
+    """
+    from banyan.bench.fidelity import divergence
+
+    most = min(_PROMPT_LEN, model_config.context_length - 2)
+    reference, pieces = _scored(source, most, model_config, None)
+    other, _ = _scored(result, most, model_config, pieces)
+    return divergence(reference, other)
+
+
+def _scored(
+    path: str, most: int, model_config: ModelConfig, given: Sequence[list[int]] | None
+) -> "tuple[Scores, Sequence[list[int]]]":
+    from banyan.bench.fidelity import Likeliest, Scores
+    from banyan.llm import Engine
+
+    words = ["--model-path", path, "--log-level", "error", "--skip-server-warmup"]
+    words += ["--max-total-tokens", str(_CACHE_TOKENS)]
+    with Engine.from_words(words) as engine:
+        pieces = given or list(_pieces(engine, most, model_config.vocab_size))
+        logprobs, likeliest = list[float](), list[Likeliest]()
+        for piece in pieces:
+            answer = engine.generate(
+                input_ids=piece,
+                sampling_params={"temperature": 0, "max_new_tokens": 1},
+                return_logprob=True,
+                logprob_start_len=0,
+                top_logprobs_num=min(_TOP, model_config.vocab_size),
+            )
+            facts = cast(dict[str, list[object]], cast(dict[str, object], answer)["meta_info"])
+            # The first token has no log-probability.
+            tokens = cast(list[tuple[float, int, str]], facts["input_token_logprobs"][1:])
+            tops = cast(list[list[tuple[float, int, str]]], facts["input_top_logprobs"][1:])
+            logprobs += [logprob for logprob, _, _ in tokens]
+            likeliest += [{token: logprob for logprob, token, _ in top} for top in tops]
+    return Scores(logprobs, likeliest), pieces
+
+
+def _pieces(engine: "Engine", most: int, vocab_size: int) -> Iterator[list[int]]:
+    from banyan.bench.fidelity import TEXT
+
+    if engine.tokenizer is not None:
+        tokens = list(engine.tokenizer.encode(TEXT))
+    else:
+        tokens = [(7919 * at * at + 104729 * at) % vocab_size for at in range(_DRAWN)]
+    for first in range(0, len(tokens), most):
+        piece = tokens[first : first + most]
+        if len(piece) > 1:
+            yield piece

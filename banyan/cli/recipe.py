@@ -24,12 +24,12 @@ answers; every other model is served over all devices.
 
   --soc A2|A3         the chip: 8 or 16 devices a machine
   --prefill, --decode, --serve ADDRESS,…
-                      addresses of the machines, those of one instance after another
+                      addresses of the machines, grouped by instance
   --interface NAME    the network interface that reaches the other machines
   --out FOLDER        write the files there instead of printing them
 
-The plan is held against the rules of `banyan check` as each machine would be. What they and this
-build say of it goes to standard error.
+The plan is checked with the rules of `banyan check` for each machine. Findings and what this build
+refuses go to standard error.
 """
 
 

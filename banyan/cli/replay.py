@@ -1,6 +1,6 @@
 """`banyan replay FILE`: runs a journal through this build's scheduler and compares every plan, or
 sends its requests to a server once more. Constrained requests need the model's vocabulary: MODEL
-and the flags of the server that recorded, behind FILE."""
+and the flags of the server that recorded, after FILE."""
 
 import argparse
 from collections.abc import Iterator, Sequence

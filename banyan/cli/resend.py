@@ -1,4 +1,4 @@
-"""Sends the requests of a journal to a server once more, at the pace at which they came."""
+"""Send the requests of a journal to a server again, at their original times."""
 
 import time
 from array import array
@@ -16,7 +16,7 @@ from banyan.messages.constraint import Constraint
 from banyan.messages.requests import Abort, Generate, StopAt
 
 _MOST_OPEN = 256
-"""Requests that are under way at once; later ones wait for one of them."""
+"""Most requests open at once."""
 _INT63 = (1 << 63) - 1
 
 
@@ -25,8 +25,8 @@ class Sending:
     """One thing to send.
 
     Attributes:
-        after_s: since the first one.
-        body: of POST `route`.
+        after_s: seconds after the first one.
+        body: body of POST `route`.
     """
 
     after_s: float
@@ -36,12 +36,12 @@ class Sending:
 
 @dataclass
 class Resent:
-    """What came of it."""
+    """Results of a resend."""
 
     sent: int = 0
     answered: int = 0
     latest_s: float = 0.0
-    """How late the latest one was sent."""
+    """Largest delay of a request."""
     failures: Counter[str] = field(default_factory=Counter[str])
     left_out: Counter[str] = field(default_factory=Counter[str])
 
@@ -56,14 +56,14 @@ class Resent:
 
 
 def resend(path: str, client: Client, sleep: Callable[[float], None] = time.sleep) -> Resent:
-    """Send what the journal at `path` has, and wait for every answer.
+    """Send the requests of the journal at `path` and wait for all answers.
 
     Raises:
         ModelError: no journal, or none with a request that can be sent.
     """
     _, records = read_journal(path)
-    told = Resent()
-    sendings = list(to_send(list(records), told.left_out))
+    result = Resent()
+    sendings = list(to_send(list(records), result.left_out))
     if not sendings:
         raise ModelError(f"{path!r} has no request that can be sent again")
 
@@ -73,26 +73,26 @@ def resend(path: str, client: Client, sleep: Callable[[float], None] = time.slee
             client.post(sending.route, sending.body)
         except BanyanError as error:
             if is_request:
-                told.failures[str(error)[:200]] += 1
+                result.failures[str(error)[:200]] += 1
         else:
-            told.answered += is_request
+            result.answered += is_request
 
     began_s = time.monotonic()
     with ThreadPoolExecutor(_MOST_OPEN) as pool:
         for sending in sendings:
             due_s = began_s + sending.after_s
             sleep(max(0.0, due_s - time.monotonic()))
-            told.latest_s = max(told.latest_s, time.monotonic() - due_s)
-            told.sent += sending.route == "/generate"
+            result.latest_s = max(result.latest_s, time.monotonic() - due_s)
+            result.sent += sending.route == "/generate"
             pool.submit(post, sending)
-    return told
+    return result
 
 
 def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Sending]:
-    """What the records ask for, in the words of the native API.
+    """The requests and aborts of the records, as calls of the native API.
 
     Args:
-        left_out: counts what cannot be asked for so, by the reason.
+        left_out: counts requests that the API cannot express, by reason.
     """
     received = [record for record in records if isinstance(record, Received)]
     stops = {
@@ -121,7 +121,7 @@ def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Se
 
 def _objection(asked: Generate) -> str:
     if asked.grammar and Constraint.decode(asked.grammar).after:
-        return "its constraint begins behind the thinking, which /generate has no words for"
+        return "its constraint begins after the thinking, which /generate has no words for"
     if asked.embeds:
         return "its prompt is embeddings"
     if asked.pool:

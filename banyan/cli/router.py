@@ -19,10 +19,10 @@ log = logger(__name__)
 
 USAGE = """banyan router --worker-urls URL … [flags]
 banyan router --pd-disaggregation --prefill URL [PORT] … --decode URL … [flags]
-banyan router --model-path M --dp-size N [flags, also those of banyan serve]
+banyan router --model-path M --dp-size N [flags of the router and of banyan serve]
 
-Shares requests out among servers: one address for many. With --model-path it starts the servers
-itself, and what is not a flag of the router is theirs.
+Distributes requests over several servers. With --model-path it starts the servers itself and
+passes them all flags that are not the router's.
 A flag can also be given as an environment variable: --api-key is BANYAN_API_KEY.
 """
 LB_USAGE = """python -m banyan.launch_lb --prefill URL … --decode URL … [flags]

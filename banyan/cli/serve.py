@@ -54,7 +54,7 @@ def serve(argv: Sequence[str]) -> int:
         config = replace(config, model=replace(config.model, deletes=ANY))
     if config.parallel.node:
         return _keep_ranks(config, environment)
-    gc.disable()  # imports make much to look through and nothing to throw away
+    gc.disable()  # imports allocate much and free nothing
     from banyan.ops.cpu.build import building_ahead
     from banyan.server.processes import waiting_engines
 
@@ -72,7 +72,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _keep_ranks(config: Config, environment: Environment) -> int:
-    """A node other than the first: no server, only ranks for that one."""
+    """Run the ranks of a node other than the first, without a server."""
     from banyan.config.prepare import prepare
     from banyan.engine.multi_node import check_secret, own_hello, serve_node
 
@@ -85,13 +85,15 @@ def _keep_ranks(config: Config, environment: Environment) -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """A signal that comes before there is anything to drain: whatever was started ends with this
-    process. An exception could get lost, in a callback of an import for one."""
+    """End at once on a signal during start-up: child processes end with this one.
+
+    An exception could get lost, for example in an import callback.
+    """
     os._exit(0)
 
 
 def _names() -> str:
-    """What the flags that take a name may name."""
+    """The legal names for flags that take a name."""
     from banyan.chat_template.named_templates import CHAT_TEMPLATES, FILL_IN_FORMS
     from banyan.parsers.reasoning import REASONING_PARSERS
     from banyan.parsers.tool_calls import TOOL_PARSERS
@@ -106,12 +108,12 @@ def _names() -> str:
     }
     lines = ["\nNames:"]
     for flag, names in tables.items():
-        told = f"  --{flag}: {', '.join(names)}"
-        lines += textwrap.wrap(told, 98, break_on_hyphens=False, subsequent_indent=" " * 6)
+        line = f"  --{flag}: {', '.join(names)}"
+        lines += textwrap.wrap(line, 98, break_on_hyphens=False, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
 def _agrees(model: str) -> bool:
-    """Whether the person at the terminal gives up weights that were here before."""
+    """Ask at the terminal whether weights that were already here may be deleted."""
     asked = f"Delete the weights of {printable(model)} once loaded, even if they are not new?"
     return input(f"{asked} [y/N] ").strip().lower() in ("y", "yes")

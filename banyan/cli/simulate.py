@@ -1,7 +1,7 @@
-"""`banyan simulate MODEL`: what a layout of devices would give, before it is bought.
+"""`banyan simulate MODEL`: predict the performance of a layout of devices.
 
-The shipped scheduler, cache and routing plan every step; a roofline of the model on the hardware
-says how long it takes.
+The real scheduler, cache and routing plan every step; a roofline of the model on the hardware gives
+its duration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ give --load-format dummy."""
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What is asked of `banyan simulate`."""
+    """Options of `banyan simulate`."""
 
     hardware: str = option(
         "h100-sxm", f"{', '.join(SHEETS)}, or a JSON file with the figures of a device and its link"
@@ -38,7 +38,7 @@ class SimulateOptions:
     layouts: tuple[str, ...] = option(
         (),
         "several to compare: tp=8 tp=4,dp=2 tp=8,dp=8,dp-attention tp=8,cp=4 prefill=2,decode=3; "
-        "else that of the flags",
+        "default: the layout of the flags",
     )
     requests: int = option(500, "how many")
     rate: float = option(4.0, "requests per second, Poisson")
@@ -49,8 +49,8 @@ class SimulateOptions:
     families: int = option(1, "of prompts that share their beginning")
     trace: str = option("", "a trace in Mooncake's form (JSON lines) in the place of these")
     speed: float = option(1.0, "how many times faster than recorded the trace is played")
-    context: int = option(1024, "positions behind each row, for the step times on paper")
-    weight_bits: float = option(0.0, "bits per weight, where the checkpoint does not tell")
+    context: int = option(1024, "positions before each row, for the step times on paper")
+    weight_bits: float = option(0.0, "bits per weight, if the checkpoint does not say")
     peer_gb_s: float = option(
         0.0, "10^9 bytes a second from a prefill to a decode server; else as between devices"
     )
@@ -99,7 +99,7 @@ def simulate(argv: Sequence[str]) -> int:
 
 
 def _refuse_what_is_not_simulated(config: Config) -> None:
-    """What would be planned for and never come: figures would be wrong without a word."""
+    """Raise ConfigError on features that the simulation does not model."""
     for flag, is_there in (
         ("--speculative-algorithm", bool(config.speculative.algorithm)),
         ("--hicache-storage-backend", bool(config.cache.store)),

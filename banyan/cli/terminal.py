@@ -38,7 +38,7 @@ class Terminal:
             return input(_PROMPT)
 
     def say(self, text: str) -> None:
-        """A line about the talk, beside it: never on standard output."""
+        """Print a line about the chat to standard error."""
         print(text, file=sys.stderr, flush=True)
 
     def show(self, piece: str) -> None:

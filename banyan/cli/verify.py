@@ -10,7 +10,7 @@ import msgspec
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import start_logging
-from banyan.bench.agreement import PROMPTS, Agreement, Reckoned, Scored, agrees, compare
+from banyan.bench.fidelity import PROMPTS, Agreement, ReferenceScores, ServedScores, agrees, compare
 from banyan.bench.options import option, split_options
 from banyan.cli.client import Client
 from banyan.cli.private import private_server
@@ -78,7 +78,7 @@ def _check(options: VerifyOptions) -> None:
         )
 
 
-def _ask(client: Client, text: str, options: VerifyOptions) -> tuple[str, Scored]:
+def _ask(client: Client, text: str, options: VerifyOptions) -> tuple[str, ServedScores]:
     body = {
         "text": text,
         "sampling_params": {
@@ -93,7 +93,9 @@ def _ask(client: Client, text: str, options: VerifyOptions) -> tuple[str, Scored
     prompt, output = facts.input_token_logprobs, facts.output_token_logprobs
     tokens = [token for _, token, _ in (*prompt, *output)]
     known = [logprob for logprob, _, _ in (*prompt[1:], *output)]
-    return text, Scored(tokens, len(prompt), [float("nan") if n is None else n for n in known])
+    return text, ServedScores(
+        tokens, len(prompt), [float("nan") if n is None else n for n in known]
+    )
 
 
 class _Facts(msgspec.Struct):
@@ -131,14 +133,14 @@ class Reference:
         self._torch = torch
         self._model = model.eval()
 
-    def __call__(self, tokens: Sequence[int]) -> Reckoned:
+    def __call__(self, tokens: Sequence[int]) -> ReferenceScores:
         torch = self._torch
         with torch.inference_mode():
             logits = self._model(torch.tensor([list(tokens)])).logits[0, :-1].float()
         scores = logits.log_softmax(-1)  # [tokens - 1, vocabulary]
         own = scores.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
         best = scores.max(-1)
-        return Reckoned(own.tolist(), best.indices.tolist(), best.values.tolist())
+        return ReferenceScores(own.tolist(), best.indices.tolist(), best.values.tolist())
 
 
 def open_reference(model_config: ModelConfig) -> Reference:

@@ -23,7 +23,7 @@ that computes it; in the order of the step's tokens."""
 class ContextParallelSplit:
     """
     Attributes:
-        part: the batch that this rank computes; its outputs are those of the whole step.
+        part: the batch that this rank computes; it has the outputs of the whole step.
         counts: tokens of each share.
         places: [tokens], index of each of the step's tokens when they are ordered share by share.
     """

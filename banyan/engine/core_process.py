@@ -99,7 +99,7 @@ from banyan.runner.rank_pages import EarlyMover
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.weights import LoadedWeights
+from banyan.runner.weight_update import LoadedWeights
 
 if TYPE_CHECKING:
     from banyan.engine.ray_nodes import RayNodes

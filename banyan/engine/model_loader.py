@@ -43,7 +43,7 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.offload import Offload, open_offload
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.speculative.draft_runner import DraftModel
-from banyan.runner.weights import (
+from banyan.runner.weight_update import (
     load_dflash_drafter,
     load_eagle_drafter,
     load_mtp,

@@ -59,7 +59,7 @@ class Replica:
 
 
 class Engines(Protocol):
-    """What the API process needs of an engine, or of several behind one client."""
+    """What the API process needs of an engine, or of several as one."""
 
     @property
     def stats(self) -> Stats: ...

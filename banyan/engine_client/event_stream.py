@@ -83,7 +83,7 @@ class EventStream(Chunks[StreamEvent]):
             self._waiting[-1] = Failed(
                 self.request,
                 408,
-                f"The reader is {self._max_waiting} events behind; the request was cancelled.",
+                f"The reader is {self._max_waiting} events too slow; the request was cancelled.",
                 "slow_reader",
             )
             self.is_complete = True

@@ -1,4 +1,4 @@
-"""RequestLog: one log line when a request ends (--log-requests); how much it tells is a level.
+"""RequestLog: one log line when a request ends (--log-requests), with a level of detail.
 
 The levels are SGLang's: 0 = lengths and times, 1 = sampling parameters too, 2 = the beginning of
 prompt and answer too, 3 = all of them.
@@ -31,7 +31,7 @@ TextOf = Callable[[Sequence[int]], str]
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/@+-]{1,256}")
 """Words that a line shows without quotes."""
 BEGINNING = 2048
-"""Characters of a prompt and of an answer that level 2 tells."""
+"""Characters of a prompt and of an answer in a line of level 2."""
 _BEGINNING_TOKENS = 1024
 _QUICK_TOKENS = 8192
 """A longer prompt is made text in a thread."""
@@ -41,8 +41,8 @@ class RequestLog:
     """Implements Generator on another, whose every end it logs.
 
     Args:
-        observe: what lines tell, and their form.
-        text_of: text of token ids; None = prompts are told as ids.
+        observe: level and format of the lines.
+        text_of: text of token ids; None = lines show prompts as ids.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _Course:
 
 
 def write_line(event: str, facts: Mapping[str, object], as_json: bool) -> None:
-    """One line of the log of requests: words, or a JSON object and nothing beside it."""
+    """Write one line of the request log: key=value words, or one JSON object."""
     if as_json:
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
         log.info("%s", json.dumps({"time": moment, "event": event, **facts}), extra=BARE)

@@ -1,5 +1,5 @@
-"""What is kept of requests that have ended: a line of its times in the log, a record in a file, and
-the last minutes of them for whoever looks into the loss of an engine.
+"""Records of finished requests: a log line with times, a JSON record in a file, and a crash dump
+of the last minutes.
 """
 
 import json

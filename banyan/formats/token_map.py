@@ -1,6 +1,6 @@
 """Reads a list of token ids from a file: the tokens that a draft model may draft.
 
-Three formats are read, none of which can run code: safetensors, JSON, and numpy's .npy.
+Three formats are read; none can run code: safetensors, JSON, and numpy's .npy.
 """
 
 import io

@@ -88,7 +88,7 @@ class PrefixLoads:
         Returns: the load and its copies; None (and nothing begun) without free pages.
         """
         wanted = [sum(len(block[g]) for block in sources) for g in range(len(self.pools))]
-        if not self._make_free_beside(path, wanted):
+        if not self._make_free_outside(path, wanted):
             return None
         taken = [iter(pool.take(n)) for pool, n in zip(self.pools, wanted, strict=True)]
         blocks = [
@@ -160,7 +160,7 @@ class PrefixLoads:
                 self.tree.attach(node, g, pages, NEVER_USED)
         return node if is_new else None
 
-    def _make_free_beside(self, path: Sequence[Node], wanted: list[int]) -> bool:
+    def _make_free_outside(self, path: Sequence[Node], wanted: list[int]) -> bool:
         """`make_free` without evicting the nodes of `path`."""
         groups = range(len(self.pools))
         for node in path:

@@ -1,8 +1,8 @@
 """Misses: why the cached prefix of a request ends where it does.
 
-Evicted blocks are remembered for a while by the place they hung at, to tell tokens that were
-evicted from tokens that no request has sent. A place is a hash that begins with the namespace, so
-it reveals nothing about other tenants.
+Evicted blocks are remembered for a while by the place they hung at, to distinguish
+evicted tokens from tokens that no request has sent. A place is a hash that begins with the
+namespace, so it reveals nothing about other tenants.
 """
 
 from collections import deque
@@ -115,8 +115,8 @@ class Misses:
         for key, eviction in reversed(self._gone.get(place, {}).items()):
             if first + shared_tokens(key, rest) > found:
                 return Miss(EVICTED, eviction)
-        beside = () if above is None else self._tree.neighbours(above, rest)
-        if any(node and first + shared_tokens(node.key, rest) > found for node in beside):
+        neighbours = () if above is None else self._tree.neighbours(above, rest)
+        if any(node and first + shared_tokens(node.key, rest) > found for node in neighbours):
             return Miss(PAGE)
         return Miss(UNSEEN)
 

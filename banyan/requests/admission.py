@@ -91,7 +91,7 @@ def _check_experts(request: RequestSpec, limits: Limits) -> None:
         )
     if request.hidden:
         raise RequestError(
-            "return_routed_experts and return_hidden_states do not go together",
+            "return_routed_experts and return_hidden_states cannot be combined",
             param="return_routed_experts",
             hint="Ask for one of them.",
         )
@@ -139,7 +139,7 @@ def check_budget(requests: Sequence[RequestSpec], limits: Limits) -> None:
             param="return_hidden_states",
             hint='Ask for "last", or for fewer tokens.',
         )
-    chosen = sum(map(_told_positions, requests)) * limits.expert_choices
+    chosen = sum(map(_returned_positions, requests)) * limits.expert_choices
     if chosen > limits.max_hidden:
         raise RequestError(
             f"The request asks for {chosen} choices of experts; at most {limits.max_hidden} are "
@@ -153,7 +153,7 @@ def _positions(request: RequestSpec) -> int:
     return len(request.prompt) + request.sampling.max_new_tokens
 
 
-def _told_positions(request: RequestSpec) -> int:
+def _returned_positions(request: RequestSpec) -> int:
     message = request.message
     return _positions(request) - message.hidden_from if message.wants_experts else 0
 

@@ -65,7 +65,7 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 class WrappedChunks(Chunks[T]):
-    """Base of chunks that pass on those of `inner`."""
+    """Base class of chunks that forward another stream, `inner`."""
 
     def __init__(self, inner: Chunks[T]) -> None:
         self.inner = inner

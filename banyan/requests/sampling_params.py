@@ -1,6 +1,6 @@
 """`parse_sampling`: from a dictionary to checked SamplingParams, for every API.
 
-APIs first map their field names to those of `sampling_params` of /generate. A wrong type, an
+APIs first map their field names to the names in /generate's `sampling_params`. A wrong type, an
 unknown name or a missing capability is refused by name.
 """
 

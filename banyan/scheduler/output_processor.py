@@ -179,7 +179,7 @@ def _advance(
 
 
 def _is_jump_due(request: Request, grammar: Grammar, known: int, depth: int) -> bool:
-    """Whether the request jumps after `known` tokens, the last of which was sampled.
+    """Whether the request jumps after `known` tokens, if the last one was sampled.
 
     The next tokens may be in flight already, and forced text may be tokenised in several ways. So
     the jump always comes after as many sampled tokens as may be in flight. The output then depends

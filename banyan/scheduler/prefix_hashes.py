@@ -2,7 +2,7 @@
 
 A prompt is cut into blocks, and the key of a block is a hash of all up to its end: two prompts
 share as many keys as they share blocks at the start. So a tree of prefixes is a set of keys, its
-memory is bounded by their number, and no text is kept. Knows no servers and no time.
+memory is bounded by their number, and no text is kept.
 """
 
 import hashlib

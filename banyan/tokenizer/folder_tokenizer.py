@@ -113,8 +113,8 @@ def _eos_ids(path: str, backend: tokenizers.Tokenizer, named: Mapping[str, str])
 def _chat_templates(path: str, config: Mapping[str, object]) -> dict[str, str]:
     """Templates by name. A separate file takes precedence over one inside a configuration."""
     found: dict[str, str] = {}
-    beside = _read_json(os.path.join(path, "chat_template.json")).get("chat_template")
-    for value in (config.get("chat_template"), beside):
+    separate = _read_json(os.path.join(path, "chat_template.json")).get("chat_template")
+    for value in (config.get("chat_template"), separate):
         entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
         for entry in entries:
             if not isinstance(entry, dict):

@@ -87,8 +87,8 @@ class Tokenizer:
         self.encoder: Encoder = LibraryEncoder(backend)
         """Turns texts into ids."""
         self.waits = False
-        """Whether the encoder waits for other requests or processes; what goes to it goes together
-        then, and from no event loop."""
+        """Whether the encoder waits for other requests or processes. Then texts are sent in one
+        batch, and never from an event loop."""
         backend.no_truncation()
         backend.no_padding()
         self.facts = facts

@@ -7,22 +7,22 @@ from banyan.bench.dialects import (
     CHAT,
     COMPLETIONS,
     NATIVE,
-    Dialect,
-    Wish,
+    BenchAPI,
+    RequestOptions,
     events,
     read_reply,
     request_body,
 )
-from banyan.bench.http import ExchangeError, Reply
+from banyan.bench.http import ExchangeError, HttpResponse
 from banyan.bench.prompts import Prompt
 from tests.bench.scripted import DONE, completion_stream, event, native_stream
 
 PROMPT = Prompt("two words", [5, 6], 2, 7)
 
 
-def reply(pieces: list[bytes], status: int = 200) -> Reply:
+def reply(pieces: list[bytes], status: int = 200) -> HttpResponse:
     """Pieces that came one second apart."""
-    return Reply(100.0, status, [(101.0 + n, piece) for n, piece in enumerate(pieces)])
+    return HttpResponse(100.0, status, [(101.0 + n, piece) for n, piece in enumerate(pieces)])
 
 
 def test_events_are_found_however_the_bytes_are_cut() -> None:
@@ -39,19 +39,19 @@ def test_an_event_arrives_with_the_piece_that_ends_it() -> None:
 
 @pytest.mark.parametrize("send_ids", [True, False])
 def test_ids_go_out_only_where_they_are_wanted_and_taken(send_ids: bool) -> None:
-    wish = Wish("m", send_ids=send_ids)
-    native = orjson.loads(request_body(NATIVE, PROMPT, wish))
+    request_options = RequestOptions("m", send_ids=send_ids)
+    native = orjson.loads(request_body(NATIVE, PROMPT, request_options))
     assert native.get("input_ids") == ([5, 6] if send_ids else None)
     assert native.get("text") == (None if send_ids else "two words")
-    completions = orjson.loads(request_body(COMPLETIONS, PROMPT, wish))
+    completions = orjson.loads(request_body(COMPLETIONS, PROMPT, request_options))
     assert completions["prompt"] == ([5, 6] if send_ids else "two words")
-    chat = orjson.loads(request_body(CHAT, PROMPT, wish))
+    chat = orjson.loads(request_body(CHAT, PROMPT, request_options))
     assert chat["messages"] == [{"role": "user", "content": "two words"}]
 
 
 def test_extra_fields_win_over_the_rest() -> None:
-    wish = Wish("m", extra={"temperature": 0.5, "min_tokens": 7})
-    body = orjson.loads(request_body(COMPLETIONS, PROMPT, wish))
+    request_options = RequestOptions("m", extra={"temperature": 0.5, "min_tokens": 7})
+    body = orjson.loads(request_body(COMPLETIONS, PROMPT, request_options))
     assert body["temperature"] == 0.5
     assert body["min_tokens"] == 7
     assert body["max_tokens"] == 7
@@ -138,7 +138,7 @@ def test_an_unstreamed_answer_comes_all_at_once() -> None:
     ],
 )
 def test_what_is_no_answer_is_an_error_with_its_reason(
-    dialect: Dialect, pieces: list[bytes], status: int, text: str
+    dialect: BenchAPI, pieces: list[bytes], status: int, text: str
 ) -> None:
     with pytest.raises(ExchangeError, match=text):
         read_reply(dialect, reply(pieces, status), True)

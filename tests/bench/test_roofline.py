@@ -2,7 +2,7 @@
 
 import pytest
 
-from banyan.bench.probe import Machine
+from banyan.bench.probe import MachinePeaks
 from banyan.bench.roofline import (
     BF16,
     FP32,
@@ -17,7 +17,9 @@ from banyan.bench.roofline import (
 from banyan.formats.mapped import TensorInfo
 from banyan.model_config.model_config import ModelConfig
 
-MACHINE = Machine(cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9, bf16_ops_s=200e9)
+MACHINE = MachinePeaks(
+    cores=2, read_bytes_s=10e9, fp32_ops_s=100e9, int8_ops_s=400e9, bf16_ops_s=200e9
+)
 MODEL_CONFIG = ModelConfig(
     path="x", format="gguf", architecture="LlamaForCausalLM", model_type="llama", vocab_size=100,
     hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
@@ -41,7 +43,7 @@ def test_an_op_is_bound_by_the_slower_of_memory_and_arithmetic(
 
 
 def test_an_unmeasured_int8_peak_leaves_the_memory_bound() -> None:
-    machine = Machine(2, 10e9, 100e9, None)
+    machine = MachinePeaks(2, 10e9, 100e9, None)
     assert bound(OpCost("gemm", 1.0, 1e9, 9e15, INT8), machine) == (0.1, "memory")
 
 
@@ -91,12 +93,12 @@ def test_an_embedding_beside_an_untied_output_is_not_read_through() -> None:
 
 
 def test_a_machine_says_what_was_not_measured() -> None:
-    assert "int8 not measured" in str(Machine(2, 10e9, 100e9))
+    assert "int8 not measured" in str(MachinePeaks(2, 10e9, 100e9))
     assert "int8 400 GOP/s, bf16 200 GFLOP/s" in str(MACHINE)
-    assert "bf16" not in str(Machine(2, 10e9, 100e9))
-    assert Machine(2, 10e9, 100e9).keys()["int8_gop_s"] is None
+    assert "bf16" not in str(MachinePeaks(2, 10e9, 100e9))
+    assert MachinePeaks(2, 10e9, 100e9).keys()["int8_gop_s"] is None
     assert "core to core" not in str(MACHINE)
-    assert "30 ns from core to core" in str(Machine(2, 10e9, 100e9, passing_s=30e-9))
+    assert "30 ns from core to core" in str(MachinePeaks(2, 10e9, 100e9, passing_s=30e-9))
 
 
 def test_the_same_op_of_every_layer_is_one_row() -> None:

@@ -44,7 +44,7 @@ GUESSES = {
     "grammar": "grammar/*.py",
     "authentication": "*/auth.py */authentication.py",
     "metrics": "*/metrics.py",
-    "flag checks": "config/flag_rules.py config/flag_checks.py",
+    "flag checks": "config/flag_*.py config/rules/*.py",
     "router policy": "router/polic*.py",
     "expert balancing": "moe/*balanc*.py */eplb*.py",
 }

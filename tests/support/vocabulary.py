@@ -26,8 +26,8 @@ PROSE = re.compile(
 )
 """In docstrings, comments, messages and pages."""
 ALLOWED = re.compile(
-    r"behind (a|an|the|another|your|its own)? ?(reverse |load |TLS )?(prox(y|ies)|balancers?|router"
-    r"|gateway|load balancer|ingress|firewall|nginx|NAT)\b",
+    r"look-behind|behind (a|an|the|another|your|its own)? ?(reverse |load |TLS )?"
+    r"(prox(y|ies)|balancers?|router|gateway|load balancer|ingress|firewall|nginx|NAT)\b",
     re.IGNORECASE,
 )
 """The field's own uses."""

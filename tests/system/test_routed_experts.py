@@ -199,7 +199,7 @@ def test_bursts_leave_those_alone_that_ask(model):
     [
         (TELL | {"routed_experts_start_len": -1}, "at least 0"),
         (TELL | {"routed_experts_start_len": 21}, r"in \[0, 20\]"),
-        (TELL | {"return_hidden_states": True}, "do not go together|not configured"),
+        (TELL | {"return_hidden_states": True}, "cannot be combined|not configured"),
         ({"return_routed_experts": 3}, "true or false"),
     ],
 )

@@ -14,7 +14,7 @@ from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.platform import open_platform
 from banyan.platform.accelerator import DeviceSideStream
-from banyan.runner import weights
+from banyan.runner import weight_update as weights
 from banyan.runner.offload import OffloadedBlocks, _HostBlock, _parts_of, _Prefetcher
 from tests.ascend.emulation import test_drafts
 from tests.ascend.emulation.device import EmulatedNpu

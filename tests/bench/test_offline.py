@@ -1,4 +1,4 @@
-"""One static batch over a scripted engine, and the figures made of its times."""
+"""Benchmarks of an engine in this process: one batch, and a whole data set."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,9 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
-from banyan.bench import batch
-from banyan.bench.batch import BatchTimes, results, run_batch
+from banyan.bench import offline
+from banyan.bench.offline import BatchTimes, results, run_batch, run_throughput
+from banyan.bench.prompts import Prompt
 from banyan.messages.events import Event, Failed, Finished, Stats, Tokens
 from banyan.messages.requests import Abort, Generate, Message
 
@@ -100,7 +101,7 @@ async def test_a_refused_sequence_ends_the_batch_and_takes_the_others_back() -> 
 def test_steps_that_arrive_together_share_the_time_since_the_last(
     arrivals: Sequence[float], gaps: list[float]
 ) -> None:
-    assert batch._gaps(arrivals) == gaps
+    assert offline._gaps(arrivals) == gaps
 
 
 def test_steps_that_come_in_halves_of_a_burst_have_its_latency() -> None:
@@ -134,7 +135,35 @@ def test_the_keys_and_figures_of_a_batch() -> None:
 
 def test_decode_steps_are_shown_at_the_interval_asked_for() -> None:
     times = BatchTimes(0.5, [0.1] * 6)
-    lines = batch.lines(results("r", 2, 100, 7, times), times, every=3)
+    lines = offline.lines(results("r", 2, 100, 7, times), times, every=3)
     assert [line.split(".")[0] for line in lines] == [
         "Prefill", "Decode 0", "Decode 3", "Decode", "Total",
     ]  # fmt: skip
+
+
+KEYS = {
+    "backend", "successful_requests", "total_latency", "total_input_tokens",
+    "total_output_tokens", "request_throughput", "input_throughput", "output_throughput",
+    "total_throughput",
+}  # fmt: skip
+
+
+def test_every_key_is_there_and_tokens_are_those_that_the_engine_counted() -> None:
+    calls: list[list[list[int]]] = []
+
+    def generate(
+        ids: list[list[int]], sampling: list[dict[str, object]]
+    ) -> list[dict[str, object]]:
+        calls.append(ids)
+        return [
+            {"meta_info": {"prompt_tokens": len(i), "completion_tokens": s["max_new_tokens"]}}
+            for i, s in zip(ids, sampling, strict=True)
+        ]
+
+    prompts = [Prompt("", [1] * n, n, n + 1) for n in (20, 30)]
+    keys = run_throughput(generate, prompts, ignore_eos=True, warm_up=True)
+    assert keys.keys() == KEYS
+    assert (keys["total_input_tokens"], keys["total_output_tokens"]) == (50, 52)
+    assert keys["successful_requests"] == 2
+    assert [len(ids) for ids in calls] == [1, 2]
+    assert len(calls[0][0]) == 16

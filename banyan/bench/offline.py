@@ -1,8 +1,10 @@
-"""`banyan bench batch`: one static batch through an engine, without a front end or a tokenizer.
+"""Benchmarks of an engine in this process, without HTTP.
 
-A decode step's latency is the time between the tokens of one step and the next as they leave the
-engine, so planning that overlaps with execution costs nothing here either. An engine may compute
-several steps before it tells of them, so the median is that of means over some neighbours.
+`run_batch` (`banyan bench batch`) runs one static batch. The latency of a decode step is the time
+between the tokens of consecutive steps as they leave the engine, so planning that overlaps with
+execution costs nothing. An engine may send the tokens of several steps together, so the median is
+taken over means of neighbouring steps. `run_throughput` (`banyan bench throughput`) runs a whole
+data set at once.
 """
 
 import statistics
@@ -13,22 +15,23 @@ from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
+from banyan.bench.prompts import Prompt
 from banyan.messages.events import Failed, Finished, Ready, Tokens
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.transport import FrontLink, next_events
 
 _NEIGHBOURS = 16
-"""Steps whose tokens may come at once, and a few more: two bursts of them."""
+"""Steps over which gaps are averaged: about two groups of multi-step decoding."""
 
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """What one batch took, in seconds.
+    """Times of a batch, in seconds.
 
     Attributes:
-        prefill: until every sequence had its first token.
-        decode: of each step after that.
+        prefill: time until every sequence had its first token.
+        decode: time of each later step.
     """
 
     prefill: float
@@ -40,7 +43,7 @@ class BatchTimes:
 
 
 async def wait_ready(link: FrontLink) -> Ready:
-    """The engine's first word; its death is the engine handle's to report."""
+    """Wait for the engine's Ready event. The engine handle reports its death."""
     while True:
         for event in await next_events(link):
             if isinstance(event, Ready):
@@ -58,11 +61,11 @@ async def run_batch(
     """Send all prompts at once and follow their tokens; each answer has `output_len` of them.
 
     Args:
-        progress: told how many tokens each sequence has, of how many.
-        adapters: name of each prompt's, or () for none.
+        progress: called with the tokens that each sequence has, and their final number.
+        adapters: adapter name of each prompt, or () for none.
 
     Raises:
-        BanyanError: a sequence failed; the others are taken back.
+        BanyanError: a sequence failed; the others are aborted.
     """
     sampling = SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
     asked = [
@@ -110,7 +113,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def _means(gaps: Sequence[float]) -> list[float]:
-    """Of every `_NEIGHBOURS` gaps that follow each other, or of all where there are fewer."""
+    """Means of every `_NEIGHBOURS` consecutive gaps, or of all if there are fewer."""
     count = min(_NEIGHBOURS, len(gaps))
     return [statistics.fmean(gaps[i : i + count]) for i in range(len(gaps) - count + 1)]
 
@@ -138,7 +141,7 @@ def results(
 
 
 def lines(keys: dict[str, object], times: BatchTimes, every: int) -> list[str]:
-    """The figures as people read them; every n-th decode step too when `every` is not 0."""
+    """The figures as text lines, with every n-th decode step if `every` is not 0."""
     batch_size = keys["batch_size"]
     assert isinstance(batch_size, int)
     found = [
@@ -160,3 +163,41 @@ def lines(keys: dict[str, object], times: BatchTimes, every: int) -> list[str]:
         f"Total. latency: {times.total:.3f} s, throughput: {keys['overall_throughput']:.2f} token/s"
     )
     return found
+
+
+GenerateAll = Callable[[list[list[int]], list[dict[str, object]]], Sequence[dict[str, object]]]
+"""(prompts as token ids, sampling parameters of each) -> native answers."""
+
+_WARM_LEN = 16
+
+
+def run_throughput(
+    generate: GenerateAll, prompts: Sequence[Prompt], ignore_eos: bool, warm_up: bool
+) -> dict[str, object]:
+    """The figures under the keys of bench_offline_throughput."""
+    ids = [prompt.ids for prompt in prompts]
+    known = [i for i in ids if i is not None]
+    assert len(known) == len(prompts), "prompts without token ids"
+    sampling: list[dict[str, object]] = [
+        {"temperature": 0, "max_new_tokens": p.output_len, "ignore_eos": ignore_eos}
+        for p in prompts
+    ]
+    if warm_up:
+        generate([known[0][:_WARM_LEN]], [{"temperature": 0, "max_new_tokens": 2}])
+    began = time.perf_counter()
+    answers = generate(known, sampling)
+    seconds = time.perf_counter() - began
+    meta = [answer["meta_info"] for answer in answers]
+    inputs = sum(m["prompt_tokens"] for m in meta if isinstance(m, dict))
+    outputs = sum(m["completion_tokens"] for m in meta if isinstance(m, dict))
+    return {
+        "backend": "engine",
+        "successful_requests": len(answers),
+        "total_latency": seconds,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(answers) / seconds,
+        "input_throughput": inputs / seconds,
+        "output_throughput": outputs / seconds,
+        "total_throughput": (inputs + outputs) / seconds,
+    }
