@@ -163,8 +163,8 @@ from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 
-model = load_model(read_model_config(sys.argv[1]), Build(bind("cpu", torch.device("cpu"), torch.float32,
-    frozenset(), 8)))
+ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 8)
+model = load_model(read_model_config(sys.argv[1]), Build(ops))
 print(model.logits(torch.eye(model.model_config.hidden_size)).double().sum().item())
 """
 
