@@ -1,10 +1,10 @@
 """Prefill and decode servers under the load of a trace: `python -m benchmarks.pairs TRACE`.
 
 A trace in Mooncake's form is played through a router to two prefill and two decode servers of a
-tiny model, with all its lengths made shorter. Every answer is looked at token by token: what its
-counters tell must have come, once, and be what one server alone answers. Then `banyan simulate`
-plays the same requests on the same layout, with the figures of a step as this machine gives them,
-and how far it is off is told.
+tiny model, with all its lengths made shorter. Every answer is checked token by token: each
+counted token must arrive once, and equal the answer of a single server. Then `banyan simulate`
+plays the same requests on the same layout, with step times measured on this machine, and the error
+of the simulation is printed.
 """
 
 import argparse
@@ -88,9 +88,9 @@ class TimedAnswer:
     """One answer, token by token.
 
     Attributes:
-        at_s: when each token came, perf_counter seconds.
-        lost: tokens that its counters tell of and that did not come.
-        twice: tokens that came beyond those.
+        at_s: arrival of each token, perf_counter seconds.
+        lost: tokens that were counted but did not arrive.
+        twice: tokens that arrived but were not counted.
     """
 
     asked_s: float
@@ -149,13 +149,13 @@ async def play(url: str, arrivals: Sequence[Arrival]) -> tuple[list[TimedAnswer]
             await asyncio.sleep(wait_s)
         late_s = max(late_s, time.perf_counter() - began_s - arrival.at_s)
         tasks.append(asyncio.create_task(ask(server, prompt_of(arrival), arrival.output_len)))
-    told = list(await asyncio.gather(*tasks))
+    answers = list(await asyncio.gather(*tasks))
     server.close()
-    return told, late_s
+    return answers, late_s
 
 
 async def others(
-    url: str, arrivals: Sequence[Arrival], told: Sequence[TimedAnswer], most: int
+    url: str, arrivals: Sequence[Arrival], answers: Sequence[TimedAnswer], most: int
 ) -> int:
     """Of up to `most` answers, those that are not what this server answers."""
     server, gate = HttpClient(url), asyncio.Semaphore(_AT_ONCE)
@@ -164,7 +164,7 @@ async def others(
     async def differs(at: int) -> bool:
         async with gate:
             right = await ask(server, prompt_of(arrivals[at]), arrivals[at].output_len)
-            return right.tokens != told[at].tokens
+            return right.tokens != answers[at].tokens
 
     found = await asyncio.gather(*(differs(at) for at in range(0, len(arrivals), step)))
     server.close()
@@ -179,9 +179,9 @@ async def step_times(url: str) -> tuple[float, float]:
     prompts_s: list[float] = []
     for _ in range(_REPEATS):
         prompt = [lots.randrange(5, VOCAB) for _ in range(_PROMPT)]
-        told = await ask(server, prompt, _OUTPUT)
-        gaps.append((told.at_s[-1] - told.at_s[0]) / (_OUTPUT - 1))
-        prompts_s.append(told.at_s[0] - told.asked_s)
+        answer = await ask(server, prompt, _OUTPUT)
+        gaps.append((answer.at_s[-1] - answer.at_s[0]) / (_OUTPUT - 1))
+        prompts_s.append(answer.at_s[0] - answer.asked_s)
     server.close()
     return percentile(gaps, 50), percentile(prompts_s, 50)
 
@@ -199,13 +199,13 @@ def hardware_of(
     )
     schedule = config.schedule
     whole = Arrival(0.0, array("i", [5] * _PROMPT).tobytes(), 1)
-    told = study(
+    simulated = study(
         StudyQuestion(config=config, model_config=model_config, hardware=guess, arrivals=[whole]),
         ParallelLayout(),
     )
-    assert told.report is not None
+    assert simulated.report is not None
     steps = -(-_PROMPT // max(1, schedule.chunk_tokens))
-    paper_s = told.report.ttft.p50 - steps * row_s
+    paper_s = simulated.report.ttft.p50 - steps * row_s
     left_s = max(1e-6, prompt_s - steps * row_s)
     flops = guess.flops_per_s * paper_s / left_s
     return Hardware(
@@ -213,21 +213,23 @@ def hardware_of(
     )
 
 
-def tell(told: Sequence[TimedAnswer], arrivals: Sequence[Arrival], began_s: float) -> Measured:
-    failed = sum(one.status != 200 for one in told)
-    lost, twice = sum(one.lost for one in told), sum(one.twice for one in told)
-    tokens = sum(len(one.tokens) for one in told)
-    end_s = max((one.at_s[-1] for one in told if one.at_s), default=began_s)
+def summarize(
+    answers: Sequence[TimedAnswer], arrivals: Sequence[Arrival], began_s: float
+) -> Measured:
+    failed = sum(one.status != 200 for one in answers)
+    lost, twice = sum(one.lost for one in answers), sum(one.twice for one in answers)
+    tokens = sum(len(one.tokens) for one in answers)
+    end_s = max((one.at_s[-1] for one in answers if one.at_s), default=began_s)
     found = Measured(
         end_s - began_s,
         tokens,
-        [one.at_s[0] - one.asked_s for one in told if one.at_s],
-        [gap for one in told for gap in one.gaps_s],
-        [one.at_s[-1] - one.asked_s for one in told if one.at_s],
+        [one.at_s[0] - one.asked_s for one in answers if one.at_s],
+        [gap for one in answers for gap in one.gaps_s],
+        [one.at_s[-1] - one.asked_s for one in answers if one.at_s],
     )
     prompts = sum(len(arrival.prompt) // 4 for arrival in arrivals)
     print(
-        f"requests {len(told)}, failed {failed}; prompt tokens {prompts:,}, output tokens "
+        f"requests {len(answers)}, failed {failed}; prompt tokens {prompts:,}, output tokens "
         f"{tokens:,}: lost {lost}, duplicated {twice}"
     )
     return found
@@ -388,15 +390,15 @@ def main() -> None:
         )
         with pairs(model, folder, PREFILL, DECODE) as url:
             began_s = time.perf_counter()
-            told, late_s = asyncio.run(play(url, arrivals))
-        found = tell(told, arrivals, began_s)
+            answers, late_s = asyncio.run(play(url, arrivals))
+        found = summarize(answers, arrivals, began_s)
         print(f"sent {late_s * 1e3:.0f} ms late at most; load behind: {load_average()}")
         environment = read_environment()
         config, model_config = prepare(parse(flags_of(model), environment), environment)
         config, _ = settle(config, open_platform("cpu").defaults(model_config))
         with alone(model, folder, 1) as url:
             row_s, prompt_s = asyncio.run(step_times(url))
-            asyncio.run(others(url, arrivals, told, given.checked))
+            asyncio.run(others(url, arrivals, answers, given.checked))
     print(
         f"one thread, alone: {row_s * 1e3:.2f} ms for a token, {prompt_s * 1e3:.0f} ms for a "
         f"prompt of {_PROMPT:,}"

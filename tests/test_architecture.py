@@ -18,7 +18,7 @@ LORA_FILES = "lora.adapter_config lora.adapter_files"
 ARROWS = {
     "base": "",
     "formats": "base",
-    "families": "base model_config.model_config model_config.facts",
+    "families": "base model_config.model_config model_config.checkpoint_fields",
     "model_config": "base formats families config.schema config.env hub.sources",
     "hub": "base formats families model_config config.schema config.env",
     "config": f"base formats families model_config hub ascend.variables {RULES}",

@@ -23,14 +23,15 @@ log = logger(__name__)
 @dataclass(frozen=True)
 class _Waiting:
     process_spec: ProcessSpec
-    front: str
+    client: str
     on_death: Callable[[str], None]
 
 
 class RemoteEngines:
-    """
+    """Starts and restarts the engines of other nodes.
+
     Args:
-        secret: what the nodes have in common.
+        secret: the secret that all nodes share.
     """
 
     def __init__(self, secret: str) -> None:
@@ -41,35 +42,40 @@ class RemoteEngines:
         self._is_closed = False
 
     def start(
-        self, config: Config, model_config: ModelConfig, front: str, on_death: Callable[[str], None]
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        client: str,
+        on_death: Callable[[str], None],
     ) -> None:
-        """Start one of them, or the one that takes its place; returns at once. Nodes are told when
-        the last replica is known.
+        """Start or restart one engine; returns at once.
+
+        The nodes start when all replicas are known.
 
         Args:
-            front: address of the link's other end.
-            on_death: called from a thread when the engine ends unasked, or did not start.
+            client: address of the engine client.
+            on_death: called from a thread when the engine ends unexpectedly or does not start.
 
         Raises:
-            ConfigError: nodes cannot come to this machine.
+            ConfigError: nodes cannot connect to this machine.
         """
         parallel, process_spec = config.parallel, ProcessSpec(ENGINE, config, model_config, "")
-        self._waiting[parallel.replica] = _Waiting(process_spec, front, on_death)
+        self._waiting[parallel.replica] = _Waiting(process_spec, client, on_death)
         if parallel.replica < parallel.dp - 1:
             return
         if self._nodes is None:
-            # ZeroMQ comes with them: a server that leads no nodes does without.
+            # Imports ZeroMQ, which a server without nodes does not need.
             from banyan.engine.multi_node import Nodes, check_secret, own_hello
 
             check_secret(parallel, self._secret)
             self._nodes = Nodes(parallel, self._secret, own_hello(parallel, model_config))
         engines, self._waiting = self._waiting, {}
-        whole = (self._nodes, engines, self._thread)
-        self._thread = threading.Thread(target=self._open, args=whole, name="far engines")
+        arguments = (self._nodes, engines, self._thread)
+        self._thread = threading.Thread(target=self._open, args=arguments, name="remote engines")
         self._thread.start()
 
     def close(self) -> None:
-        """Let the nodes end."""
+        """End the nodes."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
@@ -94,7 +100,7 @@ class RemoteEngines:
             return
         nodes.start(
             lambda node: [e.process_spec for n, e in engines.items() if node_of(n) == node],
-            fronts={number: engine.front for number, engine in engines.items()},
+            clients={number: engine.client for number, engine in engines.items()},
         )
         nodes.watch(died)
 

@@ -1,9 +1,9 @@
-"""FlightRecorder: the latest records of an engine, in memory of a fixed size that its server holds
-too, so that they outlast the engine (engine/flight_recorder_memory.py).
+"""FlightRecorder: the latest records of an engine, in memory shared with the server process.
 
-The memory has two halves. Each begins with what the core was at that moment (engine/snapshot.py),
-so a replay can begin there: when one half is full, the other one is written anew. That waits for a
-moment of rest, as long as there is room for waiting.
+The records survive a crash of the engine (engine/flight_recorder_memory.py). The memory has two
+halves. Each begins with a snapshot of the core (engine/snapshot.py), so a replay can begin there.
+When one half is full, the other one is overwritten; if possible while the engine is idle, because a
+snapshot takes time.
 """
 
 import mmap
@@ -26,16 +26,17 @@ log = logger(__name__)
 
 _END = bytes(HEAD.size)
 _SPARE = 4096
-"""Room for the records of plans that are made before anything else is told."""
-_ROOM_TO_WAIT = 2
-"""A half that is full by 1 / this is changed at the next moment of rest."""
+"""Bytes reserved for records of plans without an input before them."""
+_IDLE_DIVISOR = 2
+"""A half with less than 1 / this left is changed when the engine becomes idle."""
 
 
 class FlightRecorder(Records):
-    """
+    """Records one core into shared memory.
+
     Args:
-        memory: where the records go; all of it is there already.
-        spec: what rebuilds the core.
+        memory: the shared memory in its final size.
+        spec: the spec of the core.
     """
 
     def __init__(self, memory: mmap.mmap, spec: CoreSpec) -> None:
@@ -46,15 +47,15 @@ class FlightRecorder(Records):
         self._core: EngineCore | None = None
         self._number = 0
         self._end = self._limit = 0
-        """Of the half that is written; equal = it takes no more."""
+        """Offsets in the current half; equal = it is full."""
         self._is_whole = True
-        """No record has been left out."""
-        self._is_mute = False
-        """Snapshots cannot be had, and the log was told."""
+        """No record is missing since the last snapshot."""
+        self._has_warned = False
+        """A warning about missing snapshots has been logged."""
         memory[: len(RING_MAGIC)] = RING_MAGIC
 
     def follow(self, core: EngineCore, now: float) -> None:
-        """Record this core, which has decided nothing yet."""
+        """Start to record a new core."""
         self._core = core
         self._begin(now)
 
@@ -63,23 +64,23 @@ class FlightRecorder(Records):
             self._begin(now)
 
     def rested(self, now: float) -> None:
-        if self._limit - self._end < self._half // _ROOM_TO_WAIT:
+        if self._limit - self._end < self._half // _IDLE_DIVISOR:
             self._begin(now)
 
     def append(self, body: bytes) -> None:
-        """A record without room is left out, and what follows it too, up to the next snapshot."""
+        """Store a record; without space drop it, and all others until the next snapshot."""
         end = self._end + HEAD.size + len(body)
         if not self._is_whole or end + HEAD.size > self._limit:
             self._is_whole = False
             return
-        # The head comes last: until it is there, the record does not exist.
+        # The head is written last. Without it a reader does not see the record.
         self._memory[end : end + HEAD.size] = _END
         self._memory[self._end + HEAD.size : end] = body
         HEAD.pack_into(self._memory, self._end, len(body), crc32(body))
         self._end = end
 
     def _begin(self, now: float) -> None:
-        """Write the other half from here on, over what it had."""
+        """Continue in the other half, which is overwritten."""
         body = self._encoder.encode(Began(now, time.time(), own_version(), self._snapshot()))
         start = len(RING_MAGIC) + self._number % 2 * self._half
         HALF.pack_into(self._memory, start, 0, 0)
@@ -91,27 +92,29 @@ class FlightRecorder(Records):
         HALF.pack_into(self._memory, start, self._number, was_whole)
 
     def _snapshot(self) -> bytes:
-        """b"" when it leaves too little room for records, or there is none."""
+        """A snapshot of the core; b"" if it fails or leaves too little space for records."""
         assert self._core is not None
         try:
             taken = snapshot.take(self._core)
-        except TypeError as error:  # the engine goes on, whatever became of its record
-            self._complain(str(error))
+        except TypeError as error:  # the engine must not stop because of its recorder
+            self._warn(str(error))
             return b""
-        if len(self._spec) + len(taken) <= self._half // _ROOM_TO_WAIT:
+        if len(self._spec) + len(taken) <= self._half // _IDLE_DIVISOR:
             return taken
-        told = f"a snapshot takes {len(taken)} bytes, there are {2 * self._half} for two and what "
-        self._complain(told + "lies between; raise --flight-recorder-bytes")
+        self._warn(
+            f"a snapshot takes {len(taken)} bytes, and there are {2 * self._half} bytes for two "
+            "snapshots and the records; raise --flight-recorder-bytes"
+        )
         return b""
 
-    def _complain(self, why: str) -> None:
-        if not self._is_mute:
-            log.warning("what the flight recorder holds cannot be replayed: %s", why)
-        self._is_mute = True
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            log.warning("the flight recorder's records cannot be replayed: %s", why)
+        self._has_warned = True
 
 
 class RecorderPair:
-    """Two recorders of one core."""
+    """Forwards the calls of one core to two recorders."""
 
     def __init__(self, one: CoreRecorder, other: CoreRecorder) -> None:
         self._both = one, other
@@ -140,11 +143,11 @@ class RecorderPair:
 
 
 class Recorders:
-    """What the flags ask to be recorded of one engine.
+    """The recorders of one engine that the flags select.
 
     Args:
-        descriptor: of the flight recorder's memory; NO_RECORDING = there is none.
-        cleanup: closes what is opened here.
+        descriptor: descriptor of the flight recorder's memory; NO_RECORDING = no flight recorder.
+        cleanup: closes the journal.
 
     Raises:
         ConfigError: the journal cannot be written.
@@ -154,7 +157,7 @@ class Recorders:
         self, observe: ObserveConfig, spec: CoreSpec, descriptor: int, cleanup: ExitStack
     ) -> None:
         self.recorder: CoreRecorder | None = None
-        """For the core; None when nothing is recorded."""
+        """Recorder for the core; None if nothing is recorded."""
         self._flight: FlightRecorder | None = None
         if descriptor != NO_RECORDING:
             memory = mapped(descriptor)
@@ -166,6 +169,6 @@ class Recorders:
             self.recorder = journal if flight is None else RecorderPair(journal, flight)
 
     def follow(self, core: EngineCore, now: float) -> None:
-        """The core that has the recorder, before anything is told to it."""
+        """Start to record a core; call it before the core receives input."""
         if self._flight is not None:
             self._flight.follow(core, now)

@@ -1,8 +1,9 @@
-"""The bytes of a flight recorder (engine/flight_recorder.py): memory that an engine and its
-server share, and what is read from it. Knows no records, only where each begins.
+"""The shared memory of a flight recorder, and the conversion of its bytes into a journal.
 
-Layout: magic, then two halves of equal size. Each: uint64 number (0 = not valid; the larger one is
-the newer), uint64 whether it goes on where the other one ends, then records as in a journal.
+Layout: magic, then two halves of equal size. Each half: uint64 number (0 = not valid; the larger
+number is newer), uint64 flag (1 = continues the other half), then records as in a journal.
+
+Separate from engine/flight_recorder.py because the server process imports it, without the engine.
 """
 
 import errno
@@ -17,27 +18,27 @@ from banyan.base.os import anonymous_memory
 
 JOURNAL_MAGIC = b"BANYANJ2"
 HEAD = struct.Struct("<II")
-"""Of a record: length and CRC-32."""
+"""Head of a record: length and CRC-32."""
 RING_MAGIC = b"BANYANR1"
 HALF = struct.Struct("<QQ")
 
 
 class RecordingMemory:
-    """Memory without a name in any file system, which a child may have too. It has no size yet."""
+    """Anonymous memory that a child process can inherit. Its size is set later."""
 
     def __init__(self) -> None:
         self.descriptor = anonymous_memory("banyan-flight-recorder")
         self._is_closed = False
 
     def give_size(self, size: int) -> None:
-        """How much of it there is. The system gives its pages as they are written.
+        """Set the size. Pages are allocated when they are written.
 
         Raises:
-            CapacityError: the machine has not so much.
+            CapacityError: the machine has less memory.
         """
         pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         try:
-            if size > pages * page_bytes:  # the system would try until it has none left
+            if size > pages * page_bytes:  # the system would accept it and run out later
                 raise OSError(errno.ENOMEM, f"this machine has {pages * page_bytes} bytes")
             os.ftruncate(self.descriptor, size)
         except OSError as error:
@@ -47,8 +48,10 @@ class RecordingMemory:
             ) from None
 
     def read(self) -> bytes:
-        """What was recorded, as the content of a journal; b"" when that is nothing. An engine may
-        write meanwhile."""
+        """The records, as the content of a journal; b"" if there are none.
+
+        The engine may write at the same time.
+        """
         if self._is_closed:
             return b""
         size = os.fstat(self.descriptor).st_size
@@ -66,13 +69,12 @@ class RecordingMemory:
 
 
 def mapped(descriptor: int) -> mmap.mmap:
-    """The memory; what nothing has been written to takes none of the machine's."""
+    """Map the memory. Pages that were never written take no memory of the machine."""
     return mmap.mmap(descriptor, 0, mmap.MAP_SHARED)
 
 
 def journal_of(content: bytes) -> bytes:
-    """A journal from a recorder's memory: the older half, when the newer one continues it, and the
-    newer one."""
+    """Convert the memory to a journal: the newer half, after the older one if it continues it."""
     if not content.startswith(RING_MAGIC):
         return b""
     half = half_bytes(len(content))
@@ -88,7 +90,7 @@ def journal_of(content: bytes) -> bytes:
 
 
 def _sound(part: bytes) -> Iterator[bytes]:
-    """The records of a half with their heads, up to the first that is not whole."""
+    """The records of a half with their heads, up to the first incomplete one."""
     at = HALF.size
     while at + HEAD.size <= len(part):
         length, checksum = HEAD.unpack_from(part, at)

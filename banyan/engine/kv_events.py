@@ -68,13 +68,13 @@ class KVEventPublisher:
         self._thread.start()
         self._put([("AllBlocksCleared", {})])
 
-    def publish(self, news: Sequence[Stored | Removed]) -> None:
-        """Tell what has happened; never waits."""
-        if news:
-            self._put([self._event(one) for one in news])
+    def publish(self, events: Sequence[Stored | Removed]) -> None:
+        """Queue events for sending; never blocks."""
+        if events:
+            self._put([self._event(event) for event in events])
 
     def close(self) -> None:
-        """Send what waits, for a moment at most."""
+        """Send queued events, for about a second at most, and close."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         self._thread.join(1.0)

@@ -333,7 +333,7 @@ def arrange(config: Config, pages: KVStore) -> None:
 
 
 def _host_tier(
-    cache: CacheConfig, pages: KVStore, page_bytes: Sequence[int], behind: Store | None
+    cache: CacheConfig, pages: KVStore, page_bytes: Sequence[int], store: Store | None
 ) -> HostTier:
     """Open the host tier of the hierarchical cache.
 
@@ -359,7 +359,7 @@ def _host_tier(
         cache.host_copies,
         cache.host_layout,
     )
-    return HostTier(wanted, _pinned, behind)
+    return HostTier(wanted, _pinned, store)
 
 
 def _pinned(size_bytes: int) -> np.ndarray:

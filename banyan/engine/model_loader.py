@@ -182,7 +182,7 @@ def open_model(
         )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
-        rest = f"but those of {kept}" if kept else "all of them"
+        rest = f"except {kept}" if kept else "all of them"
         log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
     model = load_weights(config.model, model_config, build, offload)
     draft = None
@@ -322,8 +322,8 @@ def agree_on_memory(opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
         return mine, groups
     least = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
     numbers = [n / MIB for n in (*least, *(-group.page_bytes for group in groups))]
-    told = torch.tensor([numbers], device=opened.build.device)
-    everyone = world.all_gather(told, told.numel() * world.size).view(world.size, -1)
+    own = torch.tensor([numbers], device=opened.build.device)
+    everyone = world.all_gather(own, own.numel() * world.size).view(world.size, -1)
     total, free, ours, *pages = (round(n * MIB) for n in everyone.amin(0).tolist())  # sync: once
     agreed = [replace(g, page_bytes=-n) for g, n in zip(groups, pages, strict=True)]
     return Memory(total, free, -ours), agreed
@@ -442,7 +442,7 @@ def check_drafts(
     if model_config is not None and model_config.has_states:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
-            "model keep a state, which goes back behind drafts that do not stand on the host alone",
+            "model keep a state, which can only be rolled back after rejected drafts on a CPU",
             hint="leave it out, or use --device cpu",
         )
     if speculative.num_tokens > traits.verified:

@@ -1,23 +1,23 @@
-"""Processes on several machines: the first node leads, the others keep processes for it: ranks of
-its replica, or engines of replicas that are joined with it (`dp_attention/remote_engines.py`).
+"""Several machines: node 0 leads, and the other nodes run processes for it.
 
-Every node is started with the same command line but for its number. A node says which version and
-which weights it has; the leader takes it or tells it why not, tells it the duties of its processes,
-and passes frames to them, and from engines, through it. Both sides say that they live, and notice
-when the other does not.
+These processes are ranks of the leader's replica, or engines of DP attention replicas
+(`dp_attention/remote_engines.py`). Every node is started with the same command line except for its
+number. A node sends its version and a fingerprint of its weights (`Hello`). The leader accepts or
+refuses it, sends the specs of its processes, and exchanges frames with these through the node. Both
+sides send heartbeats and notice when the other one is lost.
 
-The connection is encrypted and lets in who knows the secret: the keys of both ends (Curve25519, by
-ZeroMQ's CURVE, rfc.zeromq.org/spec/26) are made of it.
+The connection is encrypted with ZeroMQ's CURVE (Curve25519, rfc.zeromq.org/spec/26). The keys of
+both ends are derived from a shared secret.
 """
 
 import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 import zmq
@@ -28,8 +28,7 @@ from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
 from banyan.base.version import own_version
 from banyan.config.schema import ParallelConfig
-from banyan.engine.local_engines import LocalEngines, frames_of, poll_along
-from banyan.engine.local_processes import LocalRanks
+from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
 from banyan.messages.frames import FrameSocket
 from banyan.messages.wire import MAX_FRAME_BYTES
@@ -39,22 +38,22 @@ log = logger(__name__)
 
 _BEAT_S = 0.5
 SILENT_S = 5.0
-"""A node that is not heard of for so long is lost."""
+"""A node without a message for this long is lost."""
 _FRAME, _END, _BEAT, _START, _REFUSED, _HELLO, _LOST = (b"F", b"E", b"B", b"S", b"R", b"H", b"L")
-_AGAIN, _TELL, _STACKS = (b"A", b"T", b"K")
-"""Come again, to another engine; tell where your ranks stand; that is here."""
+_AGAIN, _ASK_STACKS, _STACKS = (b"A", b"T", b"K")
+"""Register again, for another engine; request for stack traces; the answer to it."""
 _HELLO_S = 1.0
-"""How often a node says who it is until it is told what to do."""
+"""Interval at which a node sends its Hello until the leader answers."""
 _STACKS_S = 3.0
 _SAMPLE_BYTES = 1 << 16
-_MAX_SAID_BYTES = 1 << 18
-"""Of what a node tells the leader."""
+_MAX_MESSAGE_BYTES = 1 << 18
+"""Largest message of a node to the leader, without frames."""
 _MAX_STACK = 1 << 13
-"""Characters of what it tells of one rank."""
+"""Most characters of the stack traces of one rank."""
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a node says of itself."""
+    """Registration of a node; it must match the leader's."""
 
     node: int
     nodes: int
@@ -63,28 +62,29 @@ class Hello(msgspec.Struct, frozen=True):
     version: str
     weights: str
     cp: int = 1
-    joined: int = 1
-    """Replicas that work on one batch."""
+    dp: int = msgspec.field(default=1, name="joined")
+    """Number of replicas with DP attention; 1 without."""
 
 
-class Sign(msgspec.Struct, frozen=True):
-    """A node's ranks are alive: the one that was silent for longest, and for how long."""
+class NodeHeartbeat(msgspec.Struct, frozen=True):
+    """Heartbeat of a node: the rank whose own heartbeat is the oldest, and its age."""
 
     rank: int
     silent_s: float
 
 
-def _sign_of(said: bytes) -> Sign | None:
+def _heartbeat_of(body: bytes) -> NodeHeartbeat | None:
     try:
-        return msgspec.json.decode(said, type=Sign)
+        return msgspec.json.decode(body, type=NodeHeartbeat)
     except msgspec.MsgspecError:
         return None
 
 
-def _stacks_of(said: bytes) -> list[tuple[int, str]] | None:
-    """Text of another machine: what is no text, or would look like lines of ours, is taken out."""
+def _stacks_of(body: bytes) -> list[tuple[int, str]] | None:
+    """Stack traces from another machine, without control characters; indented, so that they cannot
+    look like log lines of this process."""
     try:
-        found = msgspec.json.decode(said, type=list[tuple[int, str]])
+        found = msgspec.json.decode(body, type=list[tuple[int, str]])
     except msgspec.MsgspecError:
         return None
     return [
@@ -94,14 +94,16 @@ def _stacks_of(said: bytes) -> list[tuple[int, str]] | None:
 
 
 def ranks_of(parallel: ParallelConfig, node: int) -> range:
-    """The ranks on one node: each node has as many."""
+    """The ranks on one node; every node has the same number."""
     share = parallel.local_world
     return range(node * share, (node + 1) * share)
 
 
 def fingerprint(model_config: ModelConfig) -> str:
-    """The same for the same model with the same weights, wherever they lie. Reads the facts, and
-    the sizes and a sample of the files."""
+    """Hash of a model and its weights, independent of their path.
+
+    Covers the model config, and names, sizes and samples of the weight files.
+    """
     facts = asdict(replace(model_config, path=""))
     digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted"))
     path = Path(model_config.path)
@@ -117,13 +119,20 @@ def fingerprint(model_config: ModelConfig) -> str:
 
 
 def own_hello(parallel: ParallelConfig, model_config: ModelConfig) -> Hello:
-    layout = (parallel.node, parallel.nodes, parallel.tp, parallel.pp)
-    joined = parallel.dp if parallel.uses_dp_attention else 1
-    return Hello(*layout, own_version(), fingerprint(model_config), parallel.cp, joined)
+    return Hello(
+        node=parallel.node,
+        nodes=parallel.nodes,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        version=own_version(),
+        weights=fingerprint(model_config),
+        cp=parallel.cp,
+        dp=parallel.dp if parallel.uses_dp_attention else 1,
+    )
 
 
 def keys_of(secret: str, who: str) -> tuple[bytes, bytes]:
-    """(public, secret) key of one end, Z85."""
+    """(public, secret) key of one end, in Z85."""
     raw = hashlib.scrypt(secret.encode(), salt=f"banyan {who}".encode(), n=1 << 14, r=8, p=1)
     private = zmq.utils.z85.encode(raw[:32])
     return zmq.curve_public(private), private
@@ -132,7 +141,7 @@ def keys_of(secret: str, who: str) -> tuple[bytes, bytes]:
 def check_secret(parallel: ParallelConfig, secret: str) -> None:
     """
     Raises:
-        ConfigError: nodes that are not on this machine alone have no secret in common.
+        ConfigError: other machines can reach the address, and there is no secret.
     """
     if not secret and not is_loopback(parallel.meeting.rpartition(":")[0]):
         raise ConfigError(
@@ -142,14 +151,14 @@ def check_secret(parallel: ParallelConfig, secret: str) -> None:
 
 
 class Nodes:
-    """The other nodes, as the leader sees them.
+    """The leader's connections to the other nodes.
 
-    Those that keep engines may be gathered again (`again`): these come and go with the engines of
-    the leader, and it stays.
+    Nodes that run engines can register again (`again`), after the leader's own engines have been
+    restarted.
 
     Args:
-        parallel: its `meeting` is where this node listens.
-        mine: what the others must have too.
+        parallel: this node listens at `parallel.meeting`.
+        mine: the leader's Hello; the others must match it.
     """
 
     def __init__(self, parallel: ParallelConfig, secret: str, mine: Hello) -> None:
@@ -157,9 +166,9 @@ class Nodes:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        most = MAX_FRAME_BYTES if mine.joined > 1 else 0
-        self._socket.setsockopt(zmq.MAXMSGSIZE, most + _MAX_SAID_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # else what has no room would be dropped
+        most = MAX_FRAME_BYTES if mine.dp > 1 else 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most + _MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # with a limit, ROUTER would drop messages
         public, private = keys_of(secret, "leader")
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, private
@@ -172,29 +181,29 @@ class Nodes:
                 hint="name an address of this machine and a free port",
             ) from None
         self._identity: dict[int, bytes] = {}
-        self._heard: dict[int, float] = {}
-        self._silent: dict[int, Sign] = {}
+        self._last_message_s: dict[int, float] = {}
+        self._silent: dict[int, NodeHeartbeat] = {}
         self._outbox = self._context.socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind("inproc://frames")
         self._outbox.connect("inproc://frames")
         self._on_death: Callable[[str], None] | None = None
         self._lost = ""
-        self._fronts: dict[int, FrameSocket] = {}
-        """Replica -> the front's end, of the engines that are kept elsewhere."""
-        self._told: dict[int, list[tuple[int, str]]] = {}
-        """Node -> where its ranks stand, while that is asked for."""
+        self._clients: dict[int, FrameSocket] = {}
+        """Replica -> socket to its client, for engines on other nodes."""
+        self._stacks: dict[int, list[tuple[int, str]]] = {}
+        """Node -> stack traces of its ranks, while `stacks` collects them."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
     def gather(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every node has come.
+        """Wait until every node has registered.
 
         Args:
-            check: called meanwhile; raises when one of them will never come.
+            check: called while waiting; raises if a node will never come.
 
         Raises:
-            DeviceError: some did not come in time.
+            DeviceError: a node did not register in time.
         """
         wanted = set(range(1, self._parallel.nodes))
         deadline = time.monotonic() + self._parallel.meet_timeout_s
@@ -211,13 +220,13 @@ class Nodes:
             if self._socket.poll(int(min(left, 1.0) * 1000)):
                 identity, kind, *parts = self._socket.recv_multipart()
                 if kind == _HELLO and parts:
-                    self._welcome(identity, parts[0])
-                else:  # it kept ranks for an engine that is gone
+                    self._register_node(identity, parts[0])
+                else:  # a node that ran ranks for an engine that has ended
                     self._socket.send_multipart([identity, _AGAIN])
 
-    def _welcome(self, identity: bytes, said: bytes) -> None:
+    def _register_node(self, identity: bytes, body: bytes) -> None:
         try:
-            hello = msgspec.json.decode(said, type=Hello)
+            hello = msgspec.json.decode(body, type=Hello)
             reason = self._objection(hello)
         except msgspec.MsgspecError:
             hello, reason = None, "it speaks another protocol"
@@ -229,7 +238,7 @@ class Nodes:
             self._socket.send_multipart([identity, _REFUSED, reason.encode()])
             return
         self._identity[hello.node] = identity
-        self._heard[hello.node] = time.monotonic()
+        self._last_message_s[hello.node] = time.monotonic()
         log.info("node %d of %d has come", hello.node, self._parallel.nodes)
 
     def _objection(self, hello: Hello) -> str:
@@ -243,7 +252,7 @@ class Nodes:
             )
         for flag, its, own in (
             ("--attn-cp-size", hello.cp, mine.cp),
-            ("--enable-dp-attention --dp-size", hello.joined, mine.joined),
+            ("--enable-dp-attention --dp-size", hello.dp, mine.dp),
         ):
             if its != own:
                 return f"it was started with {flag} {its}, the leader with {flag} {own}"
@@ -257,22 +266,23 @@ class Nodes:
 
     def start(
         self,
-        duties_of: Callable[[int], Sequence[ProcessSpec]],
+        process_specs_of: Callable[[int], Sequence[ProcessSpec]],
         meeting: str = "",
-        fronts: Mapping[int, str] = {},
+        clients: Mapping[int, str] = {},
     ) -> None:
-        """Let every node start its processes.
+        """Have every node start its processes.
 
         Args:
-            duties_of: that of all ranks of a node, or those of its engines.
-            meeting: where ranks meet those of other nodes.
-            fronts: the address of the front of each engine, by replica.
+            process_specs_of: specs of the processes of a node: one for all its ranks, or one for
+                each engine.
+            meeting: rendezvous address of the ranks of all nodes.
+            clients: address of the client of each engine, by replica.
         """
-        for replica, address in fronts.items():
-            self._fronts[replica] = FrameSocket.connected(address)
+        for replica, address in clients.items():
+            self._clients[replica] = FrameSocket.connected(address)
         for node, identity in self._identity.items():
-            told = msgspec.msgpack.encode((duties_of(node), meeting))
-            self._socket.send_multipart([identity, _START, told])
+            body = msgspec.msgpack.encode((process_specs_of(node), meeting))
+            self._socket.send_multipart([identity, _START, body])
             log.info("node %d starts its processes", node)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
@@ -284,75 +294,75 @@ class Nodes:
 
     @property
     def is_lost(self) -> bool:
-        """Whether one of them is, or its ranks. From any thread."""
+        """Whether a node or one of its processes is lost. From any thread."""
         return bool(self._lost)
 
     def silence(self) -> tuple[int, float]:
-        """As `LocalRanks.silence`, over all nodes."""
+        """Like `LocalRanks.silence`, over all nodes."""
         now = time.monotonic()
         signs = [
-            (sign.silent_s + now - self._heard[node], sign.rank)
-            for node, sign in list(self._silent.items())
+            (beat.silent_s + now - self._last_message_s[node], beat.rank)
+            for node, beat in list(self._silent.items())
         ]
         longest, rank = max(signs, default=(0.0, 0))
         return rank, longest
 
     def send(self, rank: int, frame: bytes) -> None:
-        """Give a frame to a rank of another node. From one thread only."""
+        """Send a frame to a rank of another node. From one thread only."""
         node = rank // self._parallel.local_world
         self._outbox.send_multipart([self._identity[node], _FRAME, b"%d" % rank, frame])
 
     def stacks(self) -> list[tuple[int, str]]:
-        """As `LocalRanks.stacks`, over the nodes that answer."""
-        self._told = {}
-        outbox = self._context.socket(zmq.PUSH)  # no thread may use that of another
+        """Like `LocalRanks.stacks`, over the nodes that answer in time."""
+        self._stacks = {}
+        outbox = self._context.socket(zmq.PUSH)  # a ZeroMQ socket belongs to one thread
         outbox.connect("inproc://frames")
         for identity in self._identity.values():
-            outbox.send_multipart([identity, _TELL])
+            outbox.send_multipart([identity, _ASK_STACKS])
         deadline = time.monotonic() + _STACKS_S
-        while len(self._told) < len(self._identity) and time.monotonic() < deadline:
+        while len(self._stacks) < len(self._identity) and time.monotonic() < deadline:
             time.sleep(_BEAT_S / 10)
         outbox.close(linger=0)
-        return [found for node in sorted(self._told) for found in self._told[node]]
+        return [found for node in sorted(self._stacks) for found in self._stacks[node]]
 
     def again(self) -> None:
-        """Let the others end what they keep, and come again: to `gather`."""
-        self._let_go(_AGAIN)
+        """Have the other nodes end their processes and register again, for the next `gather`."""
+        self._release(_AGAIN)
         self._thread, self._lost, self._is_closing = None, "", False
-        for known in (self._identity, self._heard, self._silent, self._told):
+        for known in (self._identity, self._last_message_s, self._silent, self._stacks):
             known.clear()
 
     def close(self, is_failure: bool = False) -> None:
-        """Let the others end, or come again to the engine that takes the place of this one."""
-        self._let_go(_AGAIN if is_failure else _END)
+        """Have the other nodes end; after a failure, register again for the next engine."""
+        self._release(_AGAIN if is_failure else _END)
         self._context.destroy(linger=0 if self._thread is None else None)
 
-    def _let_go(self, word: bytes) -> None:
+    def _release(self, kind: bytes) -> None:
         if self._thread is None:
             return
         self._is_closing = True
         for identity in self._identity.values():
-            self._outbox.send_multipart([identity, word])
+            self._outbox.send_multipart([identity, kind])
         self._outbox.send_multipart([b""])
         self._thread.join(5.0)
-        for front in self._fronts.values():
-            front.close()
-        self._fronts = {}
+        for client in self._clients.values():
+            client.close()
+        self._clients = {}
 
     def _run(self) -> None:
-        """All traffic of the socket, and who lives."""
+        """Thread: pass messages on, send heartbeats, and check the heartbeats of the nodes."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inbox, zmq.POLLIN)
         beat_at = 0.0
         while True:
-            poll_along(poller, self._fronts.values())
+            _register(poller, self._clients.values())
             ready = dict(poller.poll(int(_BEAT_S * 1000)))
             if self._inbox in ready and not self._pass_on():
                 break
             if self._socket in ready:
-                self._take(*self._socket.recv_multipart())
-            for replica, frame in frames_of(self._fronts):
+                self._receive(*self._socket.recv_multipart())
+            for replica, frame in _receive_frames(self._clients):
                 identity = self._identity[self._parallel.node_of(replica)]
                 self._socket.send_multipart([identity, _FRAME, b"%d" % replica, frame])
             now = time.monotonic()
@@ -360,7 +370,7 @@ class Nodes:
                 beat_at = now + _BEAT_S
                 for identity in self._identity.values():
                     self._socket.send_multipart([identity, _BEAT])
-                self._look(now)
+                self._check_heartbeats(now)
 
     def _pass_on(self) -> bool:
         parts = self._inbox.recv_multipart()
@@ -369,37 +379,37 @@ class Nodes:
         self._socket.send_multipart(parts)
         return True
 
-    def _take(self, identity: bytes, kind: bytes, *parts: bytes) -> None:
+    def _receive(self, identity: bytes, kind: bytes, *parts: bytes) -> None:
         node = next((n for n, mine in self._identity.items() if mine == identity), 0)
-        if not node:  # all seats are taken, perhaps by one that is no more
+        if not node:  # unknown, perhaps a restarted node whose number is still taken
             self._socket.send_multipart([identity, _AGAIN])
             return
-        self._heard[node] = time.monotonic()
+        self._last_message_s[node] = time.monotonic()
         if kind == _FRAME and len(parts) == 2:
-            self._bring(node, *parts)
+            self._forward(node, *parts)
             return
-        said = parts[0] if len(parts) == 1 else b""
-        if kind == _BEAT and (sign := _sign_of(said)) is not None:
-            self._silent[node] = sign
+        body = parts[0] if len(parts) == 1 else b""
+        if kind == _BEAT and (beat := _heartbeat_of(body)) is not None:
+            self._silent[node] = beat
         elif kind == _HELLO:
-            pass  # it was said again before the answer came
-        elif kind == _STACKS and (told := _stacks_of(said)) is not None:
-            self._told[node] = told
-        elif kind == _LOST and said:
-            self._lose(f"node {node}: {printable(said.decode(errors='replace'), 300)}")
+            pass  # sent again before the answer arrived
+        elif kind == _STACKS and (stacks := _stacks_of(body)) is not None:
+            self._stacks[node] = stacks
+        elif kind == _LOST and body:
+            self._lose(f"node {node}: {printable(body.decode(errors='replace'), 300)}")
         else:
-            self._lose(f"node {node} said what the leader does not understand")
+            self._lose(f"node {node} sent a message that the leader does not understand")
 
-    def _bring(self, node: int, number: bytes, frame: bytes) -> None:
-        """What an engine of that node says to its front."""
+    def _forward(self, node: int, number: bytes, frame: bytes) -> None:
+        """Pass a frame of an engine on that node to its client."""
         replica = int(number) if len(number) < 6 and number.isdigit() else -1
-        if replica in self._fronts and self._parallel.node_of(replica) == node:
-            self._fronts[replica].send(frame)
+        if replica in self._clients and self._parallel.node_of(replica) == node:
+            self._clients[replica].send(frame)
 
-    def _look(self, now: float) -> None:
-        for node, heard in self._heard.items():
-            if now - heard > SILENT_S:
-                self._lose(f"node {node} has not been heard of for {now - heard:.1f} s")
+    def _check_heartbeats(self, now: float) -> None:
+        for node, last_s in self._last_message_s.items():
+            if now - last_s > SILENT_S:
+                self._lose(f"node {node} has sent nothing for {now - last_s:.1f} s")
 
     def _lose(self, what: str) -> None:
         if self._is_closing or self._lost:
@@ -411,26 +421,26 @@ class Nodes:
 
 
 class Leader:
-    """The leader, as another node sees it."""
+    """A node's connection to the leader."""
 
     def __init__(self, address: str, secret: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # whoever waits for room hears nothing
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a blocked send would delay heartbeats
         self._socket.curve_publickey, self._socket.curve_secretkey = keys_of(secret, "node")
         self._socket.curve_serverkey, _ = keys_of(secret, "leader")
         self._socket.connect(f"tcp://{address}")
 
-    def say(self, kind: bytes, *parts: bytes) -> None:
+    def send(self, kind: bytes, *parts: bytes) -> None:
         self._socket.send_multipart([kind, *parts])
 
-    def hear(self, timeout_s: float, beside: Collection[FrameSocket] = ()) -> list[bytes] | None:
-        """What the leader says next; None when it says nothing for so long, or when there is
-        something at one of the sockets `beside`."""
+    def receive(self, timeout_s: float, others: Collection[FrameSocket] = ()) -> list[bytes] | None:
+        """The next message of the leader; None after the timeout, or earlier if one of the sockets
+        `others` is ready."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poll_along(poller, beside)
+        _register(poller, others)
         ready = dict(poller.poll(int(timeout_s * 1000)))
         return self._socket.recv_multipart() if self._socket in ready else None
 
@@ -443,38 +453,38 @@ class Leader:
 
 
 class _LeaderGone(DeviceError):
-    """The engine that this node has kept ranks for is no more; another one may come."""
+    """The engine that this node ran ranks for has ended; another one may come."""
 
 
 def serve_node(
     parallel: ParallelConfig, secret: str, mine: Hello, own_path: str, comes_again: bool = True
 ) -> None:
-    """Keep this node's ranks for the leader until it ends.
+    """Run this node's processes for the leader until it ends.
 
     Args:
-        own_path: where the model lies on this machine.
-        comes_again: when the leader's engine is lost, wait for the one that takes its place.
+        own_path: path of the model on this machine.
+        comes_again: when the leader's engine is lost, wait for its replacement.
 
     Raises:
-        DeviceError: the leader does not answer, turns this node away or is lost, or a rank died.
+        DeviceError: the leader does not answer, refuses this node or is lost, or a rank died.
     """
     while True:
         try:
             with Leader(parallel.meeting, secret) as leader:
-                duties, meeting = _meet(leader, parallel, mine)
-                duties = [
+                process_specs, meeting = _join(leader, parallel, mine)
+                process_specs = [
                     replace(
                         process_spec,
                         model_config=replace(process_spec.model_config, path=own_path),
                         secret=secret,
                     )
-                    for process_spec in duties
+                    for process_spec in process_specs
                 ]
-                if duties[0].role == ENGINE:
-                    kept: LocalProcesses = LocalEngines(duties)
+                if process_specs[0].role == ENGINE:
+                    kept: LocalProcesses = LocalEngines(process_specs)
                 else:
-                    kept = LocalRanks(ranks_of(parallel, parallel.node), duties[0], meeting)
-                _keep(kept, leader)
+                    kept = LocalRanks(ranks_of(parallel, parallel.node), process_specs[0], meeting)
+                _run_processes(kept, leader)
             return
         except _LeaderGone as gone:
             if not comes_again:
@@ -482,21 +492,21 @@ def serve_node(
             log.warning("%s: the node comes again", gone)
 
 
-def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[ProcessSpec], str]:
-    """Say who this is until the leader says what to do: (duties, where ranks meet)."""
+def _join(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[ProcessSpec], str]:
+    """Send `mine` until the leader answers: (process specs, rendezvous address of the ranks)."""
     log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
     deadline = time.monotonic() + parallel.meet_timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        leader.say(_HELLO, msgspec.json.encode(mine))
-        said = leader.hear(min(left_s, _HELLO_S))
-        if said is None:
+        leader.send(_HELLO, msgspec.json.encode(mine))
+        message = leader.receive(min(left_s, _HELLO_S))
+        if message is None:
             continue
-        if said[0] == _REFUSED:
-            reason = printable(said[1].decode(errors="replace"), 300)
+        if message[0] == _REFUSED:
+            reason = printable(message[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
-        if said[0] == _START:
-            return msgspec.msgpack.decode(said[1], type=tuple[list[ProcessSpec], str])
-        if said[0] == _AGAIN:
+        if message[0] == _START:
+            return msgspec.msgpack.decode(message[1], type=tuple[list[ProcessSpec], str])
+        if message[0] == _AGAIN:
             time.sleep(_BEAT_S)
     raise DeviceError(
         f"the leader at {parallel.meeting} did not answer within {parallel.meet_timeout_s:g} s",
@@ -504,58 +514,52 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[P
     )
 
 
-class LocalProcesses(Protocol):
-    """Processes that a node keeps: `LocalRanks`, `LocalEngines`."""
-
-    kind: str
-    """What they are."""
-
-    @property
-    def numbers(self) -> list[int]: ...
-
-    @property
-    def speaking(self) -> Mapping[int, FrameSocket]:
-        """Where those of them speak whom the leader hears."""
-        ...
-
-    def watch(self, on_death: Callable[[str], None]) -> None: ...
-    def silence(self) -> tuple[int, float]: ...
-    def stacks(self) -> list[tuple[int, str]]: ...
-    def send(self, rank: int, frame: bytes) -> None: ...
-    def close(self) -> None: ...
+def _receive_frames(sockets: Mapping[int, FrameSocket]) -> Iterator[tuple[int, bytes]]:
+    """(number, frame) received at each socket, in order. Pending output is sent, too."""
+    for number, one in sockets.items():
+        one.flush()
+        for frame in one.take():
+            yield number, frame
 
 
-def _keep(kept: LocalProcesses, leader: Leader) -> None:
-    """Pass frames on, and say that the processes live."""
+def _register(poller: zmq.Poller, sockets: Collection[FrameSocket]) -> None:
+    """Register sockets for input, and for output if they have some pending."""
+    for one in sockets:
+        comes, goes = 0 if one.is_over else zmq.POLLIN, zmq.POLLOUT if one.has_unsent else 0
+        poller.register(one, comes | goes)
+
+
+def _run_processes(kept: LocalProcesses, leader: Leader) -> None:
+    """Pass frames on and send heartbeats until the leader ends."""
     died: list[str] = []
     kept.watch(died.append)
     numbers = ", ".join(map(str, kept.numbers))
     log.info("%s %s run here; requests go to node 0", kept.kind, numbers)
-    heard, beat_at = time.monotonic(), 0.0
+    last_s, beat_at = time.monotonic(), 0.0
     try:
         while True:
-            said = leader.hear(_BEAT_S / 2, kept.speaking.values())
+            message = leader.receive(_BEAT_S / 2, kept.speaking.values())
             now = time.monotonic()
-            if said is not None:
-                heard = now
-                if said[0] == _END:
+            if message is not None:
+                last_s = now
+                if message[0] == _END:
                     return
-                if said[0] == _AGAIN:
+                if message[0] == _AGAIN:
                     raise _LeaderGone("the leader's engine has ended")
-                if said[0] == _FRAME:
-                    kept.send(int(said[1]), said[2])
-                if said[0] == _TELL:
-                    told = [(rank, text[:_MAX_STACK]) for rank, text in kept.stacks()]
-                    leader.say(_STACKS, msgspec.json.encode(told))
-            for number, frame in frames_of(kept.speaking):
-                leader.say(_FRAME, b"%d" % number, frame)
+                if message[0] == _FRAME:
+                    kept.send(int(message[1]), message[2])
+                if message[0] == _ASK_STACKS:
+                    stacks = [(rank, text[:_MAX_STACK]) for rank, text in kept.stacks()]
+                    leader.send(_STACKS, msgspec.json.encode(stacks))
+            for number, frame in _receive_frames(kept.speaking):
+                leader.send(_FRAME, b"%d" % number, frame)
             if died:
-                leader.say(_LOST, died[0].encode())
+                leader.send(_LOST, died[0].encode())
                 raise _LeaderGone(died[0])
-            if now - heard > SILENT_S:
-                raise _LeaderGone(f"the leader has not been heard of for {now - heard:.1f} s")
+            if now - last_s > SILENT_S:
+                raise _LeaderGone(f"the leader has sent nothing for {now - last_s:.1f} s")
             if now >= beat_at:
                 beat_at = now + _BEAT_S
-                leader.say(_BEAT, msgspec.json.encode(Sign(*kept.silence())))
+                leader.send(_BEAT, msgspec.json.encode(NodeHeartbeat(*kept.silence())))
     finally:
         kept.close()

@@ -1,7 +1,7 @@
-"""Where the ranks run: which device each has, and which cores: those of a memory node, or a share
-of all cores.
+"""Placement of ranks: the device of each rank, and its cores (of a NUMA node, or a share of all).
 
-Called before a rank opens its device: threads that start later stay where their maker is.
+`place_rank` must run before the rank opens its device, because threads inherit the cores of the
+thread that starts them.
 """
 
 import os
@@ -16,31 +16,31 @@ log = logger(__name__)
 
 
 def device_number(device: DeviceConfig, parallel: ParallelConfig, place: int) -> int:
-    """The device of a rank: replicas have theirs one after another, ranks of a machine too.
+    """The device number of a rank: devices are assigned in order of replicas, then ranks.
 
     Args:
-        place: of the rank among those of its replica on this machine.
+        place: index of the rank among the ranks of its replica on this machine.
     """
     mine = parallel.local_replica * parallel.local_world + place
     return device.first_number + mine * device.number_step
 
 
 def is_placed(device: DeviceConfig) -> bool:
-    """Whether each rank keeps to cores that no other rank has."""
+    """Whether each rank is restricted to its own cores."""
     return bool(device.numa_nodes) or device.pins_cores
 
 
 def place_rank(
     device: DeviceConfig, parallel: ParallelConfig, place: int, root: Path = Path("/")
 ) -> None:
-    """Keep the calling thread, and those that it starts, to the cores of one rank.
+    """Restrict the calling thread, and threads that it starts, to the cores of one rank.
 
     Args:
-        place: of the rank among those of its replica on this machine.
-        root: where /sys is found; a test gives its own.
+        place: index of the rank among the ranks of its replica on this machine.
+        root: folder that contains sys/; for tests.
 
     Raises:
-        ConfigError: a node that does not exist, has none of our cores, or too few for its ranks.
+        ConfigError: the NUMA node does not exist, or has too few usable cores for its ranks.
     """
     if not is_placed(device):
         return
@@ -62,7 +62,7 @@ def place_rank(
 
 
 def _nodes(given: tuple[int, ...], ranks: int) -> list[int | None]:
-    """The node of each rank; None for any."""
+    """The NUMA node of each rank; None for any."""
     if len(given) not in (0, 1, ranks):
         raise ConfigError(
             f"--numa-node names {len(given)} nodes for {ranks} ranks",
@@ -72,7 +72,7 @@ def _nodes(given: tuple[int, ...], ranks: int) -> list[int | None]:
 
 
 def _cores_of(node: int | None, root: Path) -> list[int]:
-    """The node's cores that this process may use, in order."""
+    """Cores of the NUMA node that this process may use, in order."""
     available = available_cores()
     if node is None:
         return available

@@ -1,4 +1,4 @@
-"""ProcessSpec: what a child process is told when it starts, and the form in which it travels."""
+"""ProcessSpec: the arguments of an engine or rank process, as a message."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,21 @@ from banyan.config.schema import Config
 from banyan.model_config.model_config import ModelConfig
 
 NO_RECORDING = -1
-"""In the place of a descriptor."""
+"""Stands for a descriptor if nothing is recorded."""
 ENGINE = "engine"
 RANK = "rank"
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """
+    """Arguments of one process.
+
     Attributes:
         role: ENGINE, or RANK for the ranks other than 0.
-        address: link to the front (engine), or plans from rank 0 (rank).
-        mesh_address: where the ranks meet; "" when there is one.
-        pulse: file for the signs of life of a rank.
-        secret: what the nodes of this replica have in common.
+        address: address of the engine client (engine), or of plans from rank 0 (rank).
+        mesh_address: rendezvous address of the ranks; "" for one rank.
+        pulse: heartbeat file of a rank.
+        secret: secret shared by the nodes of this replica.
     """
 
     role: str
@@ -33,7 +34,7 @@ class ProcessSpec:
     pulse: str = ""
     secret: str = ""
     recording: int = NO_RECORDING
-    """Descriptor of the flight recorder's memory, which the child has too (engine)."""
+    """Descriptor of the flight recorder's memory, which the engine process inherits."""
 
     @property
     def process_name(self) -> str:

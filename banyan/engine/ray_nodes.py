@@ -1,9 +1,7 @@
-"""Nodes that a Ray cluster starts: an actor for each, which keeps its ranks for the leader as a
-node does that somebody has started there.
+"""Nodes started by a Ray cluster (--use-ray): one actor per node.
 
-Ray says where they run and when one has died. Who may come, what ranks are told and how they talk
-is as in `engine/multi_node.py`, and the secret never goes through Ray. Needs the package ray;
-opened with --use-ray alone.
+Ray chooses the machines and reports dead actors. Everything else works as in
+`engine/multi_node.py`; the secret never goes through Ray. Needs the package ray.
 """
 
 import socket
@@ -29,19 +27,20 @@ log = logger(__name__)
 
 _LOOK_S = 1.0
 _END_S = 5.0
-"""How long actors get to end when the engine does."""
+"""Time for actors to end after the engine."""
 _PORTS = range(21000, 29000, 2)
 
 
 class RayNodes:
-    """Nodes 1, 2 … of a replica, as actors of the cluster that this machine belongs to. They end
-    with this process.
+    """Nodes 1, 2 … of a replica, as actors of this machine's Ray cluster.
+
+    They end with this process.
 
     Attributes:
-        parallel: as it was given, with the address at which the leader is to listen.
+        parallel: the given config, with the address at which the leader listens.
 
     Raises:
-        ConfigError: there is no cluster here, or it has too few machines.
+        ConfigError: this machine has no Ray cluster, or the cluster has too few machines.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -51,43 +50,43 @@ class RayNodes:
         self._places = rank_addresses_of(parallel, own, alive)
         self.parallel = parallel if parallel.meeting else _with_meeting(parallel)
         self._actors: dict[ray.ObjectRef[None], tuple[str, object]] = {}
-        """What tells the end of each -> its name, and the actor."""
+        """Reference to the end of an actor -> (its name, the actor)."""
         self._thread = threading.Thread(target=self._look, name="ray-nodes", daemon=True)
         self._on_death: Callable[[str], None] | None = None
         self._is_closing = False
         self._lost = ""
 
     def start(self, process_spec: ProcessSpec) -> None:
-        """Let Ray start them; each finds the leader where `parallel` says."""
-        told = replace(
+        """Start the actors; each connects to the leader at the address in `parallel`."""
+        encoded_spec = replace(
             process_spec, config=replace(process_spec.config, parallel=self.parallel)
         ).encode()
         kept = ray.remote(num_cpus=self.parallel.local_world, max_restarts=0)(KeptNode)
         for node, place in enumerate(self._places, 1):
             there = NodeAffinitySchedulingStrategy(place, soft=False)
             actor = kept.options(scheduling_strategy=there).remote()
-            self._actors[actor.run.remote(told, node)] = (f"node {node} (by Ray)", actor)
+            self._actors[actor.run.remote(encoded_spec, node)] = (f"node {node} (by Ray)", actor)
             log.info("Ray starts node %d on its node %s", node, place[:12])
         self._thread.start()
 
     def check(self) -> None:
         """
         Raises:
-            DeviceError: one of them has died.
+            DeviceError: a node has died.
         """
         if self._lost:
             raise DeviceError(self._lost)
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` from a thread when one of them ends unasked."""
+        """Call `on_death` from a thread when a node ends unexpectedly."""
         self._on_death = on_death
         if self._lost:
             on_death(self._lost)
 
     def close(self) -> None:
-        """End them; whoever leads them has told them to."""
+        """End the actors. The leader has already asked their nodes to end."""
         self._is_closing = True
-        with suppress(Exception):  # a cluster that is gone has nothing to end
+        with suppress(Exception):  # the cluster may be gone
             ray.wait(list(self._actors), num_returns=len(self._actors), timeout=_END_S)
             for _, actor in self._actors.values():
                 ray.kill(actor)
@@ -116,16 +115,16 @@ class RayNodes:
 
 
 class KeptNode:
-    """What runs in the actor."""
+    """The actor that runs one node."""
 
-    def run(self, told: bytes, node: int) -> None:
-        """Keep the ranks of a node until the leader's engine ends.
+    def run(self, encoded_spec: bytes, node: int) -> None:
+        """Run the ranks of a node until the leader's engine ends.
 
         Args:
-            told: a `ProcessSpec`; the model is looked for on this machine, by the name that was
-            given.
+            encoded_spec: a `ProcessSpec`. The model is searched on this machine, by the name in its
+                config.
         """
-        process_spec = ProcessSpec.decode(told)
+        process_spec = ProcessSpec.decode(encoded_spec)
         start_logging(f"node{node}", process_spec.config.observe.log_level)
         environment = read_environment()
         _, model_config = find_model(process_spec.config, environment)
@@ -136,11 +135,13 @@ class KeptNode:
 
 
 def rank_addresses_of(parallel: ParallelConfig, own: str, alive: list[str]) -> list[str]:
-    """The Ray node of each node beside the first, which lies on `own`: a machine each, or where
-    Ray is to start every rank by itself (`are_by_rank`), the same number on all of them.
+    """The Ray node of each node but the first, which is on `own`.
+
+    Each node gets a machine of its own. If every rank is a node (`are_by_rank`), the nodes are
+    spread evenly over the machines.
 
     Raises:
-        ConfigError: the cluster has too few of them.
+        ConfigError: the cluster has too few machines.
     """
     others = sorted(set(alive) - {own})
     if parallel.are_by_rank:
@@ -156,21 +157,24 @@ def rank_addresses_of(parallel: ParallelConfig, own: str, alive: list[str]) -> l
 
 
 def _join(timeout_s: float) -> None:
-    """Join the cluster of this machine. In a thread: it waits very long for one that is gone, and
-    in the main one Ray takes the signals of this process."""
-    told: list[Exception] = []
+    """Connect to the cluster of this machine.
+
+    This runs in a thread: Ray waits very long for a cluster that is gone, and in the main thread it
+    would replace the signal handlers of this process.
+    """
+    errors: list[Exception] = []
 
     def join() -> None:
         try:
             ray.init(address="auto", logging_level="warning", configure_logging=False)
         except Exception as error:
-            told.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=join, name="ray-join", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    why = printable(str(told[0]), 200) if told else f"no answer within {timeout_s:g} s"
-    if told or thread.is_alive():
+    why = printable(str(errors[0]), 200) if errors else f"no answer within {timeout_s:g} s"
+    if errors or thread.is_alive():
         raise ConfigError(
             f"--use-ray: this machine belongs to no Ray cluster that answers: {why}",
             hint="run `ray start --head` on one machine, and `ray start --address` on the others; "
@@ -179,7 +183,7 @@ def _join(timeout_s: float) -> None:
 
 
 def _with_meeting(parallel: ParallelConfig) -> ParallelConfig:
-    """With an address of this machine, where two ports above one another are free."""
+    """Add an address of this machine with two consecutive free ports."""
     host = get_node_ip_address()
     for port in _PORTS:
         with socket.socket() as first, socket.socket() as second, suppress(OSError):

@@ -141,7 +141,7 @@ def _classes() -> dict[str, type]:
     }
 
 
-def _attributes(kind: type) -> frozenset[str]:
+def _attributes(kind: type[object]) -> frozenset[str]:
     """Names of the attributes that objects of a class have in this build."""
     if issubclass(kind, msgspec.Struct):
         return frozenset(kind.__struct_fields__)
@@ -157,8 +157,9 @@ def _assigned(method: FunctionType) -> Iterator[str]:
     """Attributes of `self` that a method assigns."""
     for before, each in pairwise(dis.get_instructions(method)):
         # From Python 3.13 on one instruction may load several variables; the last one counts.
-        loaded = before.argval[-1:] if isinstance(before.argval, tuple) else (before.argval,)
-        if each.opname == "STORE_ATTR" and loaded == ("self",):
+        argval = cast("object", before.argval)
+        many = cast("tuple[object, ...]", argval) if isinstance(argval, tuple) else (argval,)
+        if each.opname == "STORE_ATTR" and many[-1:] == ("self",):
             yield str(each.argval)
 
 

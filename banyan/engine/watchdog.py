@@ -87,7 +87,7 @@ class Watchdog:
 
     def report(self, trouble: str) -> None:
         """Log the state of everything; from any thread. Takes a second or two."""
-        log.error("%s; the threads of rank 0 stand here:", trouble)
+        log.error("%s; stack traces of rank 0:", trouble)
         # The documented way to get the frames of other threads, in spite of the underscore.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         for thread in threading.enumerate():
@@ -98,7 +98,7 @@ class Watchdog:
             log.error("in flight: %s", _describe(plan))
         log.error("queues: %s", self._queues())
         for rank, stacks in self._ranks.stacks() if self._ranks is not None else ():
-            log.error("rank %d stands here:\n%s", rank, stacks)
+            log.error("stack traces of rank %d:\n%s", rank, stacks)
 
 
 def _describe(plan: StepPlan) -> str:

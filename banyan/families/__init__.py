@@ -1,4 +1,4 @@
-"""Model families by Hugging Face class name; as "gguf/…" by the architecture of a GGUF file."""
+"""Model families by transformers class name, and as "gguf/…" by GGUF architecture."""
 
 from banyan.base.table import Table
 from banyan.families.base import Family
@@ -126,10 +126,10 @@ FAMILIES: Table[Family] = Table(
 
 
 def known_classes() -> list[str]:
-    """Class names of the hub's form."""
+    """Supported transformers class names."""
     return [name for name in FAMILIES if not name.startswith(GGUF)]
 
 
 def known_gguf() -> list[str]:
-    """Architectures of GGUF files."""
+    """Supported GGUF architectures."""
     return [name.removeprefix(GGUF) for name in FAMILIES if name.startswith(GGUF)]

@@ -1,7 +1,7 @@
-"""What a model family says about itself, in one object: how its configurations are read, how its
-weights are called, and how its blocks are put together. Knows no tensors.
+"""Family: how a model family's configuration is read, how its weights are named, and how its layers
+are built.
 
-The sizes are in the model card; a family says only where it departs from Llama.
+Sizes are in ModelConfig. A family states only the differences from Llama.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from banyan.base.json_types import is_list
 from banyan.families.names import NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 
 MAX_WIDTH = 1 << 20
@@ -18,33 +18,33 @@ GELU_TANH = "gelu_pytorch_tanh"
 
 
 def state_where(
-    facts: Facts,
+    fields: CheckpointFields,
     num_layers: int,
     names: Mapping[str, str],
     default: Callable[[int], str],
     key: str = "layer_types",
 ) -> tuple[str, ...]:
-    """Kinds of a model some of whose layers keep a state.
+    """Layer kinds of a model that has layers with states.
 
     Args:
-        names: what the list of layers calls each kind.
-        default: kind of a layer where nothing is listed.
-        key: of that list.
+        names: names of the kinds in the configuration's list.
+        default: kind of a layer if there is no list.
+        key: key of the list.
     """
-    listed = facts.listed(key)
+    listed = fields.listed(key)
     kinds = tuple(default(layer) for layer in range(num_layers))
     if listed:
         kinds = tuple(names.get(str(name), "") for name in listed)
         if len(kinds) != num_layers or "" in kinds:
-            raise facts.error(key, listed, f"{num_layers} of {', '.join(names)}")
+            raise fields.error(key, listed, f"{num_layers} of {', '.join(names)}")
     return kinds
 
 
 _LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
 
 Kinds = tuple[tuple[str, ...], int]
-"""Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
-More = Callable[[Facts, ModelConfig], ModelConfig]
+"""Kind of each layer and the window in tokens; ((), 0) = full attention in every layer."""
+More = Callable[[CheckpointFields, ModelConfig], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -56,38 +56,40 @@ class Biases:
     mlp: bool = False
 
 
-def llama_biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("attention_bias", default=False)
-    return Biases(has_bias, has_bias, facts.flag("mlp_bias", default=False))
+def llama_biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("attention_bias", default=False)
+    return Biases(has_bias, has_bias, fields.flag("mlp_bias", default=False))
 
 
-def window_everywhere(facts: Facts, num_layers: int) -> Kinds:
-    """A window that is named holds for every layer, unless `layer_types` says otherwise."""
-    if not facts.has("sliding_window"):
+def window_everywhere(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """If a window is given it applies to every layer, unless `layer_types` is given."""
+    if not fields.has("sliding_window"):
         return (), 0
-    return window_where(facts, num_layers, lambda layer: True)
+    return window_where(fields, num_layers, lambda layer: True)
 
 
-def full_at_every(facts: Facts, num_layers: int, period: int) -> Kinds:
-    """Every `period`-th layer sees everything."""
-    period = facts.integer("sliding_window_pattern", 1, MAX_LENGTH, default=period)
-    return window_where(facts, num_layers, lambda layer: (layer + 1) % period > 0)
+def full_at_every(fields: CheckpointFields, num_layers: int, period: int) -> Kinds:
+    """Every `period`-th layer has full attention."""
+    period = fields.integer("sliding_window_pattern", 1, MAX_LENGTH, default=period)
+    return window_where(fields, num_layers, lambda layer: (layer + 1) % period > 0)
 
 
-def window_where(facts: Facts, num_layers: int, has_window: Callable[[int], bool]) -> Kinds:
-    """`layer_types` decides where it is given."""
-    window = facts.integer("sliding_window", 1, MAX_LENGTH, default=4096)
-    listed = facts.listed("layer_types")
+def window_where(
+    fields: CheckpointFields, num_layers: int, has_window: Callable[[int], bool]
+) -> Kinds:
+    """`layer_types` takes precedence over `has_window`."""
+    window = fields.integer("sliding_window", 1, MAX_LENGTH, default=4096)
+    listed = fields.listed("layer_types")
     if not listed:
         kinds = tuple(WINDOW if has_window(layer) else FULL for layer in range(num_layers))
     else:
         kinds = tuple(_LAYER_KINDS.get(str(name), "") for name in listed)
         if len(kinds) != num_layers or "" in kinds:
-            raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
+            raise fields.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
     return (kinds, window) if WINDOW in kinds else ((), 0)
 
 
-def no_more(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def no_more(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     return model_config
 
 
@@ -95,49 +97,48 @@ def nothing_of_tensors(names: Container[str], model_config: ModelConfig) -> Mode
     return model_config
 
 
-def kinds_by_heads(facts: Facts, num_layers: int) -> Kinds:
-    """Of a GGUF file: layers with heads of keys attend, the others keep states."""
-    listed = facts.any("attention.head_count_kv")
+def kinds_by_heads(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """From a GGUF file: layers with KV heads have attention, the others keep states."""
+    listed = fields.any("attention.head_count_kv")
     if not is_list(listed) or len(listed) != num_layers:
-        raise facts.error("attention.head_count_kv", listed, f"a number for each of {num_layers}")
+        raise fields.error("attention.head_count_kv", listed, f"a number for each of {num_layers}")
     return tuple(FULL if count else STATE for count in listed), 0
 
 
-def as_it_is(facts: Facts) -> Mapping[str, object]:
+def as_it_is(fields: CheckpointFields) -> Mapping[str, object]:
     return {}
 
 
-def not_told(facts: Facts) -> int | None:
+def not_given(fields: CheckpointFields) -> int | None:
     return None
 
 
-def without_logits(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The head, if there is one, scores classes: it is no copy of the embedding."""
+def without_logits(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """For embedding models and classifiers: the head is never tied to the embedding."""
     return replace(model_config, tie_embeddings=False)
 
 
 @dataclass(frozen=True)
 class HubForm:
-    """How a family's config.json departs from Llama's.
+    """How a family's config.json differs from Llama's.
 
     Attributes:
         eps_key, eps: key of the norms' eps and its default.
         heads_key: key of the number of attention heads.
         heads: default of that number; 0 = it must be given.
-        context: default of the longest context.
-        inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts;
-            () where a block has none.
-        is_nested: the facts lie in a part of config.json, "text_config", beside those of what sees.
-        num_layers: how many layers there are, where num_hidden_layers does not say it.
-        activation_key, activation: key of the activation, and the one this family is built with.
+        context: default of the context length.
+        inner_keys: keys of the feed-forward blocks' inner width, the first present one is used; ()
+            = there are no feed-forward blocks.
+        is_nested: the language model's fields are under "text_config" (multimodal models).
+        num_layers: reads the number of layers if num_hidden_layers is absent.
+        activation_key, activation: key of the activation, and the one supported value.
         head_dim: default; 0 = hidden size / heads.
         rope_theta: default.
-        rotary: default share of a head that rotates.
-        window_theta: default base of window layers when they have a RoPE of their own; 0 = no.
+        rotary: default share of a head that is rotated.
+        window_theta: default RoPE base of window layers; 0 = the same RoPE as full layers.
         rope_kinds: other names of RoPE kinds.
-        respelled: keys in the usual words for what the configuration says in words of its own; they
-            take the place of what it has under these keys.
-        more: fills in what only this family has.
+        respelled: translates the family's own keys into the usual ones; replaces their values.
+        more: adds what only this family has.
     """
 
     eps_key: str = "rms_norm_eps"
@@ -154,29 +155,29 @@ class HubForm:
     rotary: float = 1.0
     window_theta: float = 0.0
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
-    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
-    biases: Callable[[Facts], Biases] = llama_biases
-    kinds: Callable[[Facts, int], Kinds] = window_everywhere
+    respelled: Callable[[CheckpointFields], Mapping[str, object]] = as_it_is
+    biases: Callable[[CheckpointFields], Biases] = llama_biases
+    kinds: Callable[[CheckpointFields, int], Kinds] = window_everywhere
     is_nested: bool = False
-    num_layers: Callable[[Facts], int | None] = not_told
+    num_layers: Callable[[CheckpointFields], int | None] = not_given
     more: More = no_more
 
 
 @dataclass(frozen=True)
 class GgufForm:
-    """How a family's GGUF metadata departs from Llama's.
+    """How a family's GGUF metadata differs from Llama's.
 
     Attributes:
-        architecture: class name the same model has in Hugging Face's form.
+        architecture: the model's class name in transformers.
         eps_key: key of the norms' eps.
-        window_period: with a window, every n-th layer sees everything; 0 = none does.
-        may_norm_heads: each head of q and k is normed where the file brings the norms.
-        kinds: of models with states; such files may count heads and widths layer by layer, 0 where
-            a layer has none.
-        of_tensors: fills in what only the names of a file's tensors tell.
+        window_period: with a window, every n-th layer has full attention; 0 = none.
+        may_norm_heads: q and k heads are normed if the file has the norms.
+        kinds: layer kinds of models with states; such files may list heads and widths per layer, 0
+            for a layer without.
+        of_tensors: adds what only the names of the file's tensors show.
         respelled: as `HubForm.respelled`.
-        has_divisors: what slows frequencies ("rope_freqs.weight") follows no rule that is known.
-        more: fills in what only this family has.
+        has_divisors: "rope_freqs.weight" holds arbitrary divisors, not Llama 3's rule.
+        more: adds what only this family has.
     """
 
     architecture: str
@@ -184,21 +185,21 @@ class GgufForm:
     eps_key: str = "attention.layer_norm_rms_epsilon"
     window_period: int = 0
     may_norm_heads: bool = False
-    respelled: Callable[[Facts], Mapping[str, object]] = as_it_is
+    respelled: Callable[[CheckpointFields], Mapping[str, object]] = as_it_is
     has_divisors: bool = False
-    kinds: Callable[[Facts, int], Kinds] | None = None
+    kinds: Callable[[CheckpointFields, int], Kinds] | None = None
     more: More = no_more
     of_tensors: Callable[[Container[str], ModelConfig], ModelConfig] = nothing_of_tensors
 
 
 @dataclass(frozen=True)
 class MTPForm:
-    """A layer for drafting that checkpoints of a family bring (`models/mtp.py`).
+    """The MTP (multi-token prediction) layer of a family's checkpoints (`models/mtp.py`).
 
     Attributes:
-        names: checkpoint format -> beginning of its tensors' names, where {} stands for the number
-            of layers, and names of its weights, whole ones as in `NameMap`.
-        has_states_first: its projection reads the state, and the token behind it.
+        names: checkpoint format -> (prefix of its tensors' names, with {} for the number of layers;
+            names of its weights).
+        has_states_first: its projection reads [hidden state, token embedding], in this order.
     """
 
     names: Mapping[str, tuple[str, NameMap]]
@@ -209,19 +210,19 @@ class MTPForm:
 class Family:
     """
     Attributes:
-        hub, gguf: how its configurations are read; None where it has no such form.
+        hub, gguf: how its configurations are read; gguf None = no GGUF files.
         names: checkpoint format ("safetensors", "gguf") -> names of its weights.
         norm: "rms" | "layer" | "layer+bias".
         pre_norm: attention and feed-forward read a normed residual stream.
-        post_norm: what they give is normed before it joins the stream.
-        parallel: both read the same norm of the stream and join it together.
+        post_norm: their outputs are normed before they join the stream.
+        parallel: attention and feed-forward read the same norm and are added together.
         gated: the feed-forward block has a gate.
-        has_single_parts: a layer mixes tokens or is a feed-forward block (NONE), never both.
-        qk_norm: "" | "head" (each head of q and k by itself) | "turned head" (as "head", after it
-            has rotated) | "width" (all heads together).
-        has_attention_gate: what a head of attention gives is scaled by the sigmoid of a gate, which
-            the query projection makes behind that head's query.
-        mtp: the checkpoint's MTP layers; None = there are none, or they are not supported.
+        has_single_parts: a layer is a token mixer or a feed-forward block (NONE), never both.
+        qk_norm: "" | "head" (per head of q and k) | "turned head" (per head, after RoPE) | "width"
+            (all heads together).
+        has_attention_gate: each attention head's output is scaled by a sigmoid gate, which the
+            query projection computes after that head's query.
+        mtp: the MTP layer; None = checkpoints have none, or it is not supported.
     """
 
     hub: HubForm = field(default_factory=HubForm)

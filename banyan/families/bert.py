@@ -5,7 +5,7 @@ from functools import partial
 
 from banyan.families.base import Biases, Family, HubForm
 from banyan.families.names import NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 _BODY = {
@@ -27,36 +27,36 @@ _NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_id
 """Some checkpoints keep 0, 1, 2 … among their weights."""
 
 
-def _encoder(facts: Facts, model_config: ModelConfig, has_offset: bool) -> ModelConfig:
-    """RoBERTa counts positions from behind the padding id."""
-    if facts.text("position_embedding_type", default="absolute") != "absolute":
-        raise facts.error(
-            "position_embedding_type", facts.any("position_embedding_type"), "absolute"
+def _encoder(fields: CheckpointFields, model_config: ModelConfig, has_offset: bool) -> ModelConfig:
+    """RoBERTa's positions begin at the padding id plus one."""
+    if fields.text("position_embedding_type", default="absolute") != "absolute":
+        raise fields.error(
+            "position_embedding_type", fields.any("position_embedding_type"), "absolute"
         )
     first = (1 if model_config.pad_id is None else model_config.pad_id) + 1 if has_offset else 0
     if first >= model_config.context_length:
-        raise facts.error("max_position_embeddings", model_config.context_length, f"above {first}")
+        raise fields.error("max_position_embeddings", model_config.context_length, f"above {first}")
     return replace(
         model_config,
         is_encoder=True,
         tie_embeddings=False,
         rope=RopeFacts(kind="none"),
-        num_segments=facts.integer("type_vocab_size", 1, 16, default=2),
+        num_segments=fields.integer("type_vocab_size", 1, 16, default=2),
         first_position=first,
         context_length=model_config.context_length - first,
     )
 
 
 def _family(prefix: str, head: dict[str, str], has_offset: bool) -> Family:
-    """Names of a family, alone or below `prefix`, as models with a head write them."""
+    """A family whose weights are named with or without `prefix` (models with a head use it)."""
     modules = {start + name: place for start in ("", prefix) for name, place in _BODY.items()}
     ignored = tuple(start + name for start in ("", prefix) for name in _NEEDLESS)
     form = HubForm(
         eps_key="layer_norm_eps",
         eps=1e-12,
         activation="gelu",
-        biases=lambda facts: Biases(True, True, True),
-        kinds=lambda facts, num_layers: ((), 0),
+        biases=lambda fields: Biases(True, True, True),
+        kinds=lambda fields, num_layers: ((), 0),
         more=partial(_encoder, has_offset=has_offset),
     )
     return Family(form, names={"safetensors": NameMap(modules | head, ignored)}, norm="layer+bias")

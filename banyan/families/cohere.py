@@ -9,17 +9,17 @@ from functools import partial
 
 from banyan.families.base import Family, GgufForm, HubForm, full_at_every
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 
 def _positions_in_windows(
-    facts: Facts, model_config: ModelConfig, default_scale: float
+    fields: CheckpointFields, model_config: ModelConfig, default_scale: float
 ) -> ModelConfig:
-    """Only window layers know positions."""
+    """Only window layers have a position embedding."""
     return replace(
         model_config,
-        logit_scale=facts.number("logit_scale", 1e-6, 1e6, default=default_scale),
+        logit_scale=fields.number("logit_scale", 1e-6, 1e6, default=default_scale),
         rope=RopeFacts(kind="none"),
         window_rope=model_config.rope,
     )

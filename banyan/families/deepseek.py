@@ -1,7 +1,7 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 / R1 (arXiv 2412.19437): latent attention and experts.
-DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses what each token reads.
+DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses the positions each token reads.
 
-The first layers have plain feed-forward blocks; layers past the last one are for drafting.
+The first layers have plain feed-forward blocks; layers past the last one are MTP layers.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from banyan.families.experts import (
     glm_dsa,
 )
 from banyan.families.names import (
-    GGUF_AHEAD,
     GGUF_EXPERTS,
+    GGUF_MTP,
     GGUF_NAMES,
-    HUB_AHEAD,
     HUB_CORRECTED_EXPERTS,
+    HUB_MTP,
     HUB_NAMES,
     NameMap,
 )
@@ -66,11 +66,11 @@ DEEPSEEK_V3 = replace(
         {
             "safetensors": (
                 "model.layers.{}.",
-                NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION | HUB_AHEAD, paired=_PAIRED),
+                NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION | HUB_MTP, paired=_PAIRED),
             ),
             "gguf": (
                 "blk.{}.",
-                NameMap(GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION | GGUF_AHEAD, paired=_PAIRED),
+                NameMap(GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION | GGUF_MTP, paired=_PAIRED),
             ),
         }
     ),
@@ -90,7 +90,7 @@ _SPARSE = NameMap(
     paired=_PAIRED,
     has_more_layers=True,
 )
-_SPARSE_MTP = replace(_SPARSE, modules={**_SPARSE.modules, **HUB_AHEAD}, has_more_layers=False)
+_SPARSE_MTP = replace(_SPARSE, modules={**_SPARSE.modules, **HUB_MTP}, has_more_layers=False)
 DEEPSEEK_V32 = Family(
     hub=HubForm(head_dim=64, more=deepseek_v32),
     names={"safetensors": _SPARSE},

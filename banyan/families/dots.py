@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts that are routed as DeepSeek-V3's."""
+"""dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts routed as in DeepSeek-V3."""
 
 from dataclasses import replace
 
@@ -13,26 +13,26 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
     """The window begins above the first `max_window_layers`."""
-    if not facts.has("sliding_window"):
+    if not fields.has("sliding_window"):
         return (), 0
-    first = facts.integer("max_window_layers", 0, MAX_LENGTH, default=62)
-    return window_where(facts, num_layers, lambda layer: layer >= first)
+    first = fields.integer("max_window_layers", 0, MAX_LENGTH, default=62)
+    return window_where(fields, num_layers, lambda layer: layer >= first)
 
 
-def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def _experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     return replace(
-        model_config, experts=corrected(facts, model_config, is_normalised=False, scale=1.0)
+        model_config, experts=corrected(fields, model_config, is_normalised=False, scale=1.0)
     )
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return replace(model_config, experts=gguf_corrected(facts, model_config, is_normalised=False))
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, experts=gguf_corrected(fields, model_config, is_normalised=False))
 
 
 DOTS1 = Family(

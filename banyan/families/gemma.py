@@ -14,7 +14,7 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig, RopeFacts
 
 _HUB = HUB_NAMES | {
@@ -28,52 +28,52 @@ _GGUF = GGUF_NAMES | {
 }
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    if facts.flag("use_bidirectional_attention", default=False):
-        raise facts.error("use_bidirectional_attention", True, "false, for text generation")
-    size = facts.number("query_pre_attn_scalar", 1e-3, 1e9, default=256.0)
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    if fields.flag("use_bidirectional_attention", default=False):
+        raise fields.error("use_bidirectional_attention", True, "false, for text generation")
+    size = fields.number("query_pre_attn_scalar", 1e-3, 1e9, default=256.0)
     return replace(
         model_config,
         attention_scale=size**-0.5,
         embedding_scale=model_config.hidden_size**0.5,
-        attention_cap=_cap(facts, "attn_logit_softcapping"),
-        logit_cap=_cap(facts, "final_logit_softcapping"),
+        attention_cap=_cap(fields, "attn_logit_softcapping"),
+        logit_cap=_cap(fields, "final_logit_softcapping"),
     )
 
 
-def _gemma2_of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The caps have defaults, which null turns off."""
+def _gemma2_of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """The caps have defaults; null turns them off."""
     return replace(
-        _of_hub(facts, model_config),
-        attention_cap=_cap(facts, "attn_logit_softcapping", 50.0),
-        logit_cap=_cap(facts, "final_logit_softcapping", 30.0),
+        _of_hub(fields, model_config),
+        attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
     )
 
 
-def _cap(facts: Facts, key: str, default: float = 0.0) -> float:
-    if facts.states(key) and not facts.has(key):
+def _cap(fields: CheckpointFields, key: str, default: float = 0.0) -> float:
+    if fields.states(key) and not fields.has(key):
         return 0.0
-    return facts.number(key, 0.0, 1e9, default=default)
+    return fields.number(key, 0.0, 1e9, default=default)
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig, largest: int) -> ModelConfig:
-    """The largest model of a generation scales by its hidden size per head, and no key says so."""
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig, largest: int) -> ModelConfig:
+    """The largest model of a generation scales by hidden size / heads; GGUF has no key for it."""
     is_largest = model_config.num_layers == largest
     size = (
         model_config.hidden_size / model_config.num_heads if is_largest else model_config.head_dim
     )
     return replace(
         model_config,
-        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
+        attention_scale=fields.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
         embedding_scale=model_config.hidden_size**0.5,
-        attention_cap=facts.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
-        logit_cap=facts.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
+        attention_cap=fields.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
+        logit_cap=fields.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
     )
 
 
-def _gemma3_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
-    model_config = _of_gguf(facts, model_config, largest=62)
+def _gemma3_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    theta = fields.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
+    model_config = _of_gguf(fields, model_config, largest=62)
     return replace(
         model_config, window_rope=RopeFacts(theta=theta) if model_config.window else None
     )

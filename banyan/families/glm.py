@@ -1,5 +1,5 @@
-"""GLM-4 (0414): norms before and after each block, half of each head rotates, in pairs 2i, 2i + 1.
-GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts that are routed as DeepSeek-V3's.
+"""GLM-4 (0414): norms before and after each block, RoPE on half of each head, in pairs 2i, 2i + 1.
+GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts routed as in DeepSeek-V3.
 
 Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5; GGUF architecture
 "glm4".
@@ -12,37 +12,37 @@ from banyan.families.experts import (
     corrected,
     gguf_corrected,
     mtp_layers,
-    without_drafting_layers,
+    without_mtp_layers,
 )
 from banyan.families.names import (
-    GGUF_AHEAD,
     GGUF_EXPERTS,
+    GGUF_MTP,
     GGUF_NAMES,
     GGUF_QK_NORM,
-    HUB_AHEAD,
     HUB_CORRECTED_EXPERTS,
+    HUB_MTP,
     HUB_NAMES,
     HUB_QK_NORM,
     QK,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig
 
 
-def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The largest models norm q and k."""
-    is_normed = facts.flag("use_qk_norm", default=False)
-    experts = corrected(facts, model_config, is_normalised=True, scale=1.0)
-    mtp = mtp_layers(facts)
+def _of_experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Only the largest models norm q and k."""
+    is_normed = fields.flag("use_qk_norm", default=False)
+    experts = corrected(fields, model_config, is_normalised=True, scale=1.0)
+    mtp = mtp_layers(fields)
     return replace(
         model_config, experts=experts, qk_norm="head" if is_normed else "", num_mtp_layers=mtp
     )
 
 
-def _of_gguf_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = without_drafting_layers(facts, model_config)
-    return replace(model_config, experts=gguf_corrected(facts, model_config))
+def _of_gguf_experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = without_mtp_layers(fields, model_config)
+    return replace(model_config, experts=gguf_corrected(fields, model_config))
 
 
 GLM4 = Family(
@@ -50,7 +50,7 @@ GLM4 = Family(
         eps=1.5625e-7,
         head_dim=128,
         rotary=0.5,
-        biases=lambda facts: Biases(qkv=facts.flag("attention_bias", default=True)),
+        biases=lambda fields: Biases(qkv=fields.flag("attention_bias", default=True)),
     ),
     gguf=GgufForm("Glm4ForCausalLM"),
     names={
@@ -85,7 +85,7 @@ GLM4_MOE = Family(
     hub=HubForm(
         eps=1e-5,
         rotary=0.5,
-        biases=lambda facts: Biases(qkv=facts.flag("attention_bias", default=False)),
+        biases=lambda fields: Biases(qkv=fields.flag("attention_bias", default=False)),
         more=_of_experts,
     ),
     gguf=GgufForm("Glm4MoeForCausalLM", may_norm_heads=True, more=_of_gguf_experts),
@@ -99,9 +99,9 @@ GLM4_MOE = Family(
         {
             "safetensors": (
                 "model.layers.{}.",
-                NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | HUB_AHEAD),
+                NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | HUB_MTP),
             ),
-            "gguf": ("blk.{}.", NameMap(_GGUF_OF_EXPERTS | GGUF_AHEAD)),
+            "gguf": ("blk.{}.", NameMap(_GGUF_OF_EXPERTS | GGUF_MTP)),
         }
     ),
 )

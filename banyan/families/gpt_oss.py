@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): windows in every other layer, a learned logit per head beside those
-of the keys, and experts with biases whose gated unit is clamped.
+"""gpt-oss (arXiv 2508.10925): windows in every other layer, attention sinks (a learned logit per
+head), and experts with biases and a clamped gated unit.
 
 Source: the published configuration of openai/gpt-oss-20b; GGUF architecture "gpt-oss".
 """
@@ -15,27 +15,27 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    return window_where(facts, num_layers, lambda layer: layer % 2 == 0)
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    return window_where(fields, num_layers, lambda layer: layer % 2 == 0)
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    limit = facts.number("swiglu_limit", 1e-3, 1e6, default=_LIMIT)
-    alpha = facts.number("swiglu_alpha", 1e-3, 1e3, default=_ALPHA)
-    return _with_experts(model_config, mixtral_experts(facts, model_config), limit, alpha)
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    limit = fields.number("swiglu_limit", 1e-3, 1e6, default=_LIMIT)
+    alpha = fields.number("swiglu_alpha", 1e-3, 1e3, default=_ALPHA)
+    return _with_experts(model_config, mixtral_experts(fields, model_config), limit, alpha)
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """YaRN's ramp has edges between dimensions, which no key says."""
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """YaRN's ramp is not truncated to whole dimensions; GGUF has no key for it."""
     model_config = replace(model_config, rope=replace(model_config.rope, truncate=False))
     return _with_experts(
-        model_config, gguf_experts(facts, model_config, is_normalised=True), _LIMIT, _ALPHA
+        model_config, gguf_experts(fields, model_config, is_normalised=True), _LIMIT, _ALPHA
     )
 
 
@@ -46,8 +46,8 @@ def _with_experts(
     return replace(model_config, experts=experts, attention_sinks=True)
 
 
-def _biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("attention_bias", default=True)
+def _biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("attention_bias", default=True)
     return Biases(has_bias, has_bias)
 
 

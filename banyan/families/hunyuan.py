@@ -1,5 +1,5 @@
-"""Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after they
-have rotated, and every token goes through one more block beside its experts.
+"""Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after
+RoPE, and there is a shared expert.
 
 Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-A13B-Instruct.
 """
@@ -17,7 +17,7 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ExpertFacts, ModelConfig
 
 _ATTENTION = {
@@ -32,9 +32,9 @@ _FEED_FORWARD = {
 }
 
 
-def _stretched(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A "dynamic" RoPE with alpha has another base, whatever the length."""
-    own = facts.part("rope_parameters") or facts.part("rope_scaling")
+def _stretched(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """A "dynamic" RoPE with alpha changes the base, independent of the length."""
+    own = fields.part("rope_parameters") or fields.part("rope_scaling")
     if own is None or model_config.rope.kind != "dynamic" or not own.has("alpha"):
         return model_config
     alpha = own.number("alpha", 1.0, 1e6)
@@ -44,39 +44,39 @@ def _stretched(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     )
 
 
-def _one(facts: Facts, key: str, high: int) -> int:
-    """Some configurations give a number for each layer; here they must be equal."""
-    listed = facts.any(key)
+def _one(fields: CheckpointFields, key: str, high: int) -> int:
+    """One number; a list with one number per layer must hold equal numbers."""
+    listed = fields.any(key)
     if not is_list(listed):
-        return facts.integer(key, 1, high)
+        return fields.integer(key, 1, high)
     first = listed[0] if listed else None
     if not isinstance(first, int) or not 1 <= first <= high or listed.count(first) != len(listed):
-        raise facts.error(key, listed, f"one number from 1 to {high} for all layers")
+        raise fields.error(key, listed, f"one number from 1 to {high} for all layers")
     return first
 
 
-def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    count = _one(facts, "num_experts", MAX_EXPERTS)
+def _experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    count = _one(fields, "num_experts", MAX_EXPERTS)
     inner = model_config.intermediate_size
-    if facts.has("moe_intermediate_size"):
-        inner = _one(facts, "moe_intermediate_size", MAX_WIDTH)
-    shared = _one(facts, "num_shared_expert", 64) if facts.has("num_shared_expert") else 1
+    if fields.has("moe_intermediate_size"):
+        inner = _one(fields, "moe_intermediate_size", MAX_WIDTH)
+    shared = _one(fields, "num_shared_expert", 64) if fields.has("num_shared_expert") else 1
     experts = ExpertFacts(
         count,
-        _one(facts, "moe_topk", count),
+        _one(fields, "moe_topk", count),
         inner,
         shared_inner=shared * model_config.intermediate_size,
     )
-    return replace(_stretched(facts, model_config), experts=experts)
+    return replace(_stretched(fields, model_config), experts=experts)
 
 
-def _biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("attention_bias", default=False)
+def _biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("attention_bias", default=False)
     return Biases(has_bias, has_bias)
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return replace(model_config, experts=gguf_softmax(facts, model_config))
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, experts=gguf_softmax(fields, model_config))
 
 
 _HUB = HubForm(eps=1e-5, biases=_biases, more=_stretched)

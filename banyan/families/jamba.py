@@ -1,5 +1,5 @@
-"""Mamba (arXiv 2312.00752), alone, and Jamba (arXiv 2403.19887): beside attention without positions
-in a few layers, with experts every few layers.
+"""Mamba (arXiv 2312.00752), and Jamba (arXiv 2403.19887): Mamba with attention (without RoPE) in a
+few layers and experts every few layers.
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -12,7 +12,7 @@ from banyan.families.experts import MAX_EXPERTS, gguf_experts
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import FEED_FORWARD, biases_of_tensors
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import (
     FULL,
     STATE,
@@ -39,45 +39,45 @@ def _mixer(module: str) -> dict[str, str]:
     return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
 
 
-def _rank(facts: Facts, model_config: ModelConfig, key: str) -> int:
-    """Width that steps are squeezed through."""
-    if facts.any(key) in (None, "auto"):
+def _rank(fields: CheckpointFields, model_config: ModelConfig, key: str) -> int:
+    """Rank of the time step projection."""
+    if fields.any(key) in (None, "auto"):
         return -(-model_config.hidden_size // 16)
-    return facts.integer(key, 1, MAX_WIDTH)
+    return fields.integer(key, 1, MAX_WIDTH)
 
 
-def _where(facts: Facts, name: str, period: int, offset: int) -> tuple[int, int]:
-    """Period and offset of the layers that have something."""
-    period = facts.integer(f"{name}_layer_period", 1, _MAX_PERIOD, default=period)
-    return period, facts.integer(f"{name}_layer_offset", 0, period - 1, default=offset)
+def _where(fields: CheckpointFields, name: str, period: int, offset: int) -> tuple[int, int]:
+    """Period and offset of the layers with `name`."""
+    period = fields.integer(f"{name}_layer_period", 1, _MAX_PERIOD, default=period)
+    return period, fields.integer(f"{name}_layer_offset", 0, period - 1, default=offset)
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    period, offset = _where(facts, "attn", 8, 4)
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    period, offset = _where(fields, "attn", 8, 4)
     return tuple(FULL if at % period == offset else STATE for at in range(num_layers)), 0
 
 
-def _jamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def _jamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
-        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
-        has_conv_bias=facts.flag("mamba_conv_bias", default=True),
-        has_bias=facts.flag("mamba_proj_bias", default=False),
-        heads=facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size,
+        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        has_conv_bias=fields.flag("mamba_conv_bias", default=True),
+        has_bias=fields.flag("mamba_proj_bias", default=False),
+        heads=fields.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size,
         key_heads=1,
-        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=16),
+        key_dim=fields.integer("mamba_d_state", 1, MAX_WIDTH, default=16),
         value_dim=1,
-        step_rank=_rank(facts, model_config, "mamba_dt_rank"),
+        step_rank=_rank(fields, model_config, "mamba_dt_rank"),
         has_part_norms=True,
     )
     model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
-    count = facts.integer("num_experts", 1, MAX_EXPERTS, default=16)
+    count = fields.integer("num_experts", 1, MAX_EXPERTS, default=16)
     if count == 1:
         return model_config
-    period, offset = _where(facts, "expert", 2, 1)
+    period, offset = _where(fields, "expert", 2, 1)
     experts = ExpertFacts(
         count,
-        facts.integer("num_experts_per_tok", 1, count, default=2),
+        fields.integer("num_experts_per_tok", 1, count, default=2),
         model_config.intermediate_size,
         dense_layers=tuple(at for at in range(model_config.num_layers) if at % period != offset),
         is_normalised=False,
@@ -85,42 +85,42 @@ def _jamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     return replace(model_config, experts=experts)
 
 
-def _mamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    inner = facts.integer("expand", 1, 64, default=2) * model_config.hidden_size
+def _mamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    inner = fields.integer("expand", 1, 64, default=2) * model_config.hidden_size
     state = StateFacts(
         mixer="selective",
-        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
-        has_conv_bias=facts.flag("use_conv_bias", default=True),
-        has_bias=facts.flag("use_bias", default=False),
-        heads=facts.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
+        taps=fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        has_conv_bias=fields.flag("use_conv_bias", default=True),
+        has_bias=fields.flag("use_bias", default=False),
+        heads=fields.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
         key_heads=1,
-        key_dim=facts.integer("state_size", 1, MAX_WIDTH, default=16),
+        key_dim=fields.integer("state_size", 1, MAX_WIDTH, default=16),
         value_dim=1,
-        step_rank=_rank(facts, model_config, "time_step_rank"),
+        step_rank=_rank(fields, model_config, "time_step_rank"),
     )
     return replace(model_config, state=state, rope=RopeFacts(kind="none"))
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
-        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
-        heads=facts.integer("ssm.inner_size", 1, MAX_WIDTH),
+        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        heads=fields.integer("ssm.inner_size", 1, MAX_WIDTH),
         key_heads=1,
-        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),
         value_dim=1,
-        step_rank=facts.integer("ssm.time_step_rank", 1, MAX_WIDTH),
+        step_rank=fields.integer("ssm.time_step_rank", 1, MAX_WIDTH),
     )
-    if facts.flag("ssm.dt_b_c_rms", default=False):
-        raise facts.error("ssm.dt_b_c_rms", True, "false: norms without weights are not supported")
+    if fields.flag("ssm.dt_b_c_rms", default=False):
+        raise fields.error("ssm.dt_b_c_rms", True, "false: norms without weights are not supported")
     model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
-    if facts.integer("expert_count", 0, MAX_EXPERTS, default=0) < 2:
+    if fields.integer("expert_count", 0, MAX_EXPERTS, default=0) < 2:
         return model_config
-    return replace(model_config, experts=gguf_experts(facts, model_config, is_normalised=False))
+    return replace(model_config, experts=gguf_experts(fields, model_config, is_normalised=False))
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which layers have experts, and which biases and norms those with states have."""
+    """Find the layers with experts, and the biases and norms of layers with states."""
     at, state = biases_of_tensors(names, model_config)
     has_norms = f"blk.{at}.ssm_dt_norm.weight" in names
     model_config = replace(model_config, state=replace(state, has_part_norms=has_norms))
@@ -159,12 +159,12 @@ MAMBA = Family(
         tied=True,
         context=1 << 17,
         inner_keys=(),
-        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((STATE,) * num_layers, 0),
         more=_mamba,
     ),
     gguf=GgufForm(
         "MambaForCausalLM",
-        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((STATE,) * num_layers, 0),
         more=_of_gguf,
         of_tensors=_of_tensors,
     ),

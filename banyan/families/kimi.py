@@ -1,5 +1,5 @@
 """Kimi-Linear (arXiv 2510.26692): delta attention with a decay per key dimension, latent attention
-without positions in every fourth layer, experts routed as DeepSeek-V3's.
+without RoPE in every fourth layer, experts routed as in DeepSeek-V3.
 
 Source: the published configuration of moonshotai/Kimi-Linear-48B-A3B.
 """
@@ -19,7 +19,7 @@ from banyan.families.base import (
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected, gguf_latent_of, latent_of
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import (
     FULL,
     STATE,
@@ -31,12 +31,12 @@ from banyan.model_config.model_config import (
 
 _MAX_HEADS = 4096
 _LATENT_EPS = 1e-6
-"""Of the norm of latents, which no file names."""
+"""Eps of the norm of latents; no file states it."""
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """Older files count the layers with attention from 1."""
-    own = facts.part("linear_attn_config")
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """Older files list the attention layers, numbered from 1."""
+    own = fields.part("linear_attn_config")
     full = own.listed("full_attn_layers") if own is not None else []
     names = {"full_attention": FULL, "linear_attention": STATE}
 
@@ -44,16 +44,16 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
         is_full = at + 1 in full if own is not None else at > 0 and at % 4 == 0
         return FULL if is_full else STATE
 
-    return state_where(facts, num_layers, names, default), 0
+    return state_where(fields, num_layers, names, default), 0
 
 
-def _state(facts: Facts) -> StateFacts:
-    own = facts.part("linear_attn_config")
+def _state(fields: CheckpointFields) -> StateFacts:
+    own = fields.part("linear_attn_config")
 
     def size(name: str, key: str, low: int, high: int, default: int) -> int:
         if own is not None:
             return own.integer(name, low, high, default=default)
-        return facts.integer(key, low, high, default=default)
+        return fields.integer(key, low, high, default=default)
 
     heads = size("num_heads", "linear_num_heads", 1, _MAX_HEADS, 32)
     head_dim = size("head_dim", "linear_head_dim", 1, MAX_WIDTH, 128)
@@ -67,64 +67,64 @@ def _state(facts: Facts) -> StateFacts:
     )
 
 
-def _experts(facts: Facts, model_config: ModelConfig) -> ExpertFacts:
-    scoring = facts.text("moe_router_activation_func", default="sigmoid")
+def _experts(fields: CheckpointFields, model_config: ModelConfig) -> ExpertFacts:
+    scoring = fields.text("moe_router_activation_func", default="sigmoid")
     if scoring != "sigmoid":
-        raise facts.error("moe_router_activation_func", scoring, "sigmoid")
-    count = facts.integer("num_experts", 1, MAX_EXPERTS)
-    groups = facts.integer("num_expert_group", 1, count, default=1)
+        raise fields.error("moe_router_activation_func", scoring, "sigmoid")
+    count = fields.integer("num_experts", 1, MAX_EXPERTS)
+    groups = fields.integer("num_expert_group", 1, count, default=1)
     if count % groups or (groups > 1 and count // groups < 2):
-        raise facts.error("num_expert_group", groups, f"groups of two or more of {count} experts")
-    inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
-    listed = facts.listed("mlp_layer_types")
+        raise fields.error("num_expert_group", groups, f"groups of two or more of {count} experts")
+    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    listed = fields.listed("mlp_layer_types")
     if listed and (len(listed) != model_config.num_layers or not {*listed} <= {"dense", "sparse"}):
-        raise facts.error("mlp_layer_types", listed, f"{model_config.num_layers} of dense, sparse")
-    first = facts.integer("first_k_dense_replace", 0, model_config.num_layers, default=1)
-    period = facts.integer("moe_layer_freq", 1, 1 << 16, default=1)
+        raise fields.error("mlp_layer_types", listed, f"{model_config.num_layers} of dense, sparse")
+    first = fields.integer("first_k_dense_replace", 0, model_config.num_layers, default=1)
+    period = fields.integer("moe_layer_freq", 1, 1 << 16, default=1)
     layers = range(model_config.num_layers)
     return ExpertFacts(
         count,
-        facts.integer("num_experts_per_token", 1, count),
+        fields.integer("num_experts_per_token", 1, count),
         inner,
         dense_layers=tuple(
             at
             for at in layers
             if (listed[at] == "dense" if listed else at < first or at % period > 0)
         ),
-        shared_inner=inner * facts.integer("num_shared_experts", 0, MAX_EXPERTS, default=1),
+        shared_inner=inner * fields.integer("num_shared_experts", 0, MAX_EXPERTS, default=1),
         scoring="sigmoid",
-        is_normalised=facts.flag("moe_renormalize", default=True),
-        scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=2.446),
+        is_normalised=fields.flag("moe_renormalize", default=True),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, default=2.446),
         groups=groups,
-        top_groups=facts.integer("topk_group", 1, groups, default=1),
+        top_groups=fields.integer("topk_group", 1, groups, default=1),
         group_best=2,
         has_correction=True,
     )
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Latents are normed with another eps than the stream."""
-    if not facts.flag("mla_use_nope", default=True):
-        raise facts.error("mla_use_nope", False, "true: nothing rotates")
-    model_config = latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
-    longest = facts.integer("model_max_length", 1, MAX_LENGTH, default=model_config.context_length)
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """The norms of the latents have a different eps."""
+    if not fields.flag("mla_use_nope", default=True):
+        raise fields.error("mla_use_nope", False, "true: nothing rotates")
+    model_config = latent_of(fields, replace(model_config, rope=RopeFacts(kind="none")))
+    longest = fields.integer("model_max_length", 1, MAX_LENGTH, default=model_config.context_length)
     assert model_config.latent is not None
     return replace(
         model_config,
-        state=_state(facts),
-        experts=_experts(facts, model_config),
+        state=_state(fields),
+        experts=_experts(fields, model_config),
         latent=replace(model_config.latent, norm_eps=_LATENT_EPS),
         context_length=longest,
     )
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Both kinds of attention have as many heads."""
-    model_config = gguf_latent_of(facts, replace(model_config, rope=RopeFacts(kind="none")))
-    head_dim = facts.integer("kda.head_dim", 1, MAX_WIDTH)
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Both kinds of attention have the same number of heads."""
+    model_config = gguf_latent_of(fields, replace(model_config, rope=RopeFacts(kind="none")))
+    head_dim = fields.integer("kda.head_dim", 1, MAX_WIDTH)
     state = StateFacts(
         mixer="delta by key",
-        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
         heads=model_config.num_heads,
         key_heads=model_config.num_heads,
         key_dim=head_dim,
@@ -134,7 +134,7 @@ def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     return replace(
         model_config,
         state=state,
-        experts=gguf_corrected(facts, model_config),
+        experts=gguf_corrected(fields, model_config),
         latent=replace(model_config.latent, norm_eps=_LATENT_EPS),
     )
 

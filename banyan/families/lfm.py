@@ -15,59 +15,58 @@ from banyan.families.base import (
 )
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, GGUF_QK_NORM, HUB_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, ExpertFacts, ModelConfig, StateFacts
 
 MAX_TAPS = 16
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    full = facts.listed("full_attn_idxs") or list(range(num_layers))
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    full = fields.listed("full_attn_idxs") or list(range(num_layers))
     names = {"full_attention": FULL, "conv": STATE}
-    kinds = state_where(facts, num_layers, names, lambda at: FULL if at in full else STATE)
+    kinds = state_where(fields, num_layers, names, lambda at: FULL if at in full else STATE)
     return kinds, 0
 
 
-def _state_of(facts: Facts) -> StateFacts:
-    has_bias = facts.flag("conv_bias", default=False)
+def _state_of(fields: CheckpointFields) -> StateFacts:
+    has_bias = fields.flag("conv_bias", default=False)
     return StateFacts(
         mixer="conv",
-        taps=facts.integer("conv_L_cache", 2, MAX_TAPS, default=3),
+        taps=fields.integer("conv_L_cache", 2, MAX_TAPS, default=3),
         has_conv_bias=has_bias,
         has_bias=has_bias,
     )
 
 
-def _of_experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """The first few layers are dense; scores are sigmoids, with a bias that counts for the choice
-    alone."""
-    count = facts.integer("num_experts", 1, MAX_EXPERTS, default=32)
+def _of_experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """The first few layers are dense. Scores are sigmoids, with a bias for the choice only."""
+    count = fields.integer("num_experts", 1, MAX_EXPERTS, default=32)
     experts = ExpertFacts(
         count,
-        facts.integer("num_experts_per_tok", 1, count, default=min(4, count)),
-        facts.integer("moe_intermediate_size", 1, MAX_WIDTH, default=1792),
+        fields.integer("num_experts_per_tok", 1, count, default=min(4, count)),
+        fields.integer("moe_intermediate_size", 1, MAX_WIDTH, default=1792),
         dense_layers=tuple(
-            range(facts.integer("num_dense_layers", 0, model_config.num_layers, default=2))
+            range(fields.integer("num_dense_layers", 0, model_config.num_layers, default=2))
         ),
         scoring="sigmoid",
-        is_normalised=facts.flag("norm_topk_prob", default=True),
-        scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
-        has_correction=facts.flag("use_expert_bias", default=True),
+        is_normalised=fields.flag("norm_topk_prob", default=True),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
+        has_correction=fields.flag("use_expert_bias", default=True),
     )
-    tied = facts.flag("tie_embedding", default=model_config.tie_embeddings)
-    return replace(model_config, state=_state_of(facts), experts=experts, tie_embeddings=tied)
+    tied = fields.flag("tie_embedding", default=model_config.tie_embeddings)
+    return replace(model_config, state=_state_of(fields), experts=experts, tie_embeddings=tied)
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     inner = model_config.intermediate_size
-    if facts.flag("block_auto_adjust_ff_dim", default=True):
+    if fields.flag("block_auto_adjust_ff_dim", default=True):
         inner = int(2 * inner / 3)
-        inner = int(inner * facts.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0))
-        multiple = facts.integer("block_multiple_of", 1, MAX_WIDTH, default=256)
+        inner = int(inner * fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0))
+        multiple = fields.integer("block_multiple_of", 1, MAX_WIDTH, default=256)
         inner = -(-inner // multiple) * multiple
-    tied = facts.flag("tie_embedding", default=model_config.tie_embeddings)
+    tied = fields.flag("tie_embedding", default=model_config.tie_embeddings)
     return replace(
-        model_config, intermediate_size=inner, state=_state_of(facts), tie_embeddings=tied
+        model_config, intermediate_size=inner, state=_state_of(fields), tie_embeddings=tied
     )
 
 
@@ -89,17 +88,17 @@ _LFM = _NAMES | {
 }
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    state = StateFacts(mixer="conv", taps=facts.integer("shortconv.l_cache", 2, MAX_TAPS))
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    state = StateFacts(mixer="conv", taps=fields.integer("shortconv.l_cache", 2, MAX_TAPS))
     return replace(model_config, state=state)
 
 
-def _experts_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return replace(_of_gguf(facts, model_config), experts=gguf_corrected(facts, model_config))
+def _experts_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(_of_gguf(fields, model_config), experts=gguf_corrected(fields, model_config))
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which biases there are."""
+    """Find the biases of convolutions and routers."""
     assert model_config.state is not None
     layers = range(model_config.num_layers)
     at = next((at for at in layers if STATE in model_config.kept_by(at)), 0)

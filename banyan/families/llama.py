@@ -1,4 +1,4 @@
-"""Llama and its relatives (Llama 1–3, SmolLM, TinyLlama, Mistral): only names differ from the card.
+"""Llama and its relatives (Llama 1–3, SmolLM, TinyLlama, Mistral): the default of every form.
 
 Llama 3: arXiv 2407.21783. GGUF names: gguf-py constants, architecture "llama".
 """
@@ -20,4 +20,4 @@ LLAMA = Family(
 )
 
 LLAMA_BODY = replace(LLAMA, hub=HubForm(more=without_logits), gguf=None)
-"""Served for vectors."""
+"""For embedding models and classifiers."""

@@ -1,8 +1,8 @@
-"""Mamba-2, alone and beside attention: Bamba, Granite 4 (hybrid, with experts or without), and
+"""Mamba-2, and hybrids of Mamba-2 and attention: Bamba, Granite 4 (with or without experts), and
 Falcon-H1, which has both in every layer.
 
-Source: the documented fields and defaults of the families' configuration classes. GGUF files of
-"granitehybrid" are Bamba's too; those whose attention rotates say so with rope.scaling.finetuned.
+Source: the documented fields and defaults of the families' configuration classes. Bamba's GGUF
+files are "granitehybrid" too; rope.scaling.finetuned marks files whose attention uses RoPE.
 """
 
 import math
@@ -30,7 +30,7 @@ from banyan.families.names import (
     QK,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import BOTH, FULL, STATE, ModelConfig, RopeFacts, StateFacts
 
 MAX_HEADS = 4096
@@ -41,7 +41,7 @@ _NAMES = {
     "attention": FULL,
     "full_attention": FULL,
 }
-"""What lists of layers call each kind, in older and newer files."""
+"""Names of the kinds in layer lists, in older and newer files."""
 
 MIXER_PARTS = {
     "in_proj": "mix:z+x+b+c+dt",
@@ -55,77 +55,79 @@ MIXER_PARTS = {
 
 
 def _mixer(module: str) -> dict[str, str]:
-    """Names of a Mamba-2 layer that is called `module`."""
+    """Weight names of a Mamba-2 layer named `module`."""
     return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
 
 
 _MIXER = _mixer("model.layers.{}.mamba")
 
 
-def state_of(facts: Facts, model_config: ModelConfig) -> StateFacts:
-    inner = facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
-    inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
-    heads = facts.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
-    groups = facts.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
-    told = facts.any("mamba_d_head")
+def state_of(fields: CheckpointFields, model_config: ModelConfig) -> StateFacts:
+    inner = fields.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
+    inner = fields.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
+    heads = fields.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
+    groups = fields.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
+    given = fields.any("mamba_d_head")
     value_dim = inner // heads
-    if inner % heads or told not in (None, "auto", value_dim):
-        raise facts.error("mamba_d_head", told, f"{inner} inner numbers / {heads} heads")
+    if inner % heads or given not in (None, "auto", value_dim):
+        raise fields.error("mamba_d_head", given, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
-        raise facts.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
-    least, most = limits_of(facts)
+        raise fields.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
+    least, most = limits_of(fields)
     return StateFacts(
         mixer="scan",
-        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
-        has_conv_bias=facts.flag("mamba_conv_bias", default=True),
-        has_bias=facts.flag("mamba_proj_bias", default=False),
+        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        has_conv_bias=fields.flag("mamba_conv_bias", default=True),
+        has_bias=fields.flag("mamba_proj_bias", default=False),
         heads=heads,
         key_heads=groups,
-        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=256),
+        key_dim=fields.integer("mamba_d_state", 1, MAX_WIDTH, default=256),
         value_dim=value_dim,
         least_step=least,
         most_step=most,
     )
 
 
-def _mamba2(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """A model of nothing else, in words of its own."""
-    heads, value_dim = model_config.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
-    inner = facts.integer("expand", 1, 64, default=2) * model_config.hidden_size
-    groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
+def _mamba2(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """A pure Mamba-2 model, which has its own keys."""
+    heads, value_dim = model_config.num_heads, fields.integer("head_dim", 1, MAX_WIDTH, default=64)
+    inner = fields.integer("expand", 1, 64, default=2) * model_config.hidden_size
+    groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads * value_dim != inner:
-        raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
+        raise fields.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
-        raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
-    state = scan_of(facts, (heads, groups), "state_size", value_dim)
+        raise fields.error("n_groups", groups, f"a divisor of {heads} heads")
+    state = scan_of(fields, (heads, groups), "state_size", value_dim)
     return replace(model_config, state=state, rope=RopeFacts(kind="none"))
 
 
-def scan_of(facts: Facts, heads: tuple[int, int], width_key: str, value_dim: int) -> StateFacts:
-    """A Mamba-2 mixer in the words that Mamba-2 and Nemotron-H share.
+def scan_of(
+    fields: CheckpointFields, heads: tuple[int, int], width_key: str, value_dim: int
+) -> StateFacts:
+    """A Mamba-2 mixer from the keys that Mamba-2 and Nemotron-H share.
 
     Args:
-        heads: and groups of them.
-        width_key: of a state's width.
+        heads: number of heads, number of groups.
+        width_key: key of the state's width.
     """
-    least, most = limits_of(facts)
+    least, most = limits_of(fields)
     return StateFacts(
         mixer="scan",
-        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
-        has_conv_bias=facts.flag("use_conv_bias", default=True),
-        has_bias=facts.flag("use_bias", default=False),
+        taps=fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        has_conv_bias=fields.flag("use_conv_bias", default=True),
+        has_bias=fields.flag("use_bias", default=False),
         heads=heads[0],
         key_heads=heads[1],
-        key_dim=facts.integer(width_key, 1, MAX_WIDTH, default=128),
+        key_dim=fields.integer(width_key, 1, MAX_WIDTH, default=128),
         value_dim=value_dim,
         least_step=least,
         most_step=most,
     )
 
 
-def limits_of(facts: Facts) -> tuple[float, float]:
-    """Bounds of a step. Python's JSON has infinity; others write it as a text or an object."""
-    listed = facts.listed("time_step_limit")
+def limits_of(fields: CheckpointFields) -> tuple[float, float]:
+    """Bounds of the time step. Infinity may be written as a JSON text or object."""
+    listed = fields.listed("time_step_limit")
     if not listed:
         return 0.0, math.inf
     numbers = [
@@ -133,64 +135,69 @@ def limits_of(facts: Facts) -> tuple[float, float]:
         for value in listed
     ]
     if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
-        raise facts.error("time_step_limit", listed, "a lower and an upper bound")
+        raise fields.error("time_step_limit", listed, "a lower and an upper bound")
     return numbers[0], numbers[1]
 
 
-def _bamba_kinds(facts: Facts, num_layers: int) -> Kinds:
-    full = facts.listed("attn_layer_indices")
-    default = state_where(
-        *(facts, num_layers, _NAMES, lambda at: FULL if at in full else STATE),
+def _bamba_kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    full = fields.listed("attn_layer_indices")
+    kinds = state_where(
+        fields,
+        num_layers,
+        _NAMES,
+        lambda at: FULL if at in full else STATE,
         key="layers_block_type",
     )
-    return default, 0
+    return kinds, 0
 
 
-def _granite_kinds(facts: Facts, num_layers: int) -> Kinds:
-    key = "layer_types" if facts.has("layer_types") else "layers_block_type"
-    return state_where(facts, num_layers, _NAMES, lambda at: STATE, key=key), 0
+def _granite_kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    key = "layer_types" if fields.has("layer_types") else "layers_block_type"
+    return state_where(fields, num_layers, _NAMES, lambda at: STATE, key=key), 0
 
 
-def _bamba(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return replace(model_config, state=state_of(facts, model_config))
+def _bamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, state=state_of(fields, model_config))
 
 
-def _granite(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = replace(granite(facts, model_config), state=state_of(facts, model_config))
-    if facts.any("position_embedding_type") != "rope":
+def _granite(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = replace(granite(fields, model_config), state=state_of(fields, model_config))
+    if fields.any("position_embedding_type") != "rope":
         model_config = replace(model_config, rope=RopeFacts(kind="none"))
-    shared = facts.integer("shared_intermediate_size", 1, MAX_WIDTH, default=1024)
-    if not facts.integer("num_local_experts", 0, 1 << 16, default=8):
+    shared = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, default=1024)
+    if not fields.integer("num_local_experts", 0, 1 << 16, default=8):
         return replace(model_config, intermediate_size=shared)
     return replace(
-        model_config, experts=replace(mixtral_experts(facts, model_config), shared_inner=shared)
+        model_config, experts=replace(mixtral_experts(fields, model_config), shared_inner=shared)
     )
 
 
-def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Falcon-H1 scales nearly everything by constants. What goes into a projection is scaled behind
-    it, and the keys' factor is one on q·k."""
+def _falcon(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Falcon-H1 scales nearly everything by constants.
+
+    A factor on a projection's input is applied to its output, and the keys' factor to q·k.
+    """
 
     def factor(key: str) -> float:
-        return facts.number(key, 1e-9, 1e9, default=1.0)
+        return fields.number(key, 1e-9, 1e9, default=1.0)
 
     into, steps = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
-    gate, down = _several(facts, "mlp_multipliers", 2)
-    of_state = _several(facts, "ssm_multipliers", 5)
-    state = state_of(facts, model_config)
-    if facts.flag("projectors_bias", default=False) != state.has_bias:
-        raise facts.error("projectors_bias", not state.has_bias, "the same as mamba_proj_bias")
+    gate, down = _several(fields, "mlp_multipliers", 2)
+    of_state = _several(fields, "ssm_multipliers", 5)
+    state = state_of(fields, model_config)
+    if fields.flag("projectors_bias", default=False) != state.has_bias:
+        raise fields.error("projectors_bias", not state.has_bias, "the same as mamba_proj_bias")
     for key, has_bias, scale in (
         ("attention_bias", model_config.attention_bias, into),
         ("mamba_proj_bias", state.has_bias, steps),
         ("mlp_bias", model_config.mlp_bias, down),
     ):
         if has_bias and scale != 1:
-            raise facts.error(key, True, f"false beside a multiplier of {scale:g}")
-    norm = "plain" if facts.flag("mamba_norm_before_gate", default=True) else "gated"
+            raise fields.error(key, True, f"false with a multiplier of {scale:g}")
+    norm = "plain" if fields.flag("mamba_norm_before_gate", default=True) else "gated"
     state = replace(
         state,
-        norm=norm if facts.flag("mamba_rms_norm", default=False) else "",
+        norm=norm if fields.flag("mamba_rms_norm", default=False) else "",
         factors=tuple(steps * value for value in of_state),
         factor=factor("ssm_out_multiplier"),
     )
@@ -206,61 +213,61 @@ def _falcon(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     )
 
 
-def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
-    """That many factors; ones where none are given."""
-    listed = facts.listed(key) or [1.0] * count
+def _several(fields: CheckpointFields, key: str, count: int) -> tuple[float, ...]:
+    """`count` factors; default 1."""
+    listed = fields.listed(key) or [1.0] * count
     good = [float(v) for v in listed if isinstance(v, int | float) and 1e-9 <= v <= 1e9]
     if len(good) != count or len(listed) != count:
-        raise facts.error(key, listed, f"{count} numbers above 0")
+        raise fields.error(key, listed, f"{count} numbers above 0")
     return tuple(good)
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    heads = facts.integer("ssm.time_step_rank", 1, MAX_HEADS)
-    inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
-    groups = facts.integer("ssm.group_count", 1, MAX_HEADS, default=1)
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    heads = fields.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    inner = fields.integer("ssm.inner_size", 1, MAX_WIDTH)
+    groups = fields.integer("ssm.group_count", 1, MAX_HEADS, default=1)
     if inner % heads or heads % groups:
-        raise facts.error("ssm.time_step_rank", heads, f"a divisor of {inner}, of {groups} groups")
+        raise fields.error("ssm.time_step_rank", heads, f"a divisor of {inner}, of {groups} groups")
     state = StateFacts(
         mixer="scan",
-        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
         heads=heads,
         key_heads=groups,
-        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),
         value_dim=inner // heads,
     )
     return replace(model_config, state=state)
 
 
-def state_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Mamba-2, and attention without positions where there is any."""
-    return replace(_of_gguf(facts, model_config), rope=RopeFacts(kind="none"), rotary_dim=0)
+def state_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Mamba-2; attention layers, if any, have no RoPE."""
+    return replace(_of_gguf(fields, model_config), rope=RopeFacts(kind="none"), rotary_dim=0)
 
 
-def _granite_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = granite_gguf(facts, model_config)
+def _granite_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = granite_gguf(fields, model_config)
     turned = model_config.rotary_dim or model_config.head_dim
-    if not facts.flag("rope.scaling.finetuned", default=False):
-        model_config = state_of_gguf(facts, model_config)
+    if not fields.flag("rope.scaling.finetuned", default=False):
+        model_config = state_of_gguf(fields, model_config)
     elif turned != model_config.head_dim:
         # Converters sort the rows of whole heads into pairs, whatever part of them rotates.
-        raise facts.error("rope.dimension_count", turned, f"{model_config.head_dim}, a whole head")
+        raise fields.error("rope.dimension_count", turned, f"{model_config.head_dim}, a whole head")
     else:
-        model_config = _of_gguf(facts, model_config)
-    if facts.integer("expert_count", 0, 1 << 16, default=0) < 2:
+        model_config = _of_gguf(fields, model_config)
+    if fields.integer("expert_count", 0, 1 << 16, default=0) < 2:
         return model_config
-    return replace(model_config, experts=gguf_softmax(facts, model_config))
+    return replace(model_config, experts=gguf_softmax(fields, model_config))
 
 
 def of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Which biases and norms the layers with states have."""
+    """Find the biases and norms of the layers with states."""
     at, state = biases_of_tensors(names, model_config)
     norm = "gated" if f"blk.{at}.ssm_norm.weight" in names else ""
     return replace(model_config, state=replace(state, norm=norm))
 
 
 def biases_of_tensors(names: Container[str], model_config: ModelConfig) -> tuple[int, StateFacts]:
-    """The first layer with a state, and which biases it has."""
+    """The first layer with a state, and the StateFacts with its biases."""
     assert model_config.state is not None
     at = next(at for at in range(model_config.num_layers) if STATE in model_config.kept_by(at))
     has_conv_bias = f"blk.{at}.ssm_conv1d.bias" in names
@@ -292,18 +299,18 @@ FEED_FORWARD = {
     "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
     "model.final_layernorm": "norm",
 }
-"""Blocks behind mixers, as several families call them."""
+"""Names of feed-forward blocks that several families share."""
 
 FALCON_H1 = Family(
     hub=HubForm(
         eps=1e-5,
         context=8192,
-        kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((BOTH,) * num_layers, 0),
         more=_falcon,
     ),
     gguf=GgufForm(
         "FalconH1ForCausalLM",
-        kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((BOTH,) * num_layers, 0),
         more=_of_gguf,
         of_tensors=of_tensors,
     ),
@@ -332,12 +339,12 @@ MAMBA2 = Family(
         head_dim=64,
         context=1 << 17,
         inner_keys=(),
-        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((STATE,) * num_layers, 0),
         more=_mamba2,
     ),
     gguf=GgufForm(
         "Mamba2ForCausalLM",
-        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        kinds=lambda fields, num_layers: ((STATE,) * num_layers, 0),
         more=state_of_gguf,
         of_tensors=of_tensors,
     ),

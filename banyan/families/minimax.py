@@ -1,9 +1,9 @@
-"""MiniMax-Text-01 and M1: lightning attention, full attention in a few layers, experts, and blocks
-that join what their norms give. MiniMax-M2: q and k normed over all heads, a part of each head
-rotates, and experts chosen by sigmoid scores with a correction.
+"""MiniMax-Text-01 and M1: lightning attention, full attention in a few layers, experts, and a
+normed residual stream. MiniMax-M2: q and k normed over all heads, partial RoPE, and experts with
+corrected sigmoid scores.
 
-Source: the published configurations of MiniMaxAI/MiniMax-Text-01, in its makers' words and in those
-of transformers, and of MiniMaxAI/MiniMax-M2.
+Source: the published configurations of MiniMaxAI/MiniMax-Text-01, with its makers' keys and with
+transformers' keys, and of MiniMaxAI/MiniMax-M2.
 """
 
 from dataclasses import replace
@@ -19,56 +19,61 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, ModelConfig, NormedStream, StateFacts
 
 _NORM_EPS = 1e-6
-"""Of the norm behind lightning attention, which no configuration names."""
+"""Eps of the norm after lightning attention; no configuration states it."""
 _BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Constants that some checkpoints store."""
 
 
-def _turned_part(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Some configurations give the part that rotates as a number of dimensions."""
-    if not facts.has("rotary_dim"):
+def _turned_part(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Some configurations give the number of rotated dimensions."""
+    if not fields.has("rotary_dim"):
         return model_config
-    rotary = facts.integer("rotary_dim", 2, model_config.head_dim)
+    rotary = fields.integer("rotary_dim", 2, model_config.head_dim)
     return replace(model_config, rotary_dim=rotary % model_config.head_dim)
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """The makers' files number the kinds."""
-    if facts.has("sliding_window"):
-        raise facts.error("sliding_window", facts.any("sliding_window"), "null beside states")
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """The makers' files use 0 and 1 for the kinds."""
+    if fields.has("sliding_window"):
+        raise fields.error(
+            "sliding_window", fields.any("sliding_window"), "null in a model with states"
+        )
     names = {"full_attention": FULL, "linear_attention": STATE, "1": FULL, "0": STATE}
-    key = "attn_type_list" if facts.has("attn_type_list") else "layer_types"
+    key = "attn_type_list" if fields.has("attn_type_list") else "layer_types"
     default = (FULL, STATE)
-    return state_where(facts, num_layers, names, lambda at: default[at % 2], key=key), 0
+    return state_where(fields, num_layers, names, lambda at: default[at % 2], key=key), 0
 
 
-def _factor(facts: Facts, kind: str, name: str) -> float:
-    """Of a kind of block, in the makers' words or in those of transformers."""
+def _factor(fields: CheckpointFields, kind: str, name: str) -> float:
+    """A factor of one kind of block, under the makers' key or transformers' key."""
     theirs, short = {
         "full": ("layernorm_full_attention", "full_attn"),
         "state": ("layernorm_linear_attention", "linear_attn"),
         "mlp": ("layernorm_mlp", "mlp"),
     }[kind]
     key = f"{theirs}_{name}"
-    key = key if facts.has(key) else f"{short}_{name}_factor"
-    return facts.number(key, 1e-3, 1e3, default=1.0)
+    key = key if fields.has(key) else f"{short}_{name}_factor"
+    return fields.number(key, 1e-3, 1e3, default=1.0)
 
 
-def _text(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Where a block joins, the stream has a factor and the block another; one on the block alone
-    does the same before a norm, which does not see the rest but for its eps."""
-    if not facts.flag("postnorm", default=True):
-        raise facts.error("postnorm", False, "true")
-    if facts.integer("shared_intermediate_size", 0, 1 << 20, default=0):
-        raise facts.error(
-            *("shared_intermediate_size", facts.any("shared_intermediate_size")),
-            "0: blocks beside these experts are not supported",
+def _text(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Stream and block have separate factors (alpha, beta).
+
+    The stream is normed next, so its scale cancels up to eps: blocks get beta / alpha.
+    """
+    if not fields.flag("postnorm", default=True):
+        raise fields.error("postnorm", False, "true")
+    if fields.integer("shared_intermediate_size", 0, 1 << 20, default=0):
+        raise fields.error(
+            "shared_intermediate_size",
+            fields.any("shared_intermediate_size"),
+            "0: shared experts are not supported for this family",
         )
-    stream = NormedStream(*(_factor(facts, kind, "alpha") for kind in ("full", "state", "mlp")))
+    stream = NormedStream(*(_factor(fields, kind, "alpha") for kind in ("full", "state", "mlp")))
     state = StateFacts(
         mixer="lightning",
         taps=0,
@@ -77,28 +82,30 @@ def _text(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         key_dim=model_config.head_dim,
         value_dim=model_config.head_dim,
         norm_eps=_NORM_EPS,
-        factor=_factor(facts, "state", "beta") / stream.state,
+        factor=_factor(fields, "state", "beta") / stream.state,
         depth=model_config.num_layers,
     )
-    experts = mixtral_experts(facts, model_config)
+    experts = mixtral_experts(fields, model_config)
     return replace(
-        _turned_part(facts, model_config),
+        _turned_part(fields, model_config),
         state=state,
         normed_stream=stream,
-        attention_factor=_factor(facts, "full", "beta") / stream.full,
-        experts=replace(experts, scale=_factor(facts, "mlp", "beta") / stream.mlp),
+        attention_factor=_factor(fields, "full", "beta") / stream.full,
+        experts=replace(experts, scale=_factor(fields, "mlp", "beta") / stream.mlp),
     )
 
 
-def _experts(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = _turned_part(facts, model_config)
-    experts = mixtral_experts(facts, model_config)
+def _experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = _turned_part(fields, model_config)
+    experts = mixtral_experts(fields, model_config)
     return replace(model_config, experts=replace(experts, scoring="sigmoid", has_correction=True))
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """It has no groups."""
-    return replace(model_config, experts=replace(gguf_corrected(facts, model_config), group_best=1))
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """MiniMax-M2 has no expert groups."""
+    return replace(
+        model_config, experts=replace(gguf_corrected(fields, model_config), group_best=1)
+    )
 
 
 _LAYER = "model.layers.{}.self_attn"
@@ -108,7 +115,7 @@ MINIMAX = Family(
         eps=1e-5,
         context=1 << 17,
         rope_theta=1e6,
-        biases=lambda facts: Biases(),
+        biases=lambda fields: Biases(),
         kinds=_kinds,
         more=_text,
     ),
@@ -128,7 +135,7 @@ MINIMAX = Family(
 )
 
 MINIMAX_M2 = Family(
-    hub=HubForm(head_dim=128, rope_theta=5e6, biases=lambda facts: Biases(), more=_experts),
+    hub=HubForm(head_dim=128, rope_theta=5e6, biases=lambda fields: Biases(), more=_experts),
     gguf=GgufForm("MiniMaxM2ForCausalLM", more=_of_gguf),
     names={
         "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),

@@ -1,5 +1,5 @@
-"""Mixtral (arXiv 2401.04088): Llama's attention, and experts under names of their own. Its GGUF
-files are of the architecture "llama" (`llama.py`).
+"""Mixtral (arXiv 2401.04088): Llama's attention and experts. Its GGUF files have the architecture
+"llama" (`llama.py`).
 """
 
 from banyan.families.base import Family, HubForm

@@ -1,4 +1,4 @@
-"""Names of weights in checkpoints, and where each goes in the model."""
+"""Weight names in checkpoints and their places in the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ HUB_STACKS = {
     "model.layers.{}.mlp.experts.gate_up_proj": "layers.{}.mlp.experts.gate_up:gate*+up*.weight",
     "model.layers.{}.mlp.experts.down_proj": "layers.{}.mlp.experts.down:*.weight",
 }
-"""How transformers 5 holds experts, and saves them when asked for its own form."""
+"""Stacked experts, as transformers 5 saves them."""
 HUB_EXPERTS = {
     "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
     **HUB_EACH_EXPERT,
@@ -59,17 +59,17 @@ HUB_CORRECTED_EXPERTS = HUB_EXPERTS | {
     "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
 }
-"""Those of families that follow DeepSeek's."""
+"""Experts of families that follow DeepSeek."""
 
-HUB_AHEAD = {
+HUB_MTP = {
     "model.layers.{}.enorm": "layers.{}.token_norm",
     "model.layers.{}.hnorm": "layers.{}.state_norm",
     "model.layers.{}.eh_proj": "layers.{}.join",
     "model.layers.{}.shared_head.norm": "layers.{}.norm",
 }
-"""What the layer that drafts has beside those of a block (DeepSeek's names)."""
+"""Weights of an MTP layer in addition to a decoder layer's (DeepSeek's names)."""
 
-GGUF_AHEAD = {
+GGUF_MTP = {
     "blk.{}.nextn.enorm": "layers.{}.token_norm",
     "blk.{}.nextn.hnorm": "layers.{}.state_norm",
     "blk.{}.nextn.eh_proj": "layers.{}.join",
@@ -85,7 +85,7 @@ HUB_MIXTRAL_EXPERTS = {
     "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
     **HUB_STACKS,
 }
-"""Those of families that follow Mixtral's."""
+"""Experts of families that follow Mixtral."""
 
 HUB_GRANITE_EXPERTS = {
     "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
@@ -97,7 +97,7 @@ HUB_GRANITE_EXPERTS = {
     "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
     **{name.replace(".mlp.", ".block_sparse_moe."): place for name, place in HUB_STACKS.items()},
 }
-"""Granite's: a tensor for all experts of a layer, or one for each as quantised checkpoints have."""
+"""Granite's experts: one tensor per layer, or one per expert in quantized checkpoints."""
 
 GGUF_EXPERTS = {
     "blk.{}.ffn_gate_inp": "layers.{}.mlp.router",
@@ -135,14 +135,14 @@ class NameMap:
             "module:part" when several tensors make one weight, "module:part+part" when one tensor
             holds several parts over one another, "*" in a part when the tensor's first dimension
             counts the experts. A name with its last part -> "module.slot".
-        ignored: names, {} for every number, that carry nothing the model needs.
-        unread: beginnings of names that carry nothing the model needs.
-        alone: part of a module's name that falls away where the model has no such module.
-        has_more_layers: layers past the model's own are for drafting and not read.
-        has_gates_between: a tensor holds all experts, their gate and up taking turns
+        ignored: names, {} for every number, that the model does not need.
+        unread: prefixes of names that the model does not need.
+        alone: part of a module's name that is dropped if the model has no such module.
+        has_more_layers: the checkpoint has MTP layers after the model's, which are not read.
+        has_gates_between: a tensor holds all experts with gate and up rows interleaved
             (`models/weights/checkpoint_layouts.py`).
-        paired: modules ("module:part") whose rows come in interleaved RoPE pairs.
-        rope_divisors: tensor that holds factors for the RoPE frequencies, "" for none.
+        paired: modules ("module:part") whose rows are in interleaved RoPE pairs.
+        rope_divisors: tensor with divisors of the RoPE frequencies; "" = none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
     """
 

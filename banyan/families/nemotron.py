@@ -1,15 +1,15 @@
-"""Nemotron-H (arXiv 2504.03624): each layer is one thing, a Mamba-2 mixer, attention without
-positions, a feed-forward block or experts; these square what is above zero and have no gate.
+"""Nemotron-H (arXiv 2504.03624): each layer is either a Mamba-2 mixer, attention without RoPE, a
+feed-forward block or experts. Feed-forward blocks use squared ReLU, without a gate.
 
-Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Steps of a
-state are bounded by `time_step_limit` alone, in prompts as in answers.
+Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Only
+`time_step_limit` bounds the time steps, in prefill and in decode.
 """
 
 from collections.abc import Container
 from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds
-from banyan.families.experts import corrected, gguf_corrected, without_drafting_layers
+from banyan.families.experts import corrected, gguf_corrected, without_mtp_layers
 from banyan.families.mamba import (
     MAX_HEADS,
     MIXER_PARTS,
@@ -19,7 +19,7 @@ from banyan.families.mamba import (
     state_of_gguf,
 )
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, NONE, STATE, ModelConfig, RopeFacts
 
 _EXPERTS = "moe"
@@ -35,71 +35,71 @@ _NAMES = {
     "E": NONE,
     _EXPERTS: NONE,
 }
-"""What patterns and lists of layers call each kind."""
+"""Names of the kinds in layer patterns and lists."""
 
 
-def _listed(facts: Facts) -> list[str]:
-    """A list, or in older files a text with a letter for each layer."""
-    if facts.has("layers_block_type"):
-        return [str(name) for name in facts.listed("layers_block_type")]
-    return list(facts.text("hybrid_override_pattern"))
+def _listed(fields: CheckpointFields) -> list[str]:
+    """The layer list; older files have a text with one letter per layer."""
+    if fields.has("layers_block_type"):
+        return [str(name) for name in fields.listed("layers_block_type")]
+    return list(fields.text("hybrid_override_pattern"))
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    listed = _listed(facts)
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    listed = _listed(fields)
     kinds = tuple(_NAMES.get(name, "") for name in listed)
     if len(kinds) != num_layers or "" in kinds:
         rule = f"{num_layers} of {', '.join(_NAMES)}"
-        raise facts.error("layers_block_type", "".join(listed)[:80], rule)
+        raise fields.error("layers_block_type", "".join(listed)[:80], rule)
     return kinds, 0
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    if not facts.has("head_dim"):
-        head_dim = facts.integer("attention_head_dim", 1, MAX_WIDTH, default=model_config.head_dim)
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    if not fields.has("head_dim"):
+        head_dim = fields.integer("attention_head_dim", 1, MAX_WIDTH, default=model_config.head_dim)
         model_config = replace(model_config, head_dim=head_dim)
-    heads = facts.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
-    groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
+    heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
+    groups = fields.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
-        raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
-    activation = facts.text("mamba_hidden_act", default="silu")
+        raise fields.error("n_groups", groups, f"a divisor of {heads} heads")
+    activation = fields.text("mamba_hidden_act", default="silu")
     if activation != "silu":
-        raise facts.error("mamba_hidden_act", activation, "silu")
-    value_dim = facts.integer("mamba_head_dim", 1, MAX_WIDTH, default=64)
-    state = scan_of(facts, (heads, groups), "ssm_state_size", value_dim)
+        raise fields.error("mamba_hidden_act", activation, "silu")
+    value_dim = fields.integer("mamba_head_dim", 1, MAX_WIDTH, default=64)
+    state = scan_of(fields, (heads, groups), "ssm_state_size", value_dim)
     model_config = replace(model_config, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
-    experts = [layer for layer, name in enumerate(_listed(facts)) if name in ("E", _EXPERTS)]
+    experts = [layer for layer, name in enumerate(_listed(fields)) if name in ("E", _EXPERTS)]
     if not experts:
         return model_config
-    if facts.integer("n_shared_experts", 0, MAX_WIDTH, default=1) != 1:
-        raise facts.error("n_shared_experts", facts.any("n_shared_experts"), "1")
+    if fields.integer("n_shared_experts", 0, MAX_WIDTH, default=1) != 1:
+        raise fields.error("n_shared_experts", fields.any("n_shared_experts"), "1")
     latent = "moe_latent_size"
     found = replace(
-        corrected(facts, model_config, is_normalised=True, scale=1.0),
+        corrected(fields, model_config, is_normalised=True, scale=1.0),
         dense_layers=tuple(at for at in range(model_config.num_layers) if at not in experts),
-        shared_inner=facts.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH),
-        latent=facts.integer(latent, 1, MAX_WIDTH) if facts.has(latent) else 0,
+        shared_inner=fields.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH),
+        latent=fields.integer(latent, 1, MAX_WIDTH) if fields.has(latent) else 0,
         is_gated=False,
     )
     if found.latent and model_config.mlp_bias:
-        raise facts.error("mlp_bias", True, "false beside moe_latent_size")
+        raise fields.error("mlp_bias", True, "false with moe_latent_size")
     return replace(model_config, experts=found)
 
 
-def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
-    """Layers with heads of keys attend, those with an inner width mix nothing."""
-    lists = [facts.listed(key) for key in ("attention.head_count_kv", "feed_forward_length")]
+def _gguf_kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """Layers with KV heads have attention, layers with an inner width are feed-forward blocks."""
+    lists = [fields.listed(key) for key in ("attention.head_count_kv", "feed_forward_length")]
     for key, listed in zip(("attention.head_count_kv", "feed_forward_length"), lists, strict=True):
         if len(listed) != num_layers:
-            raise facts.error(key, listed, f"a number for each of {num_layers}")
-    last = num_layers - facts.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
+            raise fields.error(key, listed, f"a number for each of {num_layers}")
+    last = num_layers - fields.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
     return tuple(
         FULL if heads else NONE if inner else STATE for heads, inner in zip(*lists, strict=True)
     )[:last], 0
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Each kind of layer says for itself whether it has biases."""
+    """Find the biases of each kind of layer."""
     found = {
         kind: model_config.layer_kinds.index(kind)
         for kind in dict.fromkeys(model_config.layer_kinds)
@@ -117,16 +117,16 @@ def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig
     )
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return state_of_gguf(facts, without_drafting_layers(facts, model_config))
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return state_of_gguf(fields, without_mtp_layers(fields, model_config))
 
 
-def _moe_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = _of_gguf(facts, model_config)
-    latent = facts.integer("moe_latent_size", 0, MAX_WIDTH, default=0)
+def _moe_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = _of_gguf(fields, model_config)
+    latent = fields.integer("moe_latent_size", 0, MAX_WIDTH, default=0)
     layers = range(model_config.num_layers)
     experts = replace(
-        gguf_corrected(facts, model_config),
+        gguf_corrected(fields, model_config),
         dense_layers=tuple(at for at in layers if model_config.kind_of(at) != NONE),
         latent=latent,
         is_gated=False,
@@ -168,7 +168,7 @@ NEMOTRON_H = Family(
         activation_key="mlp_hidden_act",
         activation="relu2",
         kinds=_kinds,
-        num_layers=lambda facts: len(_listed(facts)),
+        num_layers=lambda fields: len(_listed(fields)),
         more=_of_hub,
     ),
     gguf=_GGUF_FORM,

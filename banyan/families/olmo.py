@@ -1,5 +1,5 @@
 """OLMo 2 (arXiv 2501.00656): norms only after each block; q and k are normed over all heads.
-OLMoE (arXiv 2409.02060): experts behind Llama's norms.
+OLMoE (arXiv 2409.02060): experts, and norms as in Llama.
 """
 
 from banyan.families.base import Family, GgufForm, HubForm

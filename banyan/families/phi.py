@@ -1,7 +1,7 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4, which have one tensor for q, k, v and one for gate and up.
-Phi-3.5-MoE: layer norms with biases, and two experts that a router of its own weighs.
+"""Phi-3 (arXiv 2404.14219) and Phi-4: one tensor for q, k, v and one for gate and up. Phi-3.5-MoE:
+layer norms with biases, and two experts per token, chosen by SparseMixer.
 
-Source of the latter: the published configuration of microsoft/Phi-3.5-MoE-instruct.
+Source of Phi-3.5-MoE: the published configuration of microsoft/Phi-3.5-MoE-instruct.
 """
 
 from dataclasses import replace
@@ -9,35 +9,35 @@ from dataclasses import replace
 from banyan.families.base import Biases, Family, GgufForm, HubForm
 from banyan.families.experts import mixtral_experts
 from banyan.families.names import GGUF_NAMES, HUB_MIXTRAL_EXPERTS, HUB_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig
 
 
-def _moe(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    experts = mixtral_experts(facts, model_config)
+def _moe(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    experts = mixtral_experts(fields, model_config)
     if experts.per_token != 2:
-        raise facts.error("num_experts_per_tok", experts.per_token, "2, which its router chooses")
+        raise fields.error("num_experts_per_tok", experts.per_token, "2, which its router chooses")
     return replace(
         model_config,
         experts=replace(
             experts,
             scoring="sparsemixer",
             is_normalised=False,
-            jitter=facts.number("router_jitter_noise", 0.0, 1.0, default=0.01),
+            jitter=fields.number("router_jitter_noise", 0.0, 1.0, default=0.01),
         ),
-        head_bias=facts.flag("lm_head_bias", default=False),
+        head_bias=fields.flag("lm_head_bias", default=False),
     )
 
 
-def _moe_biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("attention_bias", default=False)
+def _moe_biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("attention_bias", default=False)
     return Biases(has_bias, has_bias)
 
 
 PHI3 = Family(
     hub=HubForm(
         eps=1e-5,
-        biases=lambda facts: Biases(),
+        biases=lambda fields: Biases(),
         rope_kinds={"su": "longrope", "yarn": "longrope"},
     ),
     gguf=GgufForm("Phi3ForCausalLM"),
@@ -55,7 +55,7 @@ PHI3 = Family(
                 "blk.{}.attn_qkv": "layers.{}.attention.qkv:q+k+v",
                 "blk.{}.ffn_up": "layers.{}.mlp.gate_up:gate+up",
             },
-            # The card holds these two already.
+            # The RoPE fields of ModelConfig hold these two already.
             ignored=("rope_factors_long.weight", "rope_factors_short.weight"),
         ),
     },

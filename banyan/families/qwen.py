@@ -24,18 +24,18 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    """The window must be asked for, and begins above the first `max_window_layers`."""
-    if not facts.flag("use_sliding_window", default=False):
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """With use_sliding_window, layers from `max_window_layers` on have a window."""
+    if not fields.flag("use_sliding_window", default=False):
         return (), 0
-    first = facts.integer("max_window_layers", 0, MAX_LENGTH, default=28)
-    return window_where(facts, num_layers, lambda layer: layer >= first)
+    first = fields.integer("max_window_layers", 0, MAX_LENGTH, default=28)
+    return window_where(fields, num_layers, lambda layer: layer >= first)
 
 
-_HUB2 = HubForm(biases=lambda facts: Biases(qkv=True), kinds=_kinds)
+_HUB2 = HubForm(biases=lambda fields: Biases(qkv=True), kinds=_kinds)
 _HUB3 = HubForm(head_dim=128, kinds=_kinds)
 
 QWEN2 = Family(
@@ -54,28 +54,28 @@ QWEN3 = Family(
     qk_norm="head",
 )
 
-_MIMO_AHEAD = "model.mtp_layers.{}."
-_MIMO_AHEAD_NAMES = {
-    name.replace("model.layers.{}.", _MIMO_AHEAD): its for name, its in HUB_NAMES.items()
+_MIMO_MTP = "model.mtp_layers.{}."
+_MIMO_MTP_NAMES = {
+    name.replace("model.layers.{}.", _MIMO_MTP): its for name, its in HUB_NAMES.items()
 } | {
-    f"{_MIMO_AHEAD}token_layernorm": "layers.{}.token_norm",
-    f"{_MIMO_AHEAD}hidden_layernorm": "layers.{}.state_norm",
-    f"{_MIMO_AHEAD}input_proj": "layers.{}.join",
-    f"{_MIMO_AHEAD}final_layernorm": "layers.{}.norm",
+    f"{_MIMO_MTP}token_layernorm": "layers.{}.token_norm",
+    f"{_MIMO_MTP}hidden_layernorm": "layers.{}.state_norm",
+    f"{_MIMO_MTP}input_proj": "layers.{}.join",
+    f"{_MIMO_MTP}final_layernorm": "layers.{}.norm",
 }
 MIMO = replace(
     QWEN2,
     hub=replace(
         _HUB2,
-        more=lambda facts, model_config: replace(model_config, num_mtp_layers=mtp_layers(facts)),
+        more=lambda fields, model_config: replace(model_config, num_mtp_layers=mtp_layers(fields)),
     ),
     gguf=None,
     names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
     mtp=MTPForm(
-        {"safetensors": (_MIMO_AHEAD.format(0), NameMap(_MIMO_AHEAD_NAMES))}, has_states_first=True
+        {"safetensors": (_MIMO_MTP.format(0), NameMap(_MIMO_MTP_NAMES))}, has_states_first=True
     ),
 )
-"""MiMo (arXiv 2505.07608): Qwen2, and a layer for drafting."""
+"""MiMo (arXiv 2505.07608): Qwen2 with an MTP layer."""
 
 QWEN2_BODY = replace(QWEN2, hub=replace(_HUB2, more=without_logits), gguf=None)
 QWEN3_BODY = replace(QWEN3, hub=replace(_HUB3, more=without_logits), gguf=None)
@@ -89,7 +89,7 @@ HUB_SHARED = {
 
 QWEN2_MOE = Family(
     hub=HubForm(
-        biases=lambda facts: Biases(qkv=facts.flag("qkv_bias", default=True)),
+        biases=lambda fields: Biases(qkv=fields.flag("qkv_bias", default=True)),
         kinds=_kinds,
         more=partial(qwen_moe, has_shared=True),
     ),

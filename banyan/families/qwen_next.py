@@ -1,16 +1,16 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, gated attention in every fourth layer, and experts or
-one feed-forward block. Of Qwen3.5 that is the part for text; what sees is not read.
+one feed-forward block. Qwen3.5's vision tower is not loaded.
 
-Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5. GGUF files of
-Qwen3-Next hold the rates of a key head together, and older ones all of its projections; those of
-Qwen3.5 have value heads in turns.
+Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5. In GGUF files of
+Qwen3-Next the rates are ordered by key head, in older files all projections. In GGUF files of
+Qwen3.5 the value heads are interleaved.
 """
 
 from collections.abc import Container
 from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, MTPForm, state_where
-from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
+from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_mtp_layers
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import (
     GGUF_EXPERTS,
@@ -22,35 +22,35 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.families.qwen import HUB_SHARED
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, ModelConfig, StateFacts
 
 _MAX_HEADS = 4096
 _MTP = "mtp."
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    period = facts.integer("full_attention_interval", 1, 1 << 16, default=4)
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    period = fields.integer("full_attention_interval", 1, 1 << 16, default=4)
     names = {"full_attention": FULL, "linear_attention": STATE}
-    kinds = state_where(facts, num_layers, names, lambda at: STATE if (at + 1) % period else FULL)
+    kinds = state_where(fields, num_layers, names, lambda at: STATE if (at + 1) % period else FULL)
     return kinds, 0
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    key_heads = facts.integer("linear_num_key_heads", 1, _MAX_HEADS, default=16)
-    heads = facts.integer("linear_num_value_heads", 1, _MAX_HEADS, default=32)
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS, default=16)
+    heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS, default=32)
     if heads % key_heads:
-        raise facts.error("linear_num_value_heads", heads, f"a multiple of {key_heads} key heads")
+        raise fields.error("linear_num_value_heads", heads, f"a multiple of {key_heads} key heads")
     state = StateFacts(
         mixer="delta",
-        taps=facts.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=4),
+        taps=fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=4),
         heads=heads,
         key_heads=key_heads,
-        key_dim=facts.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
-        value_dim=facts.integer("linear_value_head_dim", 1, MAX_WIDTH, default=128),
+        key_dim=fields.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
+        value_dim=fields.integer("linear_value_head_dim", 1, MAX_WIDTH, default=128),
     )
     model_config = replace(
-        model_config, state=state, num_mtp_layers=_mtp_layers(facts, model_config)
+        model_config, state=state, num_mtp_layers=_mtp_layers(fields, model_config)
     )
     if "Qwen3_5" in model_config.architecture:
         model_config = replace(
@@ -58,49 +58,49 @@ def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
         )
     if model_config.architecture.startswith("Qwen3_5For"):
         return model_config
-    if facts.integer("num_experts", 0, 1 << 16, default=512) == 0:
+    if fields.integer("num_experts", 0, 1 << 16, default=512) == 0:
         return model_config
-    return qwen_moe(facts, model_config, has_shared=True, is_normalised=True)
+    return qwen_moe(fields, model_config, has_shared=True, is_normalised=True)
 
 
-def _mtp_layers(facts: Facts, model_config: ModelConfig) -> int:
-    """Layers that draft. Configurations of Qwen3-Next do not speak of the one that there is."""
+def _mtp_layers(fields: CheckpointFields, model_config: ModelConfig) -> int:
+    """Number of MTP layers. Qwen3-Next has one that its configuration does not mention."""
     usual = int(model_config.architecture.startswith("Qwen3Next"))
-    found = facts.integer("mtp_num_hidden_layers", 0, 64, default=usual)
-    return 0 if facts.flag("mtp_use_dedicated_embeddings", default=False) else found
+    found = fields.integer("mtp_num_hidden_layers", 0, 64, default=usual)
+    return 0 if fields.flag("mtp_use_dedicated_embeddings", default=False) else found
 
 
-def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
-    period = facts.integer("full_attention_interval", 1, 1 << 16, default=4)
-    last = num_layers - facts.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
+def _gguf_kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    period = fields.integer("full_attention_interval", 1, 1 << 16, default=4)
+    last = num_layers - fields.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
     return tuple(STATE if (at + 1) % period else FULL for at in range(last)), 0
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    heads = facts.integer("ssm.time_step_rank", 1, _MAX_HEADS)
-    key_heads = facts.integer("ssm.group_count", 1, _MAX_HEADS)
-    inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    heads = fields.integer("ssm.time_step_rank", 1, _MAX_HEADS)
+    key_heads = fields.integer("ssm.group_count", 1, _MAX_HEADS)
+    inner = fields.integer("ssm.inner_size", 1, MAX_WIDTH)
     if heads % key_heads or inner % heads:
         rule = f"a multiple of {key_heads} key heads that divides {inner}"
-        raise facts.error("ssm.time_step_rank", heads, rule)
+        raise fields.error("ssm.time_step_rank", heads, rule)
     state = StateFacts(
         mixer="delta",
-        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
         heads=heads,
         key_heads=key_heads,
-        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),
         value_dim=inner // heads,
         is_grouped=False,
     )
-    return replace(without_drafting_layers(facts, model_config), state=state)
+    return replace(without_mtp_layers(fields, model_config), state=state)
 
 
-def _next_of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    return _normalised(gguf_qwen2_moe(facts, _of_gguf(facts, model_config)), facts)
+def _next_of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return _normalised(gguf_qwen2_moe(fields, _of_gguf(fields, model_config)), fields)
 
 
-def _of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = _of_gguf(facts, model_config)
+def _of_gguf35(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = _of_gguf(fields, model_config)
     assert model_config.state is not None
     is_tiled = model_config.state.heads > model_config.state.key_heads
     return replace(
@@ -108,20 +108,20 @@ def _of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
     )
 
 
-def _moe_of_gguf35(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    model_config = gguf_qwen2_moe(facts, _of_gguf35(facts, model_config))
-    return replace(_normalised(model_config, facts), architecture="Qwen3_5MoeForCausalLM")
+def _moe_of_gguf35(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = gguf_qwen2_moe(fields, _of_gguf35(fields, model_config))
+    return replace(_normalised(model_config, fields), architecture="Qwen3_5MoeForCausalLM")
 
 
-def _normalised(model_config: ModelConfig, facts: Facts) -> ModelConfig:
-    """Unless the file says otherwise."""
+def _normalised(model_config: ModelConfig, fields: CheckpointFields) -> ModelConfig:
+    """Expert weights are normalized by default."""
     assert model_config.experts is not None
-    is_normalised = facts.flag("expert_weights_norm", default=True)
+    is_normalised = fields.flag("expert_weights_norm", default=True)
     return replace(model_config, experts=replace(model_config.experts, is_normalised=is_normalised))
 
 
 def _of_tensors(names: Container[str], model_config: ModelConfig) -> ModelConfig:
-    """Older files have the projections of a key head together."""
+    """In older files the rows of the projections are ordered by key head."""
     assert model_config.state is not None
     at = model_config.layer_kinds.index(STATE)
     is_grouped = f"blk.{at}.ssm_in.weight" in names

@@ -2,11 +2,11 @@
 
 from banyan.families.base import GELU_TANH, Biases, Family, GgufForm, HubForm
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 
 
-def _biases(facts: Facts) -> Biases:
-    has_bias = facts.flag("use_bias", default=True)
+def _biases(fields: CheckpointFields) -> Biases:
+    has_bias = fields.flag("use_bias", default=True)
     return Biases(has_bias, has_bias, has_bias)
 
 

@@ -1,10 +1,10 @@
-"""Step-3.5, 3.7 (Flash): windows of more heads than the full layers have, a gate for each head,
-bounds on the gated units of single layers, experts chosen by sigmoid scores with a correction.
-Step-3: queries that are squeezed, normed and widened beside one head of keys and values
-(arXiv 2507.19427), experts chosen by softmax scores. Of both that is the part for text.
+"""Step-3.5 and 3.7 (Flash): window layers with more heads than full layers, a gate per head,
+clamped gated units in some layers, experts with corrected sigmoid scores. Step-3
+(arXiv 2507.19427): low-rank queries with one KV head, experts with softmax scores. Vision towers
+are not loaded.
 
-Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, in their
-makers' words and in those of transformers; GGUF architecture "step35" (Step-3.5).
+Source: the published configurations of stepfun-ai/Step-3.5-Flash and stepfun-ai/step3, with their
+makers' keys and with transformers' keys; GGUF architecture "step35" (Step-3.5).
 """
 
 from collections.abc import Container, Mapping
@@ -30,7 +30,7 @@ from banyan.families.names import (
     HUB_QK_NORM,
     NameMap,
 )
-from banyan.model_config.facts import Facts, shortest
+from banyan.model_config.checkpoint_fields import CheckpointFields, shortest
 from banyan.model_config.model_config import WINDOW, ExpertFacts, ModelConfig, RopeFacts
 
 _MAX_LAYERS = 1024
@@ -39,75 +39,75 @@ _LIMIT = 1e6
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
-def _layers(facts: Facts) -> int:
-    return facts.integer("num_hidden_layers", 1, _MAX_LAYERS)
+def _layers(fields: CheckpointFields) -> int:
+    return fields.integer("num_hidden_layers", 1, _MAX_LAYERS)
 
 
-def _by_layer(facts: Facts, key: str) -> list[object]:
-    """One value for each layer; lists may speak of the layers for drafting too. [] = no list."""
-    listed, count = facts.listed(key), _layers(facts)
-    if listed and len(listed) not in (count, count + mtp_layers(facts)):
-        raise facts.error(key, listed, f"a list of {count} values, one for each layer")
+def _by_layer(fields: CheckpointFields, key: str) -> list[object]:
+    """One value per layer, without MTP layers; [] = no list."""
+    listed, count = fields.listed(key), _layers(fields)
+    if listed and len(listed) not in (count, count + mtp_layers(fields)):
+        raise fields.error(key, listed, f"a list of {count} values, one for each layer")
     return listed[:count]
 
 
-def _counted(facts: Facts, *keys: str, most: int, default: int | None = None) -> int:
-    """Under the first of the keys that is there."""
-    key = next((key for key in keys if facts.has(key)), keys[0])
-    return facts.integer(key, 1, most, default=default)
+def _counted(fields: CheckpointFields, *keys: str, most: int, default: int | None = None) -> int:
+    """A number, under the first of the keys that is present."""
+    key = next((key for key in keys if fields.has(key)), keys[0])
+    return fields.integer(key, 1, most, default=default)
 
 
-def _with_groups(facts: Facts) -> dict[str, object]:
+def _with_groups(fields: CheckpointFields) -> dict[str, object]:
     key = "num_attention_groups"
-    return {"num_key_value_heads": facts.any(key)} if facts.has(key) else {}
+    return {"num_key_value_heads": fields.any(key)} if fields.has(key) else {}
 
 
-def _respelled(facts: Facts) -> Mapping[str, object]:
-    """Kinds, and what rotates, of the layers alone."""
-    found, kinds = _with_groups(facts), _by_layer(facts, "layer_types")
+def _respelled(fields: CheckpointFields) -> Mapping[str, object]:
+    """Layer kinds and RoPE in the usual keys, without MTP layers."""
+    found, kinds = _with_groups(fields), _by_layer(fields, "layer_types")
     if kinds:
         found["layer_types"] = kinds
-    own = facts.part("rope_parameters")
+    own = fields.part("rope_parameters")
     if own is None or not (own.has(_FULL) or own.has(_WINDOW)):
-        kinds = kinds or [_FULL] * _layers(facts)
+        kinds = kinds or [_FULL] * _layers(fields)
         found["rope_parameters"] = {
-            kind: _rope(facts, kinds, kind) for kind in (_FULL, _WINDOW) if kind in kinds
+            kind: _rope(fields, kinds, kind) for kind in (_FULL, _WINDOW) if kind in kinds
         }
     return found
 
 
-def _rope(facts: Facts, kinds: list[object], kind: str) -> dict[str, object]:
-    """Of the layers of a kind, which all rotate alike; only full ones are stretched."""
+def _rope(fields: CheckpointFields, kinds: list[object], kind: str) -> dict[str, object]:
+    """RoPE of the layers of one kind, which must be equal; only full layers are scaled."""
     rope: dict[str, object] = {"rope_type": "default"}
     named = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
     for ours, theirs in named.items():
-        if not facts.has(theirs):
+        if not fields.has(theirs):
             continue
-        value = facts.any(theirs)
+        value = fields.any(theirs)
         if is_list(value):
-            listed = _by_layer(facts, theirs)
+            listed = _by_layer(fields, theirs)
             mine = [each for each, of in zip(listed, kinds, strict=True) if of == kind]
             if any(each != mine[0] for each in mine):
-                raise facts.error(theirs, value, f"one number for all layers of {kind}")
+                raise fields.error(theirs, value, f"one number for all layers of {kind}")
             value = mine[0]
         rope[ours] = value
-    scaling = facts.any("rope_scaling")
+    scaling = fields.any("rope_scaling")
     return rope | scaling if kind == _FULL and is_object(scaling) else rope
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
-    if _WINDOW not in facts.listed("layer_types"):
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    if _WINDOW not in fields.listed("layer_types"):
         return (), 0
-    if not facts.has("sliding_window"):
-        raise facts.error("sliding_window", None, "a number of tokens")
-    return window_where(facts, num_layers, lambda layer: False)
+    if not fields.has("sliding_window"):
+        raise fields.error("sliding_window", None, "a number of tokens")
+    return window_where(fields, num_layers, lambda layer: False)
 
 
-def _window_heads(facts: Facts, model_config: ModelConfig) -> int:
-    """Of layers with windows; keys and values are alike in all."""
-    key, other = "num_sliding_attention_heads", facts.part("attention_other_setting")
-    heads = facts.integer(key, 1, _MAX_HEADS, default=model_config.num_heads)
-    if not facts.has(key) and other is not None:
+def _window_heads(fields: CheckpointFields, model_config: ModelConfig) -> int:
+    """Query heads of window layers; KV heads are the same in all layers."""
+    key, other = "num_sliding_attention_heads", fields.part("attention_other_setting")
+    heads = fields.integer(key, 1, _MAX_HEADS, default=model_config.num_heads)
+    if not fields.has(key) and other is not None:
         heads = other.integer("num_attention_heads", 1, _MAX_HEADS, default=model_config.num_heads)
         alike = {
             "num_attention_groups": model_config.num_kv_heads,
@@ -117,181 +117,181 @@ def _window_heads(facts: Facts, model_config: ModelConfig) -> int:
             if other.has(name) and other.any(name) != value:
                 raise other.error(name, other.any(name), f"{value}, as in all layers")
     if heads % model_config.num_kv_heads:
-        raise facts.error(
+        raise fields.error(
             key, heads, f"a multiple of {model_config.num_kv_heads} key and value heads"
         )
     return heads if WINDOW in model_config.layer_kinds else 0
 
 
-def _limits(facts: Facts, key: str) -> tuple[float, ...]:
-    """0 where a layer has none."""
+def _limits(fields: CheckpointFields, key: str) -> tuple[float, ...]:
+    """Clamp by layer; 0 = none."""
     found = list[float]()
-    for value in _by_layer(facts, key):
+    for value in _by_layer(fields, key):
         if value is None:
             found.append(0.0)
         elif isinstance(value, int | float) and value is not True and 0 <= value <= _LIMIT:
             found.append(float(value))
         else:
-            raise facts.error(key, value, f"null or in [0, {_LIMIT:g}], for each layer")
+            raise fields.error(key, value, f"null or in [0, {_LIMIT:g}], for each layer")
     return tuple(found) if any(found) else ()
 
 
-def _dense(facts: Facts, usual: range) -> tuple[int, ...]:
-    """The layers without experts, from lists of kinds, of numbers, or a text of numbers.
+def _dense(fields: CheckpointFields, usual: range) -> tuple[int, ...]:
+    """The layers without experts, from a list of kinds, a list of numbers, or a text of numbers.
 
     Args:
-        usual: the layers that have experts where nothing is said.
+        usual: default of the layers with experts.
     """
-    count, kinds = _layers(facts), _by_layer(facts, "mlp_layer_types")
+    count, kinds = _layers(fields), _by_layer(fields, "mlp_layer_types")
     if kinds:
         if not all(kind in ("dense", "sparse") for kind in kinds):
-            raise facts.error("mlp_layer_types", kinds, "dense or sparse for each layer")
+            raise fields.error("mlp_layer_types", kinds, "dense or sparse for each layer")
         return tuple(layer for layer in range(count) if kinds[layer] == "dense")
     key = "moe_layers_enum"
-    sparse: object = facts.any(key)
+    sparse: object = fields.any(key)
     if isinstance(sparse, str):
         numbers = [text.strip() for text in sparse.split(",", MAX_EXPERTS) if text.strip()]
         if not all(text.isascii() and text.isdigit() and len(text) < 6 for text in numbers):
-            raise facts.error(key, sparse, "numbers of layers")
+            raise fields.error(key, sparse, "numbers of layers")
         sparse = [int(text) for text in numbers]
     if sparse is None:
         sparse = list(usual)
     if not is_list(sparse) or not all(type(layer) is int for layer in sparse):
-        raise facts.error(key, sparse, "numbers of layers")
+        raise fields.error(key, sparse, "numbers of layers")
     return tuple(layer for layer in range(count) if layer not in sparse)
 
 
-def _experts(facts: Facts, usual: range) -> ExpertFacts:
+def _experts(fields: CheckpointFields, usual: range) -> ExpertFacts:
     count = _counted(
-        facts, "moe_num_experts", "n_routed_experts", "num_local_experts", most=MAX_EXPERTS
+        fields, "moe_num_experts", "n_routed_experts", "num_local_experts", most=MAX_EXPERTS
     )
-    shared = next((k for k in ("share_expert_dim", "share_expert_dims") if facts.has(k)), None)
+    shared = next((k for k in ("share_expert_dim", "share_expert_dims") if fields.has(k)), None)
     return ExpertFacts(
         count,
-        _counted(facts, "moe_top_k", "num_experts_per_tok", most=count),
-        facts.integer("moe_intermediate_size", 1, MAX_WIDTH),
-        dense_layers=_dense(facts, usual),
-        shared_inner=facts.integer(shared or "share_expert_dim", 1, MAX_WIDTH),
+        _counted(fields, "moe_top_k", "num_experts_per_tok", most=count),
+        fields.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        dense_layers=_dense(fields, usual),
+        shared_inner=fields.integer(shared or "share_expert_dim", 1, MAX_WIDTH),
     )
 
 
-def _flash(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Versions 3.5 and 3.7."""
+def _flash(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Add the fields of Step-3.5 and 3.7."""
     known = {"moe_router_activation": "sigmoid", "moe_dynamic_exp_p": 1, "use_rope_layers": []}
     for key, value in known.items():
-        if facts.has(key) and facts.any(key) != value:
-            raise facts.error(key, facts.any(key), repr(value))
-    stretched = facts.listed("yarn_only_types")
-    if facts.has("rope_scaling") and stretched and stretched != [_FULL]:
-        raise facts.error("yarn_only_types", stretched, f"{_FULL} alone")
+        if fields.has(key) and fields.any(key) != value:
+            raise fields.error(key, fields.any(key), repr(value))
+    stretched = fields.listed("yarn_only_types")
+    if fields.has("rope_scaling") and stretched and stretched != [_FULL]:
+        raise fields.error("yarn_only_types", stretched, f"{_FULL} alone")
     experts = replace(
-        _experts(facts, range(3, model_config.num_layers)),
+        _experts(fields, range(3, model_config.num_layers)),
         scoring="sigmoid",
-        is_normalised=facts.flag("norm_expert_weight", default=True),
-        scale=facts.number("moe_router_scaling_factor", 1e-6, 1e6, default=1.0),
-        has_correction=facts.flag("use_moe_router_bias", default=True),
-        limits=_limits(facts, "swiglu_limits"),
+        is_normalised=fields.flag("norm_expert_weight", default=True),
+        scale=fields.number("moe_router_scaling_factor", 1e-6, 1e6, default=1.0),
+        has_correction=fields.flag("use_moe_router_bias", default=True),
+        limits=_limits(fields, "swiglu_limits"),
     )
-    squared = facts.number("query_pre_attn_scalar", 1e-6, 1e9, default=model_config.head_dim)
+    squared = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=model_config.head_dim)
     return replace(
         model_config,
         experts=experts,
-        window_heads=_window_heads(facts, model_config),
-        mlp_limits=_limits(facts, "swiglu_limits_shared"),
-        has_head_gates=facts.flag("use_head_wise_attn_gate", default=True),
+        window_heads=_window_heads(fields, model_config),
+        mlp_limits=_limits(fields, "swiglu_limits_shared"),
+        has_head_gates=fields.flag("use_head_wise_attn_gate", default=True),
         attention_scale=squared**-0.5,
-        num_mtp_layers=mtp_layers(facts),
+        num_mtp_layers=mtp_layers(fields),
     )
 
 
-def _first_respelled(facts: Facts) -> Mapping[str, object]:
+def _first_respelled(fields: CheckpointFields) -> Mapping[str, object]:
     key = "max_position_embedding"
-    length = {"max_position_embeddings": facts.any(key)} if facts.has(key) else {}
-    return _with_groups(facts) | length
+    length = {"max_position_embeddings": fields.any(key)} if fields.has(key) else {}
+    return _with_groups(fields) | length
 
 
-def _first(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Version 3, whose configuration gives the layers with experts by number."""
+def _first(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Add the fields of Step-3, which lists the layers with experts by number."""
     if model_config.num_kv_heads != 1:
-        raise facts.error(
+        raise fields.error(
             "num_attention_groups", model_config.num_kv_heads, "1 head of keys and values"
         )
-    is_normalised = facts.flag("norm_expert_weight", default=False)
-    experts = replace(_experts(facts, range(4, 60)), is_normalised=is_normalised)
-    rank = facts.integer("share_q_dim", 1, MAX_WIDTH, default=2048)
+    is_normalised = fields.flag("norm_expert_weight", default=False)
+    experts = replace(_experts(fields, range(4, 60)), is_normalised=is_normalised)
+    rank = fields.integer("share_q_dim", 1, MAX_WIDTH, default=2048)
     return replace(model_config, experts=experts, query_rank=rank)
 
 
-def _gguf_list(facts: Facts, key: str, count: int) -> list[object]:
-    """One value for each of the first layers; lists may speak of the layers for drafting too."""
-    listed = facts.any(key)
+def _gguf_list(fields: CheckpointFields, key: str, count: int) -> list[object]:
+    """One value for each of the first `count` layers; lists may include MTP layers."""
+    listed = fields.any(key)
     if not is_list(listed):
         return [listed] * count
     if len(listed) < count:
-        raise facts.error(key, listed, f"a list of {count} values, one for each layer")
+        raise fields.error(key, listed, f"a list of {count} values, one for each layer")
     return listed[:count]
 
 
-def _gguf_respelled(facts: Facts) -> Mapping[str, object]:
-    """The layers for drafting are counted as blocks; heads and kinds are listed layer by layer."""
-    blocks = facts.integer("block_count", 1, _MAX_LAYERS)
-    count = blocks - facts.integer("nextn_predict_layers", 0, blocks - 1, default=0)
+def _gguf_respelled(fields: CheckpointFields) -> Mapping[str, object]:
+    """Subtract MTP layers from the blocks; merge per-layer lists of heads and kinds."""
+    blocks = fields.integer("block_count", 1, _MAX_LAYERS)
+    count = blocks - fields.integer("nextn_predict_layers", 0, blocks - 1, default=0)
     pattern = "attention.sliding_window_pattern"
-    kinds = _gguf_list(facts, pattern, count)
+    kinds = _gguf_list(fields, pattern, count)
     found: dict[str, object] = {"block_count": count, pattern: kinds}
     key = "attention.head_count"
-    heads = _gguf_list(facts, key, count)
+    heads = _gguf_list(fields, key, count)
     for of_window, name in ((False, key), (True, f"{key}_swa")):
         mine = [
             each for each, is_window in zip(heads, kinds, strict=True) if is_window is of_window
         ]
         if any(each != mine[0] for each in mine):
-            raise facts.error(key, heads, "one number for all layers of a kind")
+            raise fields.error(key, heads, "one number for all layers of a kind")
         found[name] = mine[0] if mine else heads[0]
-    groups = _gguf_list(facts, f"{key}_kv", count)
+    groups = _gguf_list(fields, f"{key}_kv", count)
     if any(each != groups[0] for each in groups):
-        raise facts.error(f"{key}_kv", groups, "one number for all layers")
+        raise fields.error(f"{key}_kv", groups, "one number for all layers")
     return found | {f"{key}_kv": groups[0]}
 
 
-def _gguf_limits(facts: Facts, key: str, count: int) -> tuple[float, ...]:
+def _gguf_limits(fields: CheckpointFields, key: str, count: int) -> tuple[float, ...]:
     found = list[float]()
-    for value in _gguf_list(facts, key, count) if facts.has(key) else ():
+    for value in _gguf_list(fields, key, count) if fields.has(key) else ():
         if not isinstance(value, int | float) or not 0 <= value <= _LIMIT:
-            raise facts.error(key, value, f"in [0, {_LIMIT:g}], for each layer")
+            raise fields.error(key, value, f"in [0, {_LIMIT:g}], for each layer")
         found.append(shortest(value))
     return tuple(found) if any(found) else ()
 
 
-def _of_gguf(facts: Facts, model_config: ModelConfig) -> ModelConfig:
-    """Full layers turn half of what the file says; it divides their frequencies alone."""
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Full layers rotate half of rope.dimension_count; divisors apply to full layers only."""
     turned = model_config.rotary_dim or model_config.head_dim
     if turned % 4:
-        raise facts.error("rope.dimension_count", turned, "a multiple of 4, of which half rotates")
-    if facts.integer("moe_every_n_layers", 1, _MAX_LAYERS, default=1) != 1:
-        raise facts.error("moe_every_n_layers", facts.any("moe_every_n_layers"), "1")
-    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=model_config.rope.theta)
-    of_window = facts.integer("rope.dimension_count_swa", 2, model_config.head_dim, default=turned)
+        raise fields.error("rope.dimension_count", turned, "a multiple of 4: half of it rotates")
+    if fields.integer("moe_every_n_layers", 1, _MAX_LAYERS, default=1) != 1:
+        raise fields.error("moe_every_n_layers", fields.any("moe_every_n_layers"), "1")
+    theta = fields.number("rope.freq_base_swa", 1.0, 1e12, default=model_config.rope.theta)
+    of_window = fields.integer("rope.dimension_count_swa", 2, model_config.head_dim, default=turned)
     pairs = turned // 4
     rope = replace(
         model_config.rope,
         short_factor=model_config.rope.short_factor[:pairs],
         long_factor=model_config.rope.long_factor[:pairs],
     )
-    heads = facts.integer("attention.head_count_swa", 1, _MAX_HEADS)
+    heads = fields.integer("attention.head_count_swa", 1, _MAX_HEADS)
     if heads % model_config.num_kv_heads:
         rule = f"a multiple of {model_config.num_kv_heads} key and value heads"
-        raise facts.error("attention.head_count", heads, rule)
-    limits = _gguf_limits(facts, "swiglu_clamp_exp", model_config.num_layers)
+        raise fields.error("attention.head_count", heads, rule)
+    limits = _gguf_limits(fields, "swiglu_clamp_exp", model_config.num_layers)
     return replace(
         model_config,
         rope=rope,
         window_rope=RopeFacts(theta=theta, dim=of_window),
         rotary_dim=turned // 2,
-        experts=replace(gguf_corrected(facts, model_config), limits=limits, group_best=1),
+        experts=replace(gguf_corrected(fields, model_config), limits=limits, group_best=1),
         window_heads=heads if WINDOW in model_config.layer_kinds else 0,
-        mlp_limits=_gguf_limits(facts, "swiglu_clamp_shexp", model_config.num_layers),
-        num_mtp_layers=facts.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
+        mlp_limits=_gguf_limits(fields, "swiglu_clamp_shexp", model_config.num_layers),
+        num_mtp_layers=fields.integer("nextn_predict_layers", 0, _MAX_LAYERS, default=0),
     )
 
 
@@ -308,21 +308,24 @@ _NAMES = HUB_NAMES | {
     "model.layers.{}.share_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.share_expert.down_proj": "layers.{}.mlp.shared.down",
 }
-_SEES = (
-    *("vision_model.", "vit_downsampler", "vit_large_projector."),
-    *("model.vision_model.", "model.multi_modal_projector."),
+_VISION = (
+    "vision_model.",
+    "vit_downsampler",
+    "vit_large_projector.",
+    "model.vision_model.",
+    "model.multi_modal_projector.",
 )
-"""Weights of what sees."""
+"""Name prefixes of the vision tower, which is not loaded."""
 _GATES = {"model.layers.{}.self_attn.g_proj": "layers.{}.attention.head_gates"}
 _OWN = HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | _GATES
-"""How transformers 5 holds 3.7 and saves it when asked for its own form, but for a prefix."""
+"""Names of 3.7 as transformers 5 saves it, without the prefix."""
 
 STEP3_FLASH = Family(
     hub=HubForm(
         eps=1e-5,
         head_dim=128,
         context=128000,
-        biases=lambda facts: Biases(),
+        biases=lambda fields: Biases(),
         kinds=_kinds,
         is_nested=True,
         respelled=_respelled,
@@ -355,7 +358,7 @@ STEP3_FLASH = Family(
             },
             norm_offset=1.0,
             has_more_layers=True,
-            unread=_SEES,
+            unread=_VISION,
         ),
     },
     qk_norm="head",
@@ -367,7 +370,7 @@ STEP3 = Family(
         head_dim=256,
         rope_theta=5e5,
         context=65536,
-        biases=lambda facts: Biases(),
+        biases=lambda fields: Biases(),
         is_nested=True,
         respelled=_first_respelled,
         more=_first,
@@ -379,7 +382,7 @@ STEP3 = Family(
                 "model.layers.{}.self_attn.inter_norm": "layers.{}.attention.query_norm",
                 "model.layers.{}.self_attn.wq": "layers.{}.attention.query",
             },
-            unread=_SEES,
+            unread=_VISION,
         )
     },
 )

@@ -1,8 +1,8 @@
-"""Zamba2 (arXiv 2411.15242): Mamba-2, and every few layers a block of attention and feed-forward
-before it, of which there are one or two for the whole model.
+"""Zamba2 (arXiv 2411.15242): Mamba-2, with an attention and feed-forward block before it in every
+few layers. The model has one or two such blocks, whose weights these layers share.
 
-Source: the documented fields and defaults of the family's configuration class. Steps of a state are
-at least `time_step_min`, in prompts as in answers.
+Source: the documented fields and defaults of the family's configuration class. Time steps are at
+least `time_step_min`, in prefill and in decode.
 """
 
 import math
@@ -12,7 +12,7 @@ from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm, Kinds, stat
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.mamba import MAX_HEADS, MIXER_PARTS
 from banyan.families.names import NameMap
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import (
     BOTH,
     STATE,
@@ -23,85 +23,88 @@ from banyan.model_config.model_config import (
 )
 
 _NORM_EPS = 1e-5
-"""Of the norm behind a state, which no configuration names."""
+"""Eps of the norm after a state; no configuration states it."""
 _MAX_STEP = 1e3
 _DEFAULT = frozenset((*range(6, 48, 6), 47, 51))
-"""Layers with a block, where none are listed."""
+"""Layers with a shared block if none are listed."""
 
 
-def _kinds(facts: Facts, num_layers: int) -> Kinds:
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
     names = {"linear_attention": STATE, "mamba": STATE, "hybrid": BOTH}
     key = "layers_block_type"
-    return state_where(
-        *(facts, num_layers, names, lambda at: BOTH if at in _DEFAULT else STATE), key=key
-    ), 0
+    kinds = state_where(
+        fields, num_layers, names, lambda at: BOTH if at in _DEFAULT else STATE, key=key
+    )
+    return kinds, 0
 
 
-def _state(facts: Facts, model_config: ModelConfig) -> StateFacts:
-    heads = facts.integer("n_mamba_heads", 1, MAX_HEADS, default=8)
-    groups = facts.integer("mamba_ngroups", 1, MAX_HEADS, default=1)
-    inner = facts.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
+def _state(fields: CheckpointFields, model_config: ModelConfig) -> StateFacts:
+    heads = fields.integer("n_mamba_heads", 1, MAX_HEADS, default=8)
+    groups = fields.integer("mamba_ngroups", 1, MAX_HEADS, default=1)
+    inner = fields.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size
     if heads % groups or inner % heads:
-        raise facts.error("n_mamba_heads", heads, f"a divisor of {inner}, of {groups} groups")
-    if not facts.flag("use_conv_bias", default=True):
-        raise facts.error("use_conv_bias", False, "true")
+        raise fields.error("n_mamba_heads", heads, f"a divisor of {inner}, of {groups} groups")
+    if not fields.flag("use_conv_bias", default=True):
+        raise fields.error("use_conv_bias", False, "true")
     return StateFacts(
         mixer="scan",
-        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
         has_conv_bias=True,
-        has_bias=facts.flag("add_bias_linear", default=False),
+        has_bias=fields.flag("add_bias_linear", default=False),
         heads=heads,
         key_heads=groups,
-        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=64),
+        key_dim=fields.integer("mamba_d_state", 1, MAX_WIDTH, default=64),
         value_dim=inner // heads,
-        least_step=facts.number("time_step_min", 0.0, _MAX_STEP, default=0.001),
+        least_step=fields.number("time_step_min", 0.0, _MAX_STEP, default=0.001),
         most_step=math.inf,
         norm_eps=_NORM_EPS,
     )
 
 
-def _of_hub(facts: Facts, model_config: ModelConfig) -> ModelConfig:
+def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     heads, width = model_config.num_heads, 2 * model_config.hidden_size
-    takers = len(model_config.takers)
-    if not takers:
-        raise facts.error("layers_block_type", "no hybrid", "a list with a hybrid layer")
-    if not model_config.tie_embeddings:  # then transformers has a block for every layer
-        raise facts.error("tie_word_embeddings", False, "true: with the embedding, blocks are tied")
-    if facts.flag("use_long_context", default=False):
-        raise facts.error("use_long_context", True, "false: its RoPE is not the same everywhere")
+    hybrid_layers = len(model_config.hybrid_layers)
+    if not hybrid_layers:
+        raise fields.error("layers_block_type", "no hybrid", "a list with a hybrid layer")
+    if not model_config.tie_embeddings:  # transformers then builds a separate block for every layer
+        raise fields.error(
+            "tie_word_embeddings", False, "true: with the embedding, blocks are tied"
+        )
+    if fields.flag("use_long_context", default=False):
+        raise fields.error("use_long_context", True, "false: its RoPE is not the same everywhere")
     shared = SharedFacts(
-        blocks=facts.integer("num_mem_blocks", 1, takers, default=1),
-        rank=facts.integer("adapter_rank", 1, MAX_WIDTH, default=128),
-        has_attention_adapters=facts.flag("use_shared_attention_adapter", default=False),
+        blocks=fields.integer("num_mem_blocks", 1, hybrid_layers, default=1),
+        rank=fields.integer("adapter_rank", 1, MAX_WIDTH, default=128),
+        has_attention_adapters=fields.flag("use_shared_attention_adapter", default=False),
     )
     if shared.has_attention_adapters and model_config.num_kv_heads != heads:
-        raise facts.error(
-            "num_key_value_heads", model_config.num_kv_heads, f"{heads} beside adapters"
+        raise fields.error(
+            "num_key_value_heads", model_config.num_kv_heads, f"{heads} with adapters"
         )
     inner = 4 * model_config.hidden_size
     model_config = replace(
         model_config,
         head_dim=width // heads,
-        intermediate_size=facts.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
         attention_scale=(width // heads / 2) ** -0.5,
         shared=shared,
-        state=_state(facts, model_config),
+        state=_state(fields, model_config),
     )
-    if facts.flag("use_mem_rope", default=False):
+    if fields.flag("use_mem_rope", default=False):
         return model_config
     return replace(model_config, rope=RopeFacts(kind="none"))
 
 
 _BLOCK = "model.shared.{}"
 _LAYER = "model.layers.{}"
-_BESIDE = {
+_ADAPTERS = {
     **{part: f"attention.qkv.{{}}.{part}" for part in "qkv"},
     "gate_up": "mlp.gate_up.{}.gate_up",
 }
 
 
 def _names() -> dict[str, str]:
-    """With blocks by their number, as `models/weights/checkpoint_layouts.py` calls them."""
+    """Names after `models/weights/checkpoint_layouts.py` has numbered the shared blocks."""
     names = {
         "model.embed_tokens": "embedding",
         "model.final_layernorm": "norm",
@@ -119,7 +122,7 @@ def _names() -> dict[str, str]:
     for name, to in MIXER_PARTS.items():
         for mixer in ("mamba", "mamba_decoder.mamba"):
             names[f"{_LAYER}.{mixer}.{name}"] = f"layers.{{}}.attention.{to}"
-    for name, place in _BESIDE.items():
+    for name, place in _ADAPTERS.items():
         parts = ":gate+up" if name == "gate_up" else f":{name}"
         names[f"{_LAYER}.beside.{name}.into"] = f"layers.{{}}.shared.{place.format('into')}"
         names[f"{_LAYER}.beside.{name}.back"] = f"layers.{{}}.shared.{place.format('back')}{parts}"
@@ -133,7 +136,7 @@ ZAMBA2 = Family(
         activation="gelu",
         tied=True,
         inner_keys=(),
-        biases=lambda facts: Biases(mlp=facts.flag("add_bias_linear", default=False)),
+        biases=lambda fields: Biases(mlp=fields.flag("add_bias_linear", default=False)),
         kinds=_kinds,
         more=_of_hub,
     ),

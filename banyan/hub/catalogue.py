@@ -1,8 +1,7 @@
 """The catalogue: good small models by short name, in their makers' own repositories.
 
-`catalogue.tsv` holds facts that do not change: repository, file, architecture, licence, and the
-sampling settings that the maker advises. Sizes are about right: exact sizes, and hashes, come from
-the hub.
+`catalogue.tsv` holds repository, file, architecture, licence and the sampling settings that the
+maker recommends. Sizes are approximate; exact sizes and hashes come from the hub.
 """
 
 import csv
@@ -17,9 +16,9 @@ from banyan.families import FAMILIES
 _FILE = Path(__file__).parent / "catalogue.tsv"
 
 TALK_TOKENS = 4096
-"""Tokens of the talk that `needed_bytes` has room for."""
+"""Context length that `needed_bytes` counts."""
 _PROGRAM_BYTES = 400 << 20
-"""What the processes of a server take beside weights and cache."""
+"""Memory of the server's processes, in addition to weights and cache."""
 _CACHE_NUMBER_BYTES = 2
 
 
@@ -28,15 +27,15 @@ class Entry:
     """One model.
 
     Attributes:
-        name: the short name, in small letters.
+        name: the short name, in lower case.
         kind: "chat" | "thinking" (before it answers) | "code" | "embedding".
-        repo, file: the maker's repository; "" where its safetensors are meant.
-        architecture: as `FAMILIES` names it.
-        size_bytes: of what is downloaded, about.
-        token_bytes: what the cache keeps of a token.
-        is_gated: the maker wants terms accepted, by an account of the hub.
-        sampling: what the maker advises, for files that do not say it themselves.
-        note: what else to know, "" for nothing.
+        repo, file: the maker's repository and GGUF file; file "" = the repository's safetensors.
+        architecture: a key of `FAMILIES`.
+        size_bytes: approximate download size.
+        token_bytes: KV cache per token.
+        is_gated: the download needs a hub account that has accepted the maker's terms.
+        sampling: recommended sampling settings, for files that do not contain them.
+        note: a remark for people; may be "".
     """
 
     name: str
@@ -53,12 +52,12 @@ class Entry:
 
     @property
     def source(self) -> str:
-        """What names this model without the catalogue."""
+        """The name of this model without the catalogue."""
         return f"{self.repo}/{self.file}" if self.file else self.repo
 
     @property
     def needed_bytes(self) -> int:
-        """Memory for the weights, the cache of one talk, and the program."""
+        """Memory for weights, TALK_TOKENS of KV cache, and the server's processes."""
         return self.size_bytes + TALK_TOKENS * self.token_bytes + _PROGRAM_BYTES
 
     @property
@@ -68,7 +67,7 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Every model of the catalogue, in its order."""
+    """All models of the catalogue, in file order."""
     with open(_FILE, encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return tuple(_entry(row) for row in rows)
@@ -97,13 +96,12 @@ def _number(text: str) -> float:
 
 
 def find(name: str) -> Entry | None:
-    """The model of this short name, in letters of any size."""
+    """The model of this short name, ignoring case."""
     return next((e for e in entries() if e.name == name.lower()), None)
 
 
 def recognise(source: str, path: str = "") -> Entry | None:
-    """The model that is meant by a short name or by a name on the hub, or that lies in a file of
-    the maker's name."""
+    """The model of a short name, a hub name, or a local file with the maker's file name."""
     known = find(source)
     if known is not None:
         return known
@@ -115,7 +113,7 @@ def recognise(source: str, path: str = "") -> Entry | None:
 
 
 def near(name: str) -> list[str]:
-    """Up to three short names that `name` may have been meant as."""
+    """Up to three short names similar to `name`."""
     asked = _plain(name.rpartition("/")[2])
     names = {_plain(e.name): e.name for e in entries()} | {"demo": "demo"}
     if not asked or asked in names:
@@ -131,13 +129,13 @@ def _plain(name: str) -> str:
 
 
 def meant(name: str) -> str:
-    """ "did you mean A or B?", "" where nothing is near."""
+    """ "did you mean A or B?"; "" if no name is similar."""
     found = near(name)
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def megabytes(size: int) -> str:
-    """A size as people say it: 639 MB, 1.8 GB."""
+    """A size for people: 639 MB, 1.8 GB."""
     if size >= 10**9:
         return f"{size / 10**9:.1f} GB"
     return f"{size / 10**6:.0f} MB" if size >= 10**6 else f"{size / 1000:.0f} kB"

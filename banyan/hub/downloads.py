@@ -1,8 +1,8 @@
-"""Large files of the hub, fetched so that a cut or a Ctrl-C costs nothing, and checked.
+"""Resumable, verified downloads of large files from the Hugging Face hub.
 
-The hub's library writes the cache and fetches small files; what it lacks is here. A part lies as
-`<sha256>.incomplete` beside the finished blobs and grows by HTTP ranges until it is whole; when its
-hash is the one that the hub states, it is moved into its place in one step. Knows no models.
+huggingface_hub writes the cache and fetches small files. A large file grows by HTTP range requests
+as `<sha256>.incomplete` next to the finished blobs. When its hash matches the hub's, it is renamed
+into place, so an interrupted download continues where it stopped.
 """
 
 import errno
@@ -46,26 +46,26 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_DOMAINS = ("huggingface.co", "hf.co")
 _MAX_HOPS = 5
 _MAX_FAILURES = 5
-"""Attempts in a row that bring no byte."""
+"""Consecutive attempts without progress before the download fails."""
 _MAX_WAIT_S = 120.0
-"""A hub that asks for more patience than this is told to people instead."""
+"""A longer Retry-After is reported as an error instead of waiting."""
 _SPARE_BYTES = 64 << 20
-"""What a disk keeps free."""
+"""Disk space that a download leaves free."""
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _EXPIRED = (401, 403)
-"""What a signed address says when it is too old."""
+"""Status codes of an expired signed URL."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the files of one repository come from, and where they go.
+    """One repository: its source on the hub and its folder in the cache.
 
     Attributes:
         commit: the revision's full hash.
         folder: the repository's folder in the cache.
         endpoint: "" = the public hub.
-        token: "" = the one that `hf auth login` keeps, if any.
+        token: "" = the token of `hf auth login`, if any.
     """
 
     repo: str
@@ -77,18 +77,18 @@ class Place:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the hub says about one file."""
+    """One file on the hub."""
 
     name: str
     url: str
     address: str
-    """Where its bytes are; may be another host's, and hold for an hour."""
+    """Download URL; may be on another host and expire after an hour."""
     sha256: str
     size: int
 
 
 class _Again(Exception):
-    """One attempt brought what it could; the next may bring more."""
+    """The attempt ended early; another one may continue."""
 
     def __init__(self, why: str, wait_s: float = 0.0) -> None:
         super().__init__(why)
@@ -96,14 +96,14 @@ class _Again(Exception):
 
 
 def fetch_large(place: Place, names: Sequence[str]) -> None:
-    """Bring these files into the cache's blobs, where they are not there yet.
+    """Download the files that the cache does not have yet.
 
-    A file whose hash the hub does not state is left to the library, with a line.
+    A file without a sha256 on the hub is left to huggingface_hub, with a warning.
 
     Raises:
-        CapacityError: the disk has no room.
-        ModelError: a wrong hash, a redirect to a stranger, or no byte for many attempts.
-        Exception: as the hub's library raises for what the hub refuses.
+        CapacityError: the disk is too small.
+        ModelError: a wrong hash, a redirect to an unknown host, or too many failed attempts.
+        Exception: huggingface_hub's errors if the hub refuses.
     """
     wanted: list[_Facts] = []
     for name in names:
@@ -140,7 +140,7 @@ def _part(place: Place, facts: _Facts) -> Path:
 
 
 def _check_space(place: Place, wanted: Sequence[_Facts]) -> None:
-    """Refuse before the first byte what will not fit."""
+    """Check the disk before the first byte."""
     needed = sum(f.size - min(f.size, _size(_part(place, f))) for f in wanted)
     if not needed:
         return
@@ -162,37 +162,37 @@ def _fetch(place: Place, facts: _Facts) -> None:
     with WeakFileLock(lock):
         if blob.exists():
             return
-        log.info("downloading %s, %s are here", printable(facts.name), _standing(part, facts))
+        log.info("downloading %s, %s done", printable(facts.name), _progress(part, facts))
         try:
-            with _told_where_it_stands(part, facts):
+            with _log_interrupt(part, facts):
                 _fill(place, facts, part)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             raise CapacityError(
-                f"the disk is full at {_standing(part, facts)} of {printable(facts.name)}",
-                hint="free some room; the same command goes on from there",
+                f"the disk is full at {_progress(part, facts)} of {printable(facts.name)}",
+                hint="free disk space, then run the same command to resume",
             ) from None
         _check_hash(part, facts)
         os.replace(part, blob)
 
 
 @contextmanager
-def _told_where_it_stands(part: Path, facts: _Facts) -> Generator[None]:
+def _log_interrupt(part: Path, facts: _Facts) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        text = "stopped at %s of %s; the same command goes on from there"
-        log.warning(text, _standing(part, facts), printable(facts.name))
+        text = "stopped at %s of %s; run the same command to resume"
+        log.warning(text, _progress(part, facts), printable(facts.name))
         raise
 
 
-def _standing(part: Path, facts: _Facts) -> str:
+def _progress(part: Path, facts: _Facts) -> str:
     return f"{megabytes(_size(part))} of {megabytes(facts.size)}"
 
 
 def _fill(place: Place, facts: _Facts, part: Path) -> None:
-    """Grow the part to its full size, by as many attempts as bring something."""
+    """Download until the part is complete; retry while attempts make progress."""
     failures = 0
     if _size(part) > facts.size:
         part.unlink()
@@ -222,7 +222,7 @@ def _fill(place: Place, facts: _Facts, part: Path) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the hub has answered, and another question would get the same answer."""
+    """Whether the hub refused the request, so that a retry is useless."""
     status = _status_of(error)
     return status is not None and status not in _AGAIN
 
@@ -234,19 +234,19 @@ def _status_of(error: Exception) -> int | None:
 def _wait_or_give_up(error: Exception, failures: int, part: Path, facts: _Facts) -> None:
     wait_s = error.wait_s if isinstance(error, _Again) else 0.0
     why = printable(str(error).strip().rstrip(".") or type(error).__name__)
-    kept = f"{_standing(part, facts)} of {printable(facts.name)} are kept"
+    kept = f"{_progress(part, facts)} of {printable(facts.name)} are kept"
     if wait_s > _MAX_WAIT_S:
         raise ModelError(
             f"{why}; the hub asks to wait {wait_s:.0f} s, and {kept}",
-            hint="try again then; the same command goes on from there",
+            hint="wait, then run the same command to resume",
         )
     if failures > _MAX_FAILURES:
         raise ModelError(
-            f"no byte came in {failures} attempts ({why}), and {kept}",
-            hint="check the network; the same command goes on from there",
+            f"no data received in {failures} attempts ({why}), and {kept}",
+            hint="check the network, then run the same command to resume",
         )
     wait_s = wait_s or (0.0 if failures == 1 else min(2.0 ** (failures - 2), 8.0))
-    log.info("%s; going on at %s in %.0f s", why, _standing(part, facts), wait_s)
+    log.info("%s; resuming at %s in %.0f s", why, _progress(part, facts), wait_s)
     time.sleep(wait_s)
 
 
@@ -255,7 +255,7 @@ class _Bar(Protocol):
 
 
 class _File(Protocol):
-    """An unbuffered file that is appended to."""
+    """An unbuffered file, opened for appending."""
 
     def tell(self) -> int: ...
     def write(self, data: bytes, /) -> int | None: ...
@@ -264,14 +264,18 @@ class _File(Protocol):
 
 
 def _attempt(place: Place, facts: _Facts, file: _File, bar: _Bar) -> None:
-    """One request for what is missing; returns at the end of the answer, whole or not."""
+    """Request the missing bytes once and append them.
+
+    Raises:
+        _Again: the response ended early or the server asks for a retry.
+    """
     at = file.tell()
     headers = build_hf_headers(token=place.token or None)
     headers |= {"Accept-Encoding": "identity", "Range": f"bytes={at}-"}
     address = facts.address
     for _ in range(_MAX_HOPS):
         if urlsplit(address).netloc != urlsplit(facts.url).netloc:
-            headers.pop("authorization", None)  # the token is the hub's own business
+            headers.pop("authorization", None)  # never send the token to another host
         with get_session().stream(
             "GET",
             address,
@@ -300,7 +304,7 @@ def _check_status(status: int, headers: Mapping[str, str], facts: _Facts) -> Non
 
 
 def _start_of(status: int, headers: Mapping[str, str], at: int, facts: _Facts) -> int:
-    """Position of the first byte that is sent: where it was asked for, or the beginning."""
+    """Position of the first byte of the response: `at`, or 0 if the server ignored the range."""
     if status == 200:
         return 0
     found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("content-range", ""))
@@ -322,7 +326,7 @@ def _begin_at(start: int, file: _File, bar: _Bar) -> None:
 
 
 def _take(pieces: Iterator[bytes], file: _File, bar: _Bar, facts: _Facts) -> None:
-    """Write the pieces as they arrive: a cut loses nothing that has come."""
+    """Write the pieces as they arrive, so an interruption loses nothing received."""
     for piece in pieces:
         if file.tell() + len(piece) > facts.size:
             raise ModelError(
@@ -339,7 +343,7 @@ def _take(pieces: Iterator[bytes], file: _File, bar: _Bar, facts: _Facts) -> Non
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Seconds that a hub asks to wait, 0 where it says nothing that can be read."""
+    """Seconds of a Retry-After header; 0 if it is absent or unreadable."""
     said = headers.get("retry-after", "").strip()
     if said.isdecimal():
         return float(said[:9])
@@ -350,8 +354,11 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _check_host(url: str, address: str, place: Place) -> None:
-    """Refuse to be led away: bytes come from the endpoint's own host, from the hub's hosts, or,
-    where HF_ENDPOINT names a mirror, from wherever that says; but never from https to http."""
+    """Refuse redirects to unknown hosts.
+
+    Allowed are the endpoint's own host, the hub's hosts and, if HF_ENDPOINT names a mirror, any
+    https host. A redirect from https to http is refused.
+    """
     own, other = urlsplit(url), urlsplit(address)
     host = (other.hostname or "").lower()
     if own.netloc == other.netloc and own.scheme == other.scheme:
@@ -362,8 +369,8 @@ def _check_host(url: str, address: str, place: Place) -> None:
         return
     raise ModelError(
         f"{printable(place.repo)}: {own.netloc} leads to {other.scheme}://{printable(host, 80)}, "
-        "which is none of the hub's hosts",
-        hint="nothing was taken from there; check HF_ENDPOINT",
+        "which is not one of the hub's hosts",
+        hint="nothing was downloaded from it; check HF_ENDPOINT",
     )
 
 
@@ -374,7 +381,7 @@ def _check_hash(part: Path, facts: _Facts) -> None:
         part.unlink()
         raise ModelError(
             f"{printable(facts.name)} has the sha256 {found[:16]}…, the hub states "
-            f"{facts.sha256[:16]}…: it was damaged on its way, and is deleted",
+            f"{facts.sha256[:16]}…: the download is damaged and was deleted",
             hint="fetch it again",
         )
 

@@ -1,8 +1,7 @@
-"""The Hugging Face hub as one start sees it: its cache on this machine, and the network unless
-offline.
+"""Models from the Hugging Face hub: the cache on this machine and, unless offline, the network.
 
-What lies whole in the cache is used when the network is gone, with a line. What the hub refuses is
-told with what to do about it.
+If the hub is unreachable, a complete model in the cache is used, with a warning. Errors of the hub
+become a ModelError with a hint.
 """
 
 import os
@@ -44,13 +43,13 @@ log = logger(__name__)
 
 _WEIGHTS = (".safetensors", ".gguf")
 _ANSWER_TIMEOUT_S = 4.0
-"""The hub must answer the first question within this, so that a start without network ends soon."""
+"""Timeout of the first request, so that a start without network fails soon."""
 
 
 class Hub:
     """
     Args:
-        model: which revision, in which cache, and whether the network may be asked.
+        model: source, revision, cache folder, and whether the network may be used.
     """
 
     def __init__(self, model: LoadConfig, environment: Environment) -> None:
@@ -63,7 +62,7 @@ class Hub:
         self._endpoint = environment.hf_endpoint
 
     def folder(self, repo: str) -> str:
-        """The folder of a repository's safetensors and what belongs to them."""
+        """The local folder with a repository's safetensors, configuration and tokenizer."""
 
         def fetch() -> str:
             facts = self._facts(repo)
@@ -75,7 +74,7 @@ class Hub:
         return self._brought(fetch, lambda: self._whole_snapshot(repo))
 
     def file(self, repo: str, name: str) -> str:
-        """One GGUF file of a repository."""
+        """The local path of one GGUF file of a repository."""
 
         def fetch() -> str:
             facts = self._facts(repo)
@@ -88,7 +87,7 @@ class Hub:
         return self._brought(fetch, lambda: self._one(repo, name, is_local=True))
 
     def _brought(self, fetch: Callable[[], str], cached: Callable[[], str]) -> str:
-        """What `fetch` brings, or the cache where the network may not be asked, or is gone."""
+        """The path from `fetch`; from the cache when offline or if the hub is unreachable."""
         if self._is_offline:
             return self._guarded(cached)
         try:
@@ -96,12 +95,12 @@ class Hub:
         except BanyanError:
             raise
         except Exception as error:
-            told = self._told(error)
+            failure = self._failure(error)
             found = self._held(cached) if is_away(error) else None
             if found is None:
-                raise told from error
+                raise failure from error
             log.warning(
-                "%s: taken as it lies in the cache (%s), because the hub is away: %s",
+                "%s: using the copy in the cache (%s), because the hub is unreachable: %s",
                 printable(self._source),
                 os.path.basename(os.path.dirname(found) if os.path.isfile(found) else found)[:12],
                 reason(error),
@@ -142,7 +141,7 @@ class Hub:
         )
 
     def _whole_snapshot(self, repo: str) -> str:
-        """The cached folder, once every file of its weights is seen to be there."""
+        """The cached folder, if every weight file is complete."""
         folder = self._snapshot(repo, is_local=True)
         if not os.path.isfile(os.path.join(folder, "config.json")):
             raise LocalEntryNotFoundError(f"{folder} has no config.json")
@@ -166,20 +165,20 @@ class Hub:
         )
 
     def _guarded(self, ask: Callable[[], T]) -> T:
-        """`ask()`, whose many kinds of failure (hub, HTTP, network, disk) all mean: not there."""
+        """Call `ask`; turn any error (hub, HTTP, network, disk) into a ModelError."""
         try:
             return ask()
         except BanyanError:
             raise
         except Exception as error:
-            raise self._told(error) from error
+            raise self._failure(error) from error
 
-    def _told(self, error: Exception) -> ModelError:
+    def _failure(self, error: Exception) -> ModelError:
         name = printable(self._source)
         page = f"{self._endpoint or constants.ENDPOINT}/{repo_of(self._source)}"
         if self._is_offline and any(self._repo_folder(repo_of(self._source)).glob("blobs/*")):
             return ModelError(
-                f"{name!r} lies in the cache on this machine in part only",
+                f"{name!r} is only partly in the cache on this machine",
                 hint="fetch the rest with network: banyan pull",
             )
         if self._is_offline:
@@ -188,9 +187,9 @@ class Hub:
                 hint="fetch it once with network, or name a folder",
             )
         if isinstance(error, GatedRepoError) or _status(error) == 403:
-            who = "the account of this HF_TOKEN" if self._token else "a stranger"
+            who = "the account of this HF_TOKEN" if self._token else "an anonymous user"
             return ModelError(
-                f"{name!r} is gated: its makers want their terms accepted, and {who} is refused",
+                f"{name!r} is gated: its makers require accepted terms, and {who} is refused",
                 hint=f"accept them at {page}, then set HF_TOKEN or run: hf auth login",
             )
         if isinstance(error, RevisionNotFoundError):
@@ -215,7 +214,7 @@ class Hub:
 
 
 def cache_folder(model: LoadConfig, environment: Environment) -> Path:
-    """Where the hub's files lie on this machine."""
+    """The hub's cache folder on this machine."""
     return Path(model.download_dir or environment.hf_cache or constants.HF_HUB_CACHE).expanduser()
 
 
@@ -225,7 +224,7 @@ def repo_of(source: str) -> str:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the hub was not to be had, as opposed to having refused."""
+    """Whether the hub was unreachable or overloaded, rather than refusing the request."""
     status = _status(error)
     if status is not None:
         return status == 429 or status >= 500
@@ -233,10 +232,10 @@ def is_away(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's text, without the dot at its end."""
+    """The first meaningful line of an error's text, without its final dot."""
     lines = str(error).strip().splitlines() or [""]
     said = lines[0].strip()
-    if len(lines) > 1 and said.endswith("Error."):  # "404 Client Error." stands above the reason
+    if len(lines) > 1 and said.endswith("Error."):  # the reason is on the next line
         said = next((line.strip() for line in lines[1:] if line.strip()), said)
     return printable(said.rstrip(". ")) or type(error).__name__
 
@@ -257,7 +256,7 @@ def _belongs(name: str) -> bool:
 
 
 def _check_contents(repo: str, facts: ModelInfo) -> None:
-    """Ask what is there before anything large is fetched."""
+    """Refuse a repository without usable weights before anything large is fetched."""
     names = [file.rfilename for file in facts.siblings or ()]
     if any(name.endswith(_WEIGHTS[0]) for name in names):
         return

@@ -1,4 +1,4 @@
-"""The models that lie on this machine: in the hub's cache, whole or in part, and the demo."""
+"""Models in the hub's cache on this machine: list and remove them."""
 
 import os
 import shutil
@@ -21,11 +21,10 @@ class Held:
     """One model on this machine.
 
     Attributes:
-        source: what names it: owner/name, or owner/name/file.gguf.
+        source: its name: owner/name, or owner/name/file.gguf.
         path: the file or folder.
-        used_s: when its weights were last read, in seconds of the wall clock, as the file system
-            tells it.
-        is_part: a download that was not finished; `path` is what is there of it.
+        used_s: last access of its weights according to the file system, in Unix seconds.
+        is_part: an unfinished download; `path` is the partial file.
     """
 
     source: str
@@ -36,23 +35,23 @@ class Held:
 
     @property
     def name(self) -> str:
-        """The short name, "" where the catalogue has none."""
+        """The catalogue's short name; "" = none."""
         near = (e.name for e in entries() if self.source.lower() in (e.source.lower(),))
         return next(near, "")
 
 
 def held_models(cache: Path) -> list[Held]:
-    """Every model in this hub cache, the last used first; parts come last."""
+    """Every model in this hub cache, most recently used first; unfinished downloads come last."""
     whole = [held for repo in _repos(cache) for held in _of(repo)]
     whole.sort(key=lambda held: held.used_s, reverse=True)
     return [*whole, *_parts(cache)]
 
 
 def remove(cache: Path, name: str) -> int:
-    """Delete a model: a short name, owner/name with all that is there of it, or one of its files.
+    """Delete a model by short name, by owner/name (all its files), or one file of it.
 
     Returns:
-        bytes that are free now.
+        freed bytes.
 
     Raises:
         ModelError: it is not in this cache.
@@ -99,7 +98,7 @@ def _repos(cache: Path) -> list[CachedRepoInfo]:
 
 
 def _of(repo: CachedRepoInfo) -> Iterator[Held]:
-    """The models in one repository: each GGUF file, and the newest safetensors."""
+    """The models in one repository: each GGUF file, and the newest revision with safetensors."""
     by_age = sorted(repo.revisions, key=lambda revision: revision.last_modified, reverse=True)
     seen: set[str] = set()
     for revision in by_age:
@@ -130,7 +129,7 @@ def _parts(cache: Path) -> Iterator[Held]:
 
 
 def _remove_file(repo: CachedRepoInfo, name: str) -> bool:
-    """Delete one file of a repository that has others; False when it is not there."""
+    """Delete one file of a repository with several; False if it is not there."""
     files = [(r, file) for r in repo.revisions for file in r.files]
     mine = [f for r, f in files if f.file_path == r.snapshot_path / name]
     others = {f.blob_path for _, f in files} - {f.blob_path for f in mine}

@@ -1,6 +1,6 @@
-"""Model sources: from what the user named to a path on this machine.
+"""Model sources: turns the user's --model-path into a path on this machine.
 
-One table, first match wins. Nothing is fetched that was not named, and nothing at all when offline.
+The first matching row of SOURCES wins. With --offline nothing is fetched.
 """
 
 import os
@@ -30,7 +30,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Source:
-    """One kind of source: does it know `name`, and where is what `name` stands for."""
+    """One kind of source: which names it accepts, and how it fetches them."""
 
     kind: str
     matches: Callable[[str, Environment], bool]
@@ -41,7 +41,7 @@ def fetch(model: LoadConfig, environment: Environment) -> str:
     """Path of the file or folder that `model.source` names.
 
     Raises:
-        ModelError: it does not exist, cannot be had offline, or has no safe weights.
+        ModelError: it does not exist, is not available offline, or has no safe weights.
     """
     for source in SOURCES:
         if source.matches(model.source, environment):
@@ -57,7 +57,7 @@ def fetch(model: LoadConfig, environment: Environment) -> str:
 
 
 def kind_of(name: str, environment: Environment) -> str:
-    """Kind of the source that `name` is looked for in; "" when it is none."""
+    """Kind of the source that handles `name`; "" = none."""
     return next((s.kind for s in SOURCES if s.matches(name, environment)), "")
 
 
@@ -91,7 +91,7 @@ def _fetch_package(package: str, model: LoadConfig) -> str:
 
 
 def _in_package(package: str) -> str | None:
-    """The .gguf file, or the folder of the safetensors, within an installed package."""
+    """The .gguf file or the folder of safetensors in an installed package."""
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
@@ -121,7 +121,7 @@ def _fetch_hub(model: LoadConfig, environment: Environment) -> str:
 
 
 def _fetch_known(model: LoadConfig, environment: Environment) -> str:
-    """A short name of the catalogue is the maker's repository, or one file of it."""
+    """Fetch a catalogue entry: the maker's repository, or one file of it."""
     entry = find(model.source)
     assert entry is not None, model.source
     fetch_it = _fetch_hub_file if entry.file else _fetch_hub

@@ -25,7 +25,7 @@ from banyan.lora.adapter_config import (
     check_types,
     stacked,
 )
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 
 _MAX_PATTERNS = 4096
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
@@ -64,7 +64,7 @@ def read_peft(path: str) -> AdapterConfig:
     folder = printable(path, 200)
     _check_files(path, folder)
     raw = read_json(os.path.join(path, CONFIG), is_needed=True)
-    facts = Facts(raw, os.path.join(path, CONFIG))
+    facts = CheckpointFields(raw, os.path.join(path, CONFIG))
     _check_kind(facts, raw, folder)
     with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
         modules, saved, tokens = _modules(file, _Scales(facts), folder, facts)
@@ -100,7 +100,7 @@ def _check_files(path: str, folder: str) -> None:
     )
 
 
-def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
+def _check_kind(facts: CheckpointFields, raw: Mapping[str, object], folder: str) -> None:
     kind = facts.text("peft_type", "LORA")
     if kind != "LORA":
         raise ConfigError(
@@ -132,7 +132,7 @@ def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
 class _Scales:
     """Rank and scale of each projection, from `r`, `lora_alpha` and their patterns."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: CheckpointFields) -> None:
         self._rank = facts.integer("r", 1, MAX_RANK, 8)
         self._alpha = facts.number("lora_alpha", -1e9, 1e9, 8)
         self._is_stabilised = facts.flag("use_rslora", default=False)
@@ -146,7 +146,7 @@ class _Scales:
         return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
 
 
-def _patterns(facts: Facts, key: str) -> dict[str, float]:
+def _patterns(facts: CheckpointFields, key: str) -> dict[str, float]:
     part = facts.part(key)
     raw = facts.any(key)
     if part is None or not is_object(raw):
@@ -180,7 +180,7 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 
 def _modules(
-    file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
+    file: SafetensorsFile, scales: _Scales, folder: str, facts: CheckpointFields
 ) -> tuple[dict[str, LowRank], dict[str, ReplacedWeight], dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     tokens: dict[str, str] = {}
@@ -288,7 +288,7 @@ def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(name for name in claimed if isinstance(name, str) and name.isidentifier())
 
 
-def _parameters(facts: Facts) -> tuple[str, ...]:
+def _parameters(facts: CheckpointFields) -> tuple[str, ...]:
     """Names in `target_parameters`, or suffixes of them."""
     claimed = facts.any("target_parameters")
     if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:

@@ -1,6 +1,6 @@
 """Reads a ModelConfig from a checkpoint: a GGUF file or a folder of safetensors.
 
-Knows where each form keeps its facts; `card_hub.py` and `card_gguf.py` know what they are called.
+The keys of each format are in `from_hf.py` and `from_gguf.py`.
 """
 
 import os
@@ -14,7 +14,7 @@ from banyan.model_config.model_config import ModelConfig
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
-"""What is fetched of a repository: weights that are safe to open, and what belongs to them."""
+"""Files that are fetched from a repository: safe weights, configuration, tokenizer, template."""
 
 
 def read_model_config(
@@ -23,17 +23,16 @@ def read_model_config(
     overrides: Mapping[str, object] | None = None,
     is_foreign: bool = False,
 ) -> ModelConfig:
-    """Facts of the checkpoint at `path`.
+    """The ModelConfig of the checkpoint at `path`.
 
     Args:
         path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
-        load_format: auto | gguf | safetensors | dummy; dummy needs no
-            weights, only facts.
-        overrides: facts that take the place of the checkpoint's, under its own keys.
-        is_foreign: the transformers library runs the model: a folder of any architecture.
+        load_format: auto | gguf | safetensors | dummy (needs no weights, only the configuration).
+        overrides: values that replace the checkpoint's, by its own keys.
+        is_foreign: the transformers library runs the model, so any architecture is accepted.
 
     Raises:
-        ModelError: missing, damaged, hostile, of an unknown family, or weights in pickled files.
+        ModelError: missing, damaged, hostile, of an unknown family, or in pickled files.
     """
     if is_foreign:
         return _read_foreign(path, overrides)
@@ -98,7 +97,7 @@ def _without_weights(path: str, names: list[str]) -> ModelError:
 
 
 def pickled(source: str) -> ModelError:
-    """The refusal of weights in pickled files, which can run code when they are opened."""
+    """The error for weights in pickled files, which can run code when they are opened."""
     name = printable(source)
     return ModelError(
         f"{name!r} keeps its weights in pickled files (.bin, .pt), which can run code when opened",

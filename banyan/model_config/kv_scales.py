@@ -1,39 +1,40 @@
-"""Scales of cached keys and values, a file of the form that --quantization-param-path takes:
+"""FP8 KV cache scales, from the file that --quantization-param-path names:
 
     {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn",
      "scaling_factor": {"0": {"0": 0.023, "1": 0.018, …}}}}
 
-By number of the rank, by layer: what keys and values are divided by before they become 8 bits.
+The keys of scaling_factor are rank and layer. Keys and values are divided by the scale before they
+become FP8.
 """
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import ModelConfig
 
 FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""What --kv-cache-dtype calls them, and what the file does."""
+"""Values of --kv-cache-dtype -> names in the file."""
 _FLAG = "--quantization-param-path"
 _LEAST, _MOST = 1e-9, 1e9
 
 
 def read_kv_scales(config: Config, model_config: ModelConfig, rank: int) -> tuple[float, ...]:
-    """By layer, for one of the ranks that share the heads; () where no file is named.
+    """The scale of each layer, for one attention rank; () without a file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not for this model, type or rank.
+        ConfigError: the file cannot be read, or is not for this model, dtype or rank.
     """
     path, dtype = config.cache.scales, config.cache.dtype
     if not path or dtype not in FLOAT8:
         return ()
     try:
-        facts = Facts(read_json(path, is_needed=True), path)
-        kept = facts.part("kv_cache")
+        fields = CheckpointFields(read_json(path, is_needed=True), path)
+        kept = fields.part("kv_cache")
         if kept is None:
-            raise facts.error("kv_cache", None, "a mapping")
-        if facts.text("model_type", default=model_config.model_type) != model_config.model_type:
-            raise facts.error("model_type", facts.any("model_type"), model_config.model_type)
+            raise fields.error("kv_cache", None, "a mapping")
+        if fields.text("model_type", default=model_config.model_type) != model_config.model_type:
+            raise fields.error("model_type", fields.any("model_type"), model_config.model_type)
         if kept.text("dtype") != FLOAT8[dtype]:
             raise kept.error("dtype", kept.any("dtype"), f"{FLOAT8[dtype]}, as --kv-cache-dtype is")
         by_rank = kept.part("scaling_factor")
@@ -48,7 +49,7 @@ def read_kv_scales(config: Config, model_config: ModelConfig, rank: int) -> tupl
 
 
 def check_kv_scales(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
-    """Before weights are loaded: a file that cannot serve is refused by name."""
+    """Check the file before weights are loaded."""
     if not config.cache.scales or config.cache.dtype not in FLOAT8:
         return config
     is_foreign = config.model.implementation == "transformers"

@@ -1,21 +1,21 @@
-"""ModelConfig: plain facts of a checkpoint, the same whether it came as GGUF or safetensors.
+"""ModelConfig: the architecture and sizes of a model, the same for GGUF and safetensors.
 
-Knows no tensors and no devices. `model_config/checkpoint.py` reads cards from files.
+`model_config/checkpoint.py` reads it from files.
 """
 
 import math
 from dataclasses import dataclass, field
 
 FULL = "full"
-"""A layer reads every position of the request."""
+"""Full attention: a layer reads every position of the request."""
 WINDOW = "window"
-"""A layer reads the last `window` positions only; pages below return while the request runs."""
+"""Sliding window: a layer reads the last `window` positions. Older pages are freed early."""
 STATE = "state"
-"""A layer keeps one running state of the whole prefix; copies of it mark where to resume."""
+"""A layer keeps one recurrent state of the whole prefix; checkpoints of it allow resuming."""
 BOTH = "full and state"
-"""Full attention and a state side by side, which read the same and whose results are added."""
+"""Full attention and a state in one layer: both read the same input, their outputs are added."""
 NONE = "none"
-"""A layer mixes no tokens and keeps nothing."""
+"""A layer has no token mixer and no cache."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,31 @@ class RopeFacts:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
-    """longrope: what each frequency is divided by within the original length …"""
+    """longrope: divisor of each frequency if requests stay within the original length."""
     long_factor: tuple[float, ...] = ()
-    """… and when requests may be longer."""
+    """longrope: divisor of each frequency if requests may be longer."""
     dim: int = 0
-    """Leading dimensions of a head that rotate; 0 = the card's."""
+    """Leading dimensions of a head that rotate; 0 = `ModelConfig.rotary_dim`."""
     short_mscale: float = 0.0
-    """longrope: factor on cos and sin with either set, where both are given."""
+    """longrope: factor on cos and sin with `short_factor`; used if both factors are given."""
     long_mscale: float = 0.0
+    """longrope: factor on cos and sin with `long_factor`."""
 
 
 @dataclass(frozen=True)
 class LatentFacts:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads
-    come from one latent vector per token, which is what the cache keeps.
+    """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): keys and values of all
+    heads come from one latent vector per token. The cache keeps that vector.
 
     Attributes:
-        query_rank: width that queries are squeezed through; 0 = one plain projection.
+        query_rank: rank of the query projection; 0 = one full projection.
         rank: width of the latent vector.
-        plain_dim, rope_dim: parts of a query and key head without and with rotation.
+        plain_dim, rope_dim: dimensions of a query or key head without and with rotation.
         value_dim: width of a value head.
-        index_heads, index_dim: heads of the indexer that chooses what a token reads, and their
-            width, of which rope_dim rotate; 0 = every token reads all before it.
-        index_top: positions that it chooses.
-        norm_eps: eps of the norms of latents and squeezed queries; 0 = the model's.
+        index_heads, index_dim: heads of the indexer (sparse attention) and their width, rope_dim of
+            it rotated; 0 = no indexer.
+        index_top: positions that the indexer chooses for a token.
+        norm_eps: eps of the norms of latents and low-rank queries; 0 = the model's.
     """
 
     query_rank: int
@@ -79,29 +80,29 @@ class LatentFacts:
 
 @dataclass(frozen=True)
 class StateFacts:
-    """How "state" layers mix tokens.
+    """The token mixer of "state" layers.
 
     Attributes:
         mixer: "conv" (gated short convolution, LFM2) | "scan" (Mamba-2) | "delta" (gated delta
-            net) | "delta by key" (that with a decay for each key dimension, Kimi) |
+            net) | "delta by key" (delta net with a decay per key dimension, Kimi) |
             "selective" (Mamba, whose channels are heads) | "lightning" (linear attention whose
             heads forget at fixed rates, MiniMax).
-        taps: inputs that a position of the convolution sees, its own included; 0 = there is none.
-        has_conv_bias, has_bias: of the convolution; of the projections around it.
-        heads, key_heads: value heads, and those that they share keys and queries of.
-        key_dim, value_dim: of a head: its state is [key_dim, value_dim].
-        least_step, most_step: bounds of what a state moves on with one token.
-        is_grouped: projections of a delta net hold all that belongs to a key head together.
-        has_grouped_rates: so do those of its rates.
-        is_tiled: value heads of its last projections lie in turns, one of each key head after
-            another (GGUF files of Qwen3.5).
-        step_rank: of a "selective" one, width that steps are squeezed through.
-        has_part_norms: its steps, keys and queries are normed.
-        norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
-        norm_eps: of that norm; 0 = the model's.
-        factors: on what the projection of a scan makes: gate, values, keys, queries, steps.
-        factor: on what the layer gives.
-        depth: layers of the model, among which a "lightning" one forgets more slowly further down.
+        taps: kernel size of the convolution; 0 = no convolution.
+        has_conv_bias, has_bias: bias of the convolution; of the projections around it.
+        heads, key_heads: value heads; key and query heads, shared by groups of value heads.
+        key_dim, value_dim: head sizes; a head's state is [key_dim, value_dim].
+        least_step, most_step: bounds of the time step (dt).
+        is_grouped: the rows of a delta net's projections are ordered by key head.
+        has_grouped_rates: the rows of its rate projection are ordered by key head too.
+        is_tiled: value heads of the last projections are interleaved over the key heads (GGUF files
+            of Qwen3.5).
+        step_rank: "selective": rank of the time step projection.
+        has_part_norms: "selective": time steps, keys and queries are normed.
+        norm: norm of a scan's head outputs: "gated" (after the gate) | "plain" (before it) | "".
+        norm_eps: eps of that norm; 0 = the model's.
+        factors: factors on a scan's projected gate, values, keys, queries, time steps.
+        factor: factor on the layer's output.
+        depth: number of layers; deeper "lightning" layers decay more slowly.
     """
 
     mixer: str
@@ -126,7 +127,7 @@ class StateFacts:
     depth: int = 0
 
     def units(self, hidden_size: int) -> int:
-        """What ranks share of a layer: channels, or the heads that have keys of their own."""
+        """The count that ranks divide among themselves: channels, or heads with their own keys."""
         if self.mixer == "conv":
             return hidden_size
         return self.key_heads if self.mixer == "delta" else self.heads
@@ -134,13 +135,13 @@ class StateFacts:
 
 @dataclass(frozen=True)
 class SharedFacts:
-    """Blocks of attention and feed-forward that "full and state" layers take in turns, each before
-    its state (Zamba2).
+    """Attention and feed-forward blocks whose weights "full and state" layers share in turns; each
+    runs before the layer's state (Zamba2).
 
     Attributes:
-        blocks: how many there are for the whole model.
-        rank: width that projections of a layer's own beside the block's are squeezed through.
-        has_attention_adapters: queries, keys and values have such projections too.
+        blocks: number of shared blocks in the model.
+        rank: rank of the adapters that each layer adds to a shared block.
+        has_attention_adapters: queries, keys and values have adapters too.
     """
 
     blocks: int
@@ -150,11 +151,12 @@ class SharedFacts:
 
 @dataclass(frozen=True)
 class NormedStream:
-    """What a block's norm gives is the stream that the block joins (MiniMax).
+    """The residual stream is the normed one: a block's output is added to the input after its norm
+    (MiniMax).
 
     Attributes:
-        full, state, mlp: factors on that stream where attention, a state or a feed-forward block
-            joins it.
+        full, state, mlp: factors on the stream before full attention, a state or a feed-forward
+            block is added.
     """
 
     full: float = 1.0
@@ -164,27 +166,27 @@ class NormedStream:
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """Feed-forward blocks of which each token uses a few.
+    """Mixture of experts.
 
     Attributes:
-        count, per_token: experts of a layer, and how many a token goes through.
+        count, per_token: experts of a layer, and experts that a token uses.
         inner: inner width of one expert.
-        dense_layers: layers that have one plain feed-forward block instead.
-        shared_inner: inner width of the block that every token goes through; 0 = none.
-        has_shared_gate: that block's output is scaled by a sigmoid of the token.
-        scoring: "softmax" | "sigmoid", what makes scores of the router's logits; "sparsemixer"
-            chooses and weighs in a way of its own (`ops/experts_api.py`, route), with `jitter`.
+        dense_layers: layers with one dense feed-forward block instead.
+        shared_inner: inner width of the shared experts; 0 = none.
+        has_shared_gate: the shared experts' output is scaled by a sigmoid gate.
+        scoring: how the router's logits become scores: "softmax" | "sigmoid" | "sparsemixer"
+            (chooses and weighs differently, with `jitter`: `ops/experts_api.py`, route).
         is_normalised: the chosen scores are divided by their sum.
         scale: factor on the scores.
-        groups, top_groups: experts lie in groups of which a token may use the best few.
-        group_best: a group is as good as the sum of this many of its best scores.
-        has_correction: a bias per expert counts for the choice and not for the weight.
-        has_bias: the router and every projection of the experts have one.
-        is_gated: each expert, and the block beside them, has a gate.
-        latent: width that experts read and give, between two projections that all share; 0 = the
-            stream's.
-        limit, alpha: the gated unit is clamped (`ops/experts_api.py`, Clamp); 0 = it is not.
-        limits: by layer, in the place of `limit`; () = that holds for all.
+        groups, top_groups: expert groups, and how many of them a token may use.
+        group_best: a group's score is the sum of this many of its best scores.
+        has_correction: a bias per expert is added for the choice, not for the weight.
+        has_bias: the router and every projection of the experts have a bias.
+        is_gated: experts and shared experts have a gate projection.
+        latent: width of the experts' input and output, between two projections that all experts
+            share; 0 = the hidden size.
+        limit, alpha: clamp of the gated unit (`ops/experts_api.py`, Clamp); 0 = no clamp.
+        limits: clamp by layer, instead of `limit`; () = `limit` for all layers.
     """
 
     count: int
@@ -214,11 +216,11 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class QuantFacts:
-    """How a checkpoint was quantised.
+    """How a checkpoint is quantized.
 
     Attributes:
-        method: the name that the checkpoint gives ("fp8", "gptq" …).
-        settings: its `quantization_config`, as JSON text; the method reads it.
+        method: quantization method ("fp8", "gptq" …).
+        settings: its `quantization_config` as JSON text.
     """
 
     method: str
@@ -227,15 +229,15 @@ class QuantFacts:
 
 @dataclass(frozen=True)
 class DraftModelFields:
-    """Of a model that was trained to draft for another one.
+    """What a trained draft model (EAGLE, EAGLE3, DFlash) adds to its ModelConfig.
 
     Attributes:
-        num_tokens: of the other model's vocabulary, those that it knows.
-        aux_layers: layers of the target model whose inputs it reads, in order; () = it reads the
-            last hidden states.
-        tokens: ids of what it knows, where the checkpoint does not say so.
-        block: tokens that it reads at once, the newest one and masks; 0 = it reads one by one.
-        mask: id of a mask.
+        num_tokens: size of the draft vocabulary.
+        aux_layers: layers of the target whose inputs it reads, ascending; () = it reads its
+            final hidden states.
+        tokens: token ids of the draft vocabulary; () = the checkpoint holds them.
+        block: tokens of a block, the newest one and masks; 0 = one token at a time.
+        mask: token id of the mask.
     """
 
     num_tokens: int
@@ -255,7 +257,7 @@ class Pooling:
     """How the hidden states of a prompt become one vector.
 
     Attributes:
-        kind: the "last" token's | the "mean" of all | the first token's ("cls").
+        kind: "last" token | "mean" of all tokens | "cls", the first token.
         normalize: scale the vector to length one.
     """
 
@@ -265,7 +267,7 @@ class Pooling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every room may know about the model.
+    """Architecture and sizes of a model.
 
     Attributes:
         path: local file (GGUF) or folder (safetensors) that holds the weights.
@@ -306,86 +308,85 @@ class ModelConfig:
     window: int = 0
     """Tokens that a "window" layer sees, its own position included."""
     qk_norm: str = ""
-    """As `Family.qk_norm`, where it differs between models of a family."""
+    """As `Family.qk_norm`, if it differs between models of a family."""
     attention_scale: float = 0.0
     """Factor on q·k; 0 = 1/sqrt(head_dim)."""
     attention_cap: float = 0.0
     """Attention logits become cap·tanh(logits/cap); 0 = off."""
     attention_factor: float = 1.0
-    """Factor on what attention adds to the residual stream."""
+    """Factor on the attention output before it joins the residual stream."""
     gate_factor: float = 1.0
     up_factor: float = 1.0
     """Factors on the two projections of a feed-forward block."""
     has_head_gates: bool = False
-    """What a head gives is scaled by the sigmoid of one number that the block's input makes."""
+    """Each head's output is scaled by a sigmoid gate, computed from the block's input."""
     query_rank: int = 0
-    """Width that queries are squeezed through, and normed, before a matrix makes those of all heads
-    of it; 0 = one plain projection. Latent attention has its own."""
+    """Rank of the query projection, with a norm in between; 0 = one full projection. For latent
+    attention see `LatentFacts.query_rank`."""
     attention_sinks: bool = False
-    """Each head has a learned logit in the softmax that has no value."""
+    """Each head has a learned extra logit in the softmax, without a value."""
     mlp_limits: tuple[float, ...] = ()
-    """By layer: most that the gate of a plain feed-forward block is, or of the one beside experts,
-    and its up to either side (`ops/api.py`, silu_and_mul); 0 = no bound."""
+    """By layer: clamp of gate and up in a dense feed-forward block or in the shared experts
+    (`ops/api.py`, silu_and_mul); 0 = no clamp."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Factor on what each block adds to the residual stream."""
+    """Factor on each block's output before it joins the residual stream."""
     normed_stream: NormedStream | None = None
-    """None where blocks join the stream that their norms have read."""
+    """None = the usual residual stream, before the norm."""
     shared: SharedFacts | None = None
-    """None where every layer has weights of its own."""
+    """None = no layers share weights."""
     has_normed_head: bool = False
-    """Columns of the head, one per dimension of the stream, have length one."""
+    """The columns of the LM head are scaled to length one."""
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Final logits become cap·tanh(logits/cap); 0 = off."""
     latent: LatentFacts | None = None
-    """Latent attention in the place of keys and values per head."""
+    """None = keys and values per head."""
     state: StateFacts | None = None
-    """Of the "state" layers."""
+    """None = no "state" layers."""
     experts: ExpertFacts | None = None
     quant: QuantFacts | None = None
-    """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
+    """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
     eagle: DraftModelFields | None = None
     num_mtp_layers: int = 0
-    """Layers behind the last one that the checkpoint brings for drafting; what is answered is not
-    theirs."""
+    """MTP layers of the checkpoint, after the last layer of the model; not in `num_layers`."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     pooling: Pooling | None = None
-    """How a prompt becomes a vector; None when the model is served for text."""
+    """None = the model is served for text generation."""
     labels: tuple[str, ...] = ()
-    """Classes that the model's head scores; the vector holds their scores then."""
+    """Classes of a sequence classifier; its output vector holds their scores."""
     is_encoder: bool = False
     """Every token sees the whole prompt; nothing is generated."""
     num_segments: int = 0
-    """Kinds of text that an encoder tells apart."""
+    """Token types of an encoder's input."""
     separator_id: int = -1
-    """Token behind which the second segment begins; -1 = there is one segment."""
+    """Token after which the second segment begins; -1 = there is one segment."""
     first_position: int = 0
     """Position embedding of a prompt's first token."""
 
     @property
     def stores_floats(self) -> bool:
-        """The weights' type is one of floats, and not of blocks as GGUF has them."""
+        """Whether the stored weights are floats, not GGUF's quantized blocks."""
         return self.dtype in ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """A prompt must go through the model in one row, and nothing of it may be cached."""
+        """Whether a prompt must run in one row, without chunks or prefix cache."""
         return self.is_encoder or (self.pooling is not None and self.pooling.kind != LAST)
 
     @property
     def kept_per_token(self) -> int:
-        """Numbers that the cache of one layer keeps of each token."""
+        """Numbers that one layer's KV cache keeps per token."""
         if self.latent is not None:
             return self.latent.rank + self.latent.rope_dim + self.latent.index_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     def inner_of(self, layer: int) -> int:
-        """Inner width of the feed-forward blocks that a token goes through in this layer."""
+        """Inner width of the feed-forward blocks that one token uses in this layer."""
         experts = self.experts
         if experts is None or layer in experts.dense_layers:
             return self.intermediate_size
@@ -400,8 +401,8 @@ class ModelConfig:
         return {BOTH: (FULL, STATE), NONE: ()}.get(kind, (kind,))
 
     @property
-    def takers(self) -> tuple[int, ...]:
-        """Layers that have both attention and a state, which may share blocks."""
+    def hybrid_layers(self) -> tuple[int, ...]:
+        """Layers with both attention and a state, which may share blocks."""
         return tuple(at for at, kind in enumerate(self.layer_kinds) if kind == BOTH)
 
     @property
@@ -413,7 +414,7 @@ class ModelConfig:
         return self.window_heads if is_window and self.window_heads else self.num_heads
 
     def mlp_limit_of(self, layer: int) -> float:
-        """math.inf where there is none."""
+        """The clamp of the layer's feed-forward block; math.inf = no clamp."""
         return (self.mlp_limits[layer] if self.mlp_limits else 0.0) or math.inf
 
     def rotary_dim_of(self, layer: int) -> int:

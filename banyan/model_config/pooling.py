@@ -1,7 +1,7 @@
-"""What a folder says about making vectors: sentence-transformers' modules, and classes of a head.
+"""Pooling and classification heads: sentence-transformers' modules.json, and id2label.
 
 Source: modules.json and 1_Pooling/config.json as sentence-transformers documents them; id2label of
-the configuration classes.
+transformers' configuration classes.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import replace
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
-from banyan.model_config.facts import Facts, read_json
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import CLS, LAST, MEAN, ModelConfig, Pooling
 
 MAX_LABELS = 1 << 16
@@ -29,41 +29,41 @@ def is_classifier(architecture: str) -> bool:
 
 
 def is_bare(architecture: str) -> bool:
-    """Whether the class is a body without a head, which gives hidden states only."""
+    """Whether the class has no head and returns hidden states."""
     return architecture.endswith("Model")
 
 
-def labels_of(facts: Facts) -> tuple[str, ...]:
+def labels_of(fields: CheckpointFields) -> tuple[str, ...]:
     """Names of the classes, in the order of the head's outputs."""
-    named = facts.part("id2label")
+    named = fields.part("id2label")
     if named is None:
-        count = facts.integer("num_labels", 1, MAX_LABELS, default=2)
+        count = fields.integer("num_labels", 1, MAX_LABELS, default=2)
         return tuple(f"LABEL_{i}" for i in range(count))
-    asked = facts.any("id2label")
+    asked = fields.any("id2label")
     count = len(asked) if is_object(asked) else 0
     if not 1 <= count <= MAX_LABELS:
-        raise facts.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
+        raise fields.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
     return tuple(named.text(str(i)) for i in range(count))
 
 
 def separator_of(path: str) -> int:
-    """Id of BERT's [SEP], behind which the second text of a pair begins; -1 when there is none."""
+    """Id of BERT's [SEP], after which the second text of a pair begins; -1 = none."""
     file = os.path.join(path, "tokenizer.json")
-    facts = Facts(read_json(file, is_needed=False), file)
-    for entry in facts.listed("added_tokens"):
+    fields = CheckpointFields(read_json(file, is_needed=False), file)
+    for entry in fields.listed("added_tokens"):
         if is_object(entry) and entry.get("content") == "[SEP]":
-            return Facts(entry, file).integer("id", 0, MAX_IDS)
+            return CheckpointFields(entry, file).integer("id", 0, MAX_IDS)
     return -1
 
 
 def read_pooling(model_config: ModelConfig) -> Pooling:
-    """How this model's prompts become vectors.
+    """The pooling of this model.
 
-    A head of classes reads the first token of an encoder, the last one of a decoder, and its scores
-    are not scaled. Without modules.json an encoder's first and a decoder's last token count.
+    Classifiers and models without modules.json use an encoder's first token or a decoder's last
+    token. A classifier's scores are not normalized.
 
     Raises:
-        ModelError: the folder asks for a pooling or a module that is not known here.
+        ModelError: the folder names an unsupported pooling or module.
     """
     kind = CLS if model_config.is_encoder else LAST
     if model_config.labels:
@@ -95,19 +95,19 @@ def _modules(path: str) -> list[tuple[str, str]]:
         listed: object = json.loads(raw)
     except (ValueError, RecursionError):
         listed = None
-    parts = [Facts(e, path) for e in listed if is_object(e)] if is_list(listed) else []
+    parts = [CheckpointFields(e, path) for e in listed if is_object(e)] if is_list(listed) else []
     if not is_list(listed) or len(parts) != len(listed):
         raise ModelError(f"{printable(path)!r} is not a list of modules", hint="download it again")
     return [(p.text("type").rpartition(".")[2], os.path.basename(p.text("path"))) for p in parts]
 
 
 def _kind(path: str) -> str:
-    facts = Facts(read_json(path, is_needed=True), path)
-    if facts.has("pooling_mode"):
-        asked = [facts.text("pooling_mode")]
+    fields = CheckpointFields(read_json(path, is_needed=True), path)
+    if fields.has("pooling_mode"):
+        asked = [fields.text("pooling_mode")]
         found = [kind for kind in (CLS, MEAN, LAST) if asked[0] in (kind, f"{kind}token")]
     else:
-        asked = [key for key in _plain_modes(path) if facts.flag(key, default=False)]
+        asked = [key for key in _plain_modes(path) if fields.flag(key, default=False)]
         found = [_MODES[key] for key in asked if key in _MODES]
     if len(asked) != 1 or len(found) != 1:
         raise ModelError(

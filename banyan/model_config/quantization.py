@@ -1,6 +1,6 @@
-"""Names of the forms in which quantised checkpoints are read, and how flags spell them.
+"""Names of quantization methods, in checkpoints and in --quantization.
 
-What the tensors of a form mean is known to `models/weights/quant`.
+`models/weights/quant` reads the tensors of each method.
 """
 
 from types import MappingProxyType
@@ -21,18 +21,18 @@ SPELLINGS = MappingProxyType(
         "quark": ("quark",),
     }
 )
-"""Form -> what --quantization may call it. A checkpoint may use these names too; the first form
-that has a name is meant, or the one that is called so."""
+"""Method -> names that --quantization accepts for it. A checkpoint may use these names too: a
+method's own name wins, then the first method with this name."""
 _OLDER = MappingProxyType(
     {"intel/auto-round": "auto-round", "compressed_tensors": "compressed-tensors"}
 )
-"""What older checkpoints call a form -> that form."""
+"""Names in older checkpoints -> method."""
 FLOAT_FORMS = ("fp8", "bitsandbytes", "modelopt")
-"""Forms whose weights are floats, which --quantization may round again."""
+"""Methods with float weights, which --quantization may quantize again."""
 
 
 def form_of(name: str) -> str:
-    """The form that a checkpoint calls so; an unknown name is its own form."""
+    """The method for a checkpoint's name of it; an unknown name is returned unchanged."""
     if name in SPELLINGS:
         return name
     found = (form for form, names in SPELLINGS.items() if name in names)

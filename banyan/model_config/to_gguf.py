@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file from a card: what `card_gguf.py` reads, written.
+"""Writes the metadata of a GGUF file from a ModelConfig: the inverse of `from_gguf.py`.
 
-What is written is read back, and held against the card (`differences`), so a fact that has no key
-here is a refusal and never lost. Source: docs/gguf.md of ggml-org/ggml, gguf-py's constants.
+The written file is read back and compared (`differences`), so a field without a key here is an
+error and never lost. Source: docs/gguf.md of ggml-org/ggml, gguf-py's constants.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from banyan.model_config.model_config import FULL, WINDOW, ExpertFacts, ModelCon
 
 _SOFTMAX, _SIGMOID = 1, 2
 _OTHER_NAMES = {"MixtralForCausalLM": "llama", "MistralForCausalLM": "llama"}
-"""Classes whose files are of another one's architecture."""
+"""Classes whose GGUF files use another class's architecture."""
 _NOT_HELD = ("path", "format", "model_type", "dtype", "quant", "num_mtp_layers")
 _EOS_KEYS = ("eos", "eot", "eom")
 _WITH_PERIODS = ("ernie4_5-moe",)
-"""Whose files say every how many layers there are experts."""
+"""Architectures whose files state the interval of layers with experts."""
 _CLOSE = 1e-5
-"""Numbers are kept in fp32."""
+"""Relative tolerance: GGUF stores numbers as float32."""
 
 
 def gguf_keys(model_config: ModelConfig) -> dict[str, object]:
-    """The keys of the architecture, and ids of the vocabulary.
+    """The architecture's keys and the token ids.
 
     Raises:
         ModelError: no GGUF architecture is known for the model's class.
@@ -68,7 +68,7 @@ def gguf_keys(model_config: ModelConfig) -> dict[str, object]:
 
 
 def rope_divisors(model_config: ModelConfig) -> list[float]:
-    """What a file keeps of Llama 3's stretching, under "rope_freqs.weight"; [] for other kinds."""
+    """The values of "rope_freqs.weight" for Llama 3's RoPE scaling; [] for other kinds."""
     is_stretched = model_config.rope.kind == "llama3"
     return (
         llama3_divisors(model_config.rope, model_config.rotary_dim or model_config.head_dim)
@@ -78,8 +78,8 @@ def rope_divisors(model_config: ModelConfig) -> list[float]:
 
 
 def differences(model_config: ModelConfig, written: ModelConfig) -> list[str]:
-    """The facts that a file does not say as the model does, each in words."""
-    mistral = {"MistralForCausalLM", "LlamaForCausalLM"}  # one and the same, but for a window
+    """Fields whose value differs in the written file, one message each."""
+    mistral = {"MistralForCausalLM", "LlamaForCausalLM"}  # the same architecture, but for a window
     found: list[str] = []
     for name, mine, its in _unlike("", model_config, written):
         if name in _NOT_HELD or (
@@ -134,8 +134,8 @@ def _rope(rope: RopeFacts) -> dict[str, object]:
 
 
 def _factors(model_config: ModelConfig) -> dict[str, object]:
-    """Those that are not one, or not off."""
-    told = {
+    """Scales and caps that differ from their defaults."""
+    factors = {
         "embedding_scale": (model_config.embedding_scale, 1.0),
         "residual_scale": (model_config.residual_scale, 1.0),
         "attention.scale": (model_config.attention_scale, 0.0),
@@ -143,11 +143,11 @@ def _factors(model_config: ModelConfig) -> dict[str, object]:
         "attn_logit_softcapping": (model_config.attention_cap, 0.0),
         "final_logit_softcapping": (model_config.logit_cap, 0.0),
     }
-    return {key: float(value) for key, (value, plain) in told.items() if value != plain}
+    return {key: float(value) for key, (value, plain) in factors.items() if value != plain}
 
 
 def _logit_scale(model_config: ModelConfig) -> float:
-    """Granite's files say what logits are divided by."""
+    """Granite's files store the divisor of the logits."""
     return (
         1 / model_config.logit_scale
         if model_config.architecture.startswith("Granite")

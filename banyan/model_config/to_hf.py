@@ -1,9 +1,7 @@
-"""config.json from a card: what `card_hub.py` and the families read of one, written for a model
-whose card was read from a GGUF file.
+"""Writes config.json from the ModelConfig of a GGUF file: the inverse of `from_hf.py`.
 
-What is written is read back, and held against the card (`gguf_keys.py`, differences), so a fact
-that has no key here is a refusal and never lost. Source: the documented keys of the configuration
-classes of transformers.
+The written file is read back and compared (`to_gguf.py`, differences), so a field without a key
+here is an error and never lost. Source: the documented keys of transformers' configuration classes.
 """
 
 from banyan.base.errors import ModelError
@@ -27,18 +25,19 @@ _MODEL_TYPES = {
     **{"HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe", "GptOssForCausalLM": "gpt_oss"},
     "MiniMaxM2ForCausalLM": "minimax_m2",
 }
-"""Classes of which a configuration is made -> how it calls itself."""
+"""Class -> model_type, for the classes that can be written."""
 
 Keys = dict[str, object]
 
 
 def hub_keys(model_config: ModelConfig, dtype: str) -> Keys:
-    """
+    """The content of config.json.
+
     Args:
-        dtype: of what is no projection: float32 | bfloat16 | float16.
+        dtype: of all weights that are not projections: float32 | bfloat16 | float16.
 
     Raises:
-        ModelError: no configuration is made for the model's class.
+        ModelError: the model's class cannot be written.
     """
     model_type = _MODEL_TYPES.get(model_config.architecture)
     if model_type is None:
@@ -119,7 +118,7 @@ def _rope(rope: RopeFacts, context_length: int) -> Keys:
 
 
 def _biases(model_config: ModelConfig) -> Keys:
-    """Families tell them in several ways; those that have one way only ignore the others."""
+    """Each family has its own keys for biases and ignores other families' keys."""
     has_any = model_config.attention_bias or model_config.output_bias or model_config.mlp_bias
     if model_config.architecture.startswith(("Ernie4_5", "Starcoder2")):
         return {"use_bias": has_any}
@@ -143,7 +142,7 @@ def _windows(model_config: ModelConfig) -> Keys:
 
 
 def _factors(model_config: ModelConfig) -> Keys:
-    """Of the families that have them."""
+    """Scales and caps, under the keys of the family."""
     if model_config.architecture.startswith("Gemma"):
         return {
             "query_pre_attn_scalar": _whole(model_config.attention_scale**-2),
@@ -165,7 +164,7 @@ def _factors(model_config: ModelConfig) -> Keys:
 
 
 def _whole(value: float) -> float | int:
-    """Most such numbers are whole, and a square root and a square later they are nearly so."""
+    """Undo the rounding of sqrt and square: most of these numbers are whole."""
     return round(value) if abs(value - round(value)) < 1e-6 * value else value
 
 
@@ -180,7 +179,7 @@ def _latent(latent: LatentFacts) -> Keys:
 
 
 def _experts(model_config: ModelConfig) -> Keys:
-    """In the words of the family."""
+    """The experts, under the keys of the family."""
     experts = model_config.experts
     if experts is None:
         return {}
@@ -203,7 +202,7 @@ def _experts(model_config: ModelConfig) -> Keys:
         keys["swiglu_limit"] = experts.limit
     if name.startswith("MiniMaxM2"):
         keys["scoring_func"] = experts.scoring
-    # These have one width for experts and all else.
+    # These families use intermediate_size for the experts.
     return keys | {"intermediate_size": experts.inner}
 
 

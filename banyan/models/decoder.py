@@ -233,10 +233,10 @@ class DecoderLM(nn.Module):
         return x if residual is None else self.ops.add(x, residual)
 
     def _block_of(self, layer: int) -> SharedBlock | None:
-        takers = self.model_config.takers if self.shared else ()
-        if layer not in takers:
+        hybrid_layers = self.model_config.hybrid_layers if self.shared else ()
+        if layer not in hybrid_layers:
             return None
-        return cast(SharedBlock, self.shared[takers.index(layer) % len(self.shared)])
+        return cast(SharedBlock, self.shared[hybrid_layers.index(layer) % len(self.shared)])
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or `pooled` if there are no
@@ -264,7 +264,7 @@ def _shared(model_config: ModelConfig, family: Family, build: Build) -> list[Sha
     """The blocks whose weights layers share."""
     if model_config.shared is None:
         return []
-    shape = attention_shape(model_config, family, model_config.takers[0])
+    shape = attention_shape(model_config, family, model_config.hybrid_layers[0])
     return [SharedBlock(model_config, shape, build) for _ in range(model_config.shared.blocks)]
 
 

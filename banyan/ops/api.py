@@ -464,14 +464,15 @@ class Ops(
         first: int = 0,
         paths: Tensor | None = None,
     ) -> Tensor:
-        """The positions that each token reads: those of the `top` best scores up to its own, the
-        lower ones among equals; all of them where they are not more (DeepSeek-V3.2-Exp, section
-        2.1). A position's score is Σ over the heads of weight · relu(q · key + q_turned · turned).
+        """The positions that each token reads: the `top` best scores up to its own position, lower
+        positions first among equal scores; all positions if there are at most `top`
+        (DeepSeek-V3.2-Exp, section 2.1). A position's score is Σ over the heads of weight · relu(q
+        · key + q_turned · turned).
 
         q, q_turned: [tokens, heads, width of a part] T; weights: [tokens, heads] T;
         key_pages, turned_pages: as for write_latent; first: positions before it are not chosen, and
-        no row begins there. Kernels need not take it on devices where nothing is drafted; paths: as
-        for paged_attention.
+        no row begins there. Kernels may ignore it on devices without drafts; paths: as for
+        paged_attention.
         returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p; or whatever else
         the `latent_attention` of the same device takes.
         """
@@ -550,27 +551,25 @@ class Ops(
     ) -> Tensor:
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
-        Token j of row r stands at position p = context_lengths[r] + j and sees the positions
-        max(0, p − window + 1) … p, all up to p when window is 0, and those from −window on when it
-        is less, before which no row begins then (kernels need not know that on devices where
-        nothing is drafted). The others are never read as numbers, so pages may hold anything there.
-        Query head h uses kv head h // (heads/kv_heads).
+        Token j of row r has position p = context_lengths[r] + j and sees the positions
+        max(0, p − window + 1) … p. With window 0 it sees all positions up to p; with window < 0,
+        the positions from −window on, and no row begins before that (kernels may ignore this on
+        devices without drafts). Other positions are never read as numbers, so pages may contain
+        anything there. Query head h uses kv head h // (heads/kv_heads).
 
-        q: [tokens, heads, head_dim] T, row r owns row_starts[r] … row_starts[r + 1] − 1;
-        k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype
-        (`ops/pages.py`; head_dim unless that is int8);
-        page_tables: [rows, max_pages] int32; row_starts: [rows + 1] int32;
-        context_lengths: [rows] int32, positions before this step's tokens; both on the host where
-        `Traits.lengths_on_host`;
-        scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
-        sinks: [heads] fp32, a logit of each head that counts in the softmax and has no value;
-        unit: as for write_kv;
-        paths: [tokens, 2 + most] int32, of drafts that branch: base, length, and where each of the
-            positions base … base + length − 1 of the token's past lies, itself the last of them.
-            So the token stands at position base + length − 1. With length 0 it stands where it
-            lies; None = all tokens do. Of one row all tokens have a path, or none. What a token
-            reads, and the order in which it adds it up, is that of the same token in a chain.
-            Kernels need not take it on devices where nothing is drafted.
+        q: [tokens, heads, head_dim] T, row r owns row_starts[r] … row_starts[r + 1] − 1; k_pages,
+        v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype (`ops/pages.py`;
+        head_dim unless that is int8); page_tables: [rows, max_pages] int32; row_starts: [rows + 1]
+        int32; context_lengths: [rows] int32, positions before this step's tokens; both on the host
+        where `Traits.lengths_on_host`; scale: factor on q·k; soft_cap: logits become
+        cap·tanh(logits/cap), 0 = off. sinks: [heads] fp32, a logit of each head that counts in the
+        softmax and has no value; unit: as for write_kv; paths: [tokens, 2 + most] int32, for
+        branching drafts: base, length, and the location of each
+            of the positions base … base + length − 1 of the token's past; the last is the token
+            itself. So the token has position base + length − 1. Length 0 = the token's position is
+            its location; None = length 0 for all tokens. Either all tokens of a row have a path, or
+            none. A token reads the same values in the same order as in a chain without branches.
+            Kernels may ignore it on devices without drafts.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """
         ...
@@ -650,4 +649,4 @@ PACKED_OPS = ("embedding", "linear", "experts", "head_linear")
 """The ops with a weight, called through what `pack_<op>` returns."""
 
 TYPED_OPS = ("embedding", "linear")
-"""Those of them whose kernel is chosen per storage type."""
+"""Packed ops whose kernel is chosen per storage type."""

@@ -1,6 +1,6 @@
-"""Chooses one kernel per op, once at start-up, says why the others declined, and freezes that.
+"""Chooses one kernel per op, once at start-up, and reports why the others declined.
 
-Knows the tables `ops/<device>/__init__.py` (best first) and the reference; knows no layers.
+The candidates are the tables of `ops/<device>/__init__.py` (best first) and the reference.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ PLAIN_PAGES = "token by token"
 ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
 ON_LATENTS = ("write_latent", "latent_attention", "choose_positions")
-"""In their place where pages keep latents."""
+"""Ops instead of those if pages keep latents."""
 WAITING_REFERENCES = (
     "paged_attention",
     "latent_attention",
@@ -45,42 +45,42 @@ WAITING_REFERENCES = (
     "experts",
     "combine_experts",
 )
-"""Ops of a step whose reference asks the device for numbers, once a row or an expert; models with
-states, whose reference does too, are not captured at all."""
+"""Ops whose reference copies numbers from the device, once per row or expert. The reference of
+models with states does too, but those are never captured."""
 
 
 class Toolkit(Protocol):
-    """What the kernels of a device share, a compiled library for one."""
+    """State that a device's kernels share, such as a compiled library."""
 
     @property
     def absence(self) -> str:
-        """Why its compiled kernels are not there; "" when they are."""
+        """Why there are no compiled kernels; "" = they exist."""
         ...
 
     @property
     def recorder(self) -> Recorder | None:
-        """Records work of its ops as programs for any size; None where it cannot."""
+        """Records ops as programs for any size; None = not supported."""
         ...
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """Of K/V pages where nobody says otherwise; dtype: of activations."""
+        """Default dtype of K/V pages for activations of `dtype`."""
         ...
 
     def joins_index(self, shape: IndexShape) -> bool:
-        """Whether pages keep both parts of such an indexer's keys side by side."""
+        """Whether pages keep both parts of the indexer's keys next to each other."""
         ...
 
     def open_prologue(
         self, shape: PrologueShape, dtype: torch.dtype, device: torch.device
     ) -> LatentPrologue | None:
-        """One operator for all that comes before latent attention; None where it is not wanted, or
-        has no such shape."""
+        """One fused operator for everything before latent attention; None = not wanted, or not for
+        this shape."""
         ...
 
 
 @dataclass(frozen=True)
 class NoToolkit:
-    """Of a device whose kernels share nothing."""
+    """Toolkit of a device whose kernels share nothing."""
 
     absence: str = "compiled kernels were not asked for"
     recorder: Recorder | None = None
@@ -102,19 +102,19 @@ NO_TOOLKIT = NoToolkit()
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What a kernel is asked to support.
+    """Requirements on a kernel.
 
     Attributes:
         op: a name of OP_NAMES.
         dtype: activation dtype.
-        features: of the device (`Traits.features`).
+        features: the device's features (`Traits.features`).
         head_dim: width of an attention head.
         weight_type: storage type of the weight, for TYPED_OPS only.
         exact: activations must not be rounded below `dtype`.
         cache_dtype: dtype of the K/V pages.
         page_size: tokens of a page.
         is_head: the outputs are logits.
-        toolkit: what this device's kernels share.
+        toolkit: the device's toolkit.
     """
 
     op: str
@@ -140,13 +140,13 @@ class Kernel:
     """A candidate for one op.
 
     Attributes:
-        supports: None when it can do what is asked, otherwise the reason it cannot.
+        supports: None = it supports the spec, otherwise the reason why not.
         run: the op's function of `ops/api.py`; for PACKED_OPS a packer that takes (weight, dtype,
             device) and what else `pack_<op>` takes.
-        make: in place of `run`: makes that function from the device's toolkit.
-        rounds_activations: it computes on activations of fewer bits, for speed.
-        pages: how it lays out K/V inside a page; the ops on pages must agree.
-        waits: it asks the device for numbers, so nothing that runs it can be captured.
+        make: instead of `run`, makes that function from the device's toolkit.
+        rounds_activations: it rounds activations to fewer bits, for speed.
+        pages: name of its layout of K/V in a page; all ops on pages must have the same.
+        waits: it copies numbers from the device, so a step with it cannot be captured.
     """
 
     supports: Callable[[OpSpec], str | None]
@@ -157,14 +157,14 @@ class Kernel:
     waits: bool = False
 
     def function(self, toolkit: object) -> Callable[..., object]:
-        """What runs, bound to the toolkit where it needs one."""
+        """The function, bound to the toolkit if it needs one."""
         if self.make is not None:
             return self.make(toolkit)
         assert self.run is not None
         return self.run
 
     def declines(self, spec: OpSpec) -> str | None:
-        """Why it cannot serve `spec`; None when it can."""
+        """Why it does not support `spec`; None = it does."""
         if spec.exact and self.rounds_activations:
             return "rounds activations, exact ones were asked for"
         return self.supports(spec)
@@ -177,12 +177,12 @@ class Choice:
     label: str
     kernel: str
     declined: tuple[tuple[str, str], ...]
-    """(kernel, reason) of the candidates before it."""
+    """(kernel, reason) of the better candidates."""
     pages: str = PLAIN_PAGES
     rounds: bool = False
-    """It computes on activations of fewer bits."""
+    """It rounds activations to fewer bits."""
     waits: bool = False
-    """It asks the device for numbers."""
+    """It copies numbers from the device."""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -197,7 +197,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     },
     plugins="banyan.kernels",
 )
-"""Device -> op -> "module:attribute" of its candidates, the best first."""
+"""Device -> op -> "module:attribute" of its candidates, best first."""
 
 OpenToolkit = Callable[[int, Mapping[str, str]], Toolkit]
 TOOLKITS: Table[OpenToolkit] = Table(
@@ -209,22 +209,22 @@ TOOLKITS: Table[OpenToolkit] = Table(
     },
     plugins="banyan.toolkits",
 )
-"""Opens what the kernels of a device share, for (threads of a rank, wishes)."""
+"""Opens a device's toolkit; arguments: (threads of a rank, wishes)."""
 
 PROBES: Table[Callable[[Any], Peaks]] = Table(
     "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
 )
-"""Measures what a device's toolkit can do at most."""
+"""Measures a device's peaks with its toolkit."""
 
 
 def open_toolkit(platform: str, threads: int, wishes: Mapping[str, str]) -> Toolkit:
-    """What the kernels of a device share.
+    """Open a device's toolkit.
 
     Args:
-        wishes: flag -> its value, of the flags about kernels that were given.
+        wishes: flag -> value, for the kernel flags that the user set.
 
     Raises:
-        ConfigError: a wish that this device cannot honour.
+        ConfigError: the device cannot honour a wish.
     """
     if platform in TOOLKITS:
         return TOOLKITS.load(platform)(threads, wishes)
@@ -267,21 +267,21 @@ class BoundOps:
         return self._spec.toolkit.open_prologue(shape, self._spec.dtype, self._spec.device)
 
     def is_reference(self, op: str) -> bool:
-        """The plain reference serves this op."""
+        """Whether the op runs the plain reference."""
         return any((c.label, c.kernel) == (op, REFERENCE) for c in self.choices)
 
     def waits(self, op: str) -> bool:
-        """What serves this op asks the device for numbers, so it cannot be captured."""
+        """Whether the op's kernel copies numbers from the device, so it cannot be captured."""
         return any(c.waits for c in self.choices if c.label == op)
 
     @property
     def rounds_as_asked(self) -> bool:
-        """Products round activations to 8 bits where a checkpoint asks for it."""
+        """Whether products round activations to 8 bits if the checkpoint requires it."""
         return any(c.rounds for c in self.choices if c.label == f"linear[{STATIC}]")
 
     @property
     def kept_types(self) -> list[str]:
-        """Storage types of quantised projections that are not unpacked into floats."""
+        """Storage types of projections that stay quantised."""
         served = {c.label for c in self.choices if c.kernel != REFERENCE}
         return [
             name
@@ -311,14 +311,14 @@ def bind(
     Args:
         platform: name of the kernel table (`Traits.name`).
         forced: op -> kernel name or "reference", overriding the order of the table.
-        exact: take no kernel that rounds activations.
+        exact: no kernel may round activations.
         cache_dtype: dtype of the K/V pages; None = the toolkit's choice.
-        toolkit: what the device's kernels share (`open_toolkit`).
-        page_size: tokens of a K/V page; a size that costs the best kernel is reported.
-        exact_head: the projection to logits takes no kernel that rounds activations.
+        toolkit: the device's toolkit (`open_toolkit`).
+        page_size: tokens of a K/V page; a warning names sizes that would allow a better kernel.
+        exact_head: the kernel of the projection to logits may not round activations.
 
     Raises:
-        ConfigError: a forced op or kernel that does not exist, or that declines.
+        ConfigError: a forced op or kernel does not exist, or declines.
     """
     forced = forced or {}
     for op in forced:
@@ -328,7 +328,7 @@ def bind(
     cached = cache_dtype or toolkit.cache_dtype(dtype, exact)
     spec = OpSpec("", device, dtype, features, head_dim, "", exact, cached, page_size)
     spec = replace(spec, toolkit=toolkit)
-    if any(op in forced for op in ON_PAGES):  # whoever forces one has the other in its layout
+    if any(op in forced for op in ON_PAGES):  # a forced op decides the page layout for the others
         forced = dict.fromkeys(ON_PAGES, REFERENCE) | dict(forced)
     functions: dict[str, object] = {}
     choices: list[Choice] = []
@@ -357,7 +357,7 @@ def bind(
 
 
 def _check_layouts(choices: list[Choice]) -> None:
-    """ConfigError unless the ops that share pages lay them out alike."""
+    """ConfigError unless the ops that share pages have the same layout."""
     layouts = {choice.label: choice.pages for choice in choices if choice.label in ON_PAGES}
     if len(set(layouts.values())) > 1:
         raise ConfigError(
@@ -370,7 +370,7 @@ def _check_layouts(choices: list[Choice]) -> None:
 def _warn_of_slow_pages(
     platform: str, table: KernelTable, spec: OpSpec, forced: Mapping[str, str]
 ) -> None:
-    """Say so when another size of pages would have a quicker kernel, and which sizes have it."""
+    """Warn if another page size would allow a faster kernel, and name the sizes."""
     op = "paged_attention"
     if op in forced:
         return
@@ -394,8 +394,8 @@ def _warn_of_slow_pages(
 
 
 def kernel_table(choices: tuple[Choice, ...]) -> str:
-    """The choices as text: a kernel, or the module of those that are called as their ops, the ops
-    that it serves, and why the kernels before it declined them.
+    """The choices as text: each kernel (or module, if kernels have the names of their ops), its
+    ops, and why better kernels declined them.
     """
     lines: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
@@ -443,7 +443,7 @@ def _choose(
 
 
 def _short(path: str) -> str:
-    """ "package.module:attribute" as people name it: module:attribute."""
+    """ "package.module:attribute" in short: "module:attribute"."""
     module, colon, attribute = path.rpartition(":")
     return module.rpartition(".")[2] + colon + attribute
 

@@ -1,10 +1,10 @@
-"""Block layouts of quantised weights, unpacked in plain torch: the definition of correct.
+"""Block layouts of quantised weights, unpacked in plain torch: the reference for all kernels.
 
-Source: the GGUF specification (ggml-quants). Every product and sum is fp32, in the order that the
-`gguf` package uses, so that the values are the same bits. Knows bytes; knows no tensors of a model.
+Source: the GGUF specification (ggml-quants). Every product and sum is fp32, in the same order as in
+the `gguf` package, so the values are equal bit for bit.
 
-Functions named after a type: blocks [n, bytes of one block] uint8 -> [n, values of one block] fp32;
-those named lay_… make such blocks.
+A function named after a type unpacks blocks [n, bytes of one block] uint8 to [n, values of one
+block] fp32. Functions named lay_… make such blocks.
 """
 
 import torch

@@ -65,10 +65,10 @@ class ExchangingExperts(PackedExperts, Protocol):
     def exchanged(
         self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
     ) -> Tensor:
-        """As a call, of this rank's rows, over the experts of all ranks.
+        """Like `__call__`, for this rank's rows and the experts of all ranks.
 
-        All ranks call it with as many `tokens`; x, ids, weights: as there, of `tokens` or less.
-        returns: [tokens, dim] T; rows after those of x have no meaning.
+        All ranks pass the same `tokens`; x, ids, weights: as in `__call__`, up to `tokens` rows.
+        returns: [tokens, dim] T; rows beyond the rows of x have no meaning.
         """
         ...
 
@@ -124,7 +124,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts; fields are named as in `model_config.facts.ExpertFacts`."""
+    """How tokens choose experts; fields are named as in `model_config.ExpertFacts`."""
 
     per_token: int
     scoring: str = "softmax"

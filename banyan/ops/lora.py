@@ -1,8 +1,8 @@
-"""LoRA adapters (arXiv 2106.09685) as ops read them: the matrices of a projection by the adapter's
-number, the tokens of a step that use each adapter, and what adapters do to whole rows and experts.
+"""LoRA adapters (arXiv 2106.09685) in the form that ops read: tables of matrices by adapter number,
+the tokens of each adapter in a step, and adapters of whole rows and of experts.
 
-All of it lies in memory whose address stays the same, so that a recorded program or a graph finds
-other adapters there later.
+All tables stay at their addresses, so a recorded program or graph can run later with other
+adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from banyan.ops.host_memory import HUGE_PAGE, Arena, copy_to
 
 @dataclass(frozen=True)
 class Matrices:
-    """What an adapter adds to one part of a projection: up · (down · x).
+    """An adapter's delta for one part of a projection: up · (down · x).
 
     Attributes:
         first: the first of the part's outputs.
@@ -33,13 +33,14 @@ class Matrices:
 
 
 class AdapterStack:
-    """
+    """The adapters of one projection, stacked in device memory.
+
     Args:
-        inputs: of the projection on this rank.
-        outputs: of each part of it.
-        rank: highest one of an adapter.
-        capacity: how many adapters there are at most.
-        dtype: of all numbers.
+        inputs: inputs of the projection on this rank.
+        outputs: outputs of each part of the projection.
+        rank: largest rank of an adapter.
+        capacity: most adapters.
+        dtype: type of all numbers.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AdapterStack:
         self.down = zeros(*self.shape, inputs)
         """[parts, capacity, rank, in]."""
         self.up = zeros(capacity * rank * sum(outputs))
-        """Of all parts, one after another: [capacity, rank, outputs] of each."""
+        """All parts one after another, each [capacity, rank, outputs]."""
         self._firsts = [sum(outputs[:at]) for at in range(len(outputs))]
         ups = self.up.split([capacity * rank * size for size in outputs])
         self._ups = [up.view(capacity, rank, -1) for up in ups]
@@ -69,7 +70,7 @@ class AdapterStack:
         return self.down.nbytes + self.up.nbytes
 
     def place(self, parts: Sequence[Matrices]) -> list[Tensor]:
-        """The tensors of one adapter, on the host: [parts, rank, in], and of each part
+        """The tensors of one adapter, on the host: [parts, rank, in], and per part
         [rank, outputs].
 
         Raises:
@@ -92,8 +93,10 @@ class AdapterStack:
         return [down, *ups]
 
     def enter(self, number: int, placed: Sequence[Tensor]) -> None:
-        """Take what `place` has made in the place of what had the number, from 1 on; () lets go of
-        it. In the order of the stream at hand."""
+        """Store the result of `place` under a number, from 1; () clears the number.
+
+        Runs in the order of the current stream.
+        """
         mine = [self.down[:, number - 1], *(up[number - 1] for up in self._ups)]
         if not placed:
             for tensor in mine:
@@ -104,8 +107,8 @@ class AdapterStack:
     def add(self, out: Tensor, x: Tensor, others: Tensor) -> None:
         """As `adapt` of ops/lora.py.
 
-        out: [tokens, out]; x: [tokens, in]; others: [any, capacity] bool, of the step's tokens the
-            adapters that are not theirs.
+        out: [tokens, out]; x: [tokens, in]; others: [any, capacity] bool, True for the
+            adapters that are not the token's.
         """
         tokens, parts, ranks = len(x), self.shape[0], self.shape[1] * self.shape[2]
         made = x.to(self.down.dtype) @ self.down.flatten(0, 2).t()
@@ -119,18 +122,18 @@ MAX_PARTS = 4
 """Parts of one projection; csrc/lora.h has the same number."""
 _WORDS = 5 + 4 * MAX_PARTS
 _PIECE = 32
-"""Most tokens that share one reading of an adapter's matrices."""
+"""Most tokens that share one read of an adapter's matrices."""
 _TILE, _RANKS = 16, 8
-"""How matrices lie in memory: as csrc/lora.h says."""
+"""Tile sizes of matrices in memory (csrc/lora.h)."""
 _PROGRESS = 16
 _MOST_TWOS = 60
-"""Powers that float32 holds, two of them together too."""
+"""Largest power of two of a scale; the product of two still fits float32."""
 _MOST_LEVEL = 127
 _MOST_CHANGE = 0.015
-"""Of a matrix that is kept in 8 bits: root of the sum of squares, as a part of the matrix's own.
-Numbers that are spread like a bell's curve change by half of that."""
+"""Largest relative change (Frobenius norm) of a matrix that is stored in 8 bits. Normally
+distributed numbers change by half of that."""
 _LANES, _BLOCK, _MOST_PADDING = 16, 32, 1.34
-"""Ranks and inputs of a tile of csrc/linear.h, and how much of it may be for nothing."""
+"""Ranks and inputs of a tile of csrc/linear.h, and the most padding allowed."""
 _TILED = 4
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Numbers of csrc/lora.h."""
@@ -138,10 +141,10 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """What an adapter adds to some neighbouring outputs: scale · up · (down · x).
+    """An adapter's delta for some consecutive outputs: scale · up · (down · x).
 
     Attributes:
-        first: the first of these outputs.
+        first: the first of the outputs.
         down: [rank, in]; up: [outputs, rank]; both of one float type.
     """
 
@@ -152,16 +155,16 @@ class AdapterPart:
 
 
 class AdapterTable:
-    """What adapters add to one projection, by their number; 0 is none.
+    """The adapters of one projection, by number; 0 = no adapter.
 
     Args:
-        inputs: of the projection on this rank.
-        width: most ranks that the parts of one adapter have together.
+        inputs: inputs of the projection on this rank.
+        width: largest sum of the ranks of one adapter's parts.
         capacity: the highest number.
-        is_rounded: what they stand beside is rounded, and so are matrices: to 8 bits where that
-            changes none of them much, and else those of float32 to half precision.
-        keeps_parts: the plain op reads them, as they are given.
-        stack: where they lie in memory of a device that is not the host; None = here.
+        is_rounded: the projection's weights are rounded, so the adapters' matrices are too: to 8
+            bits if none changes much, else float32 ones to half precision.
+        keeps_parts: keep the matrices unchanged, for the plain op.
+        stack: the adapters in device memory; None = they are in host memory.
     """
 
     def __init__(
@@ -181,13 +184,13 @@ class AdapterTable:
         self.entries = torch.zeros((capacity + 1, _WORDS), dtype=torch.int64)
         """AdapterPair of csrc/lora.h."""
         self.progress = torch.zeros(_PROGRESS, dtype=torch.int64)
-        """AdapterState: how far the threads of a run are."""
+        """AdapterState: progress of the threads of a run."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
     def place(self, parts: Sequence[AdapterPart], arena: Arena) -> "PlacedParts":
-        """An adapter's parts as they are entered.
+        """Prepare an adapter's parts for `enter`.
 
-        arena: where its matrices lie; one for all that an adapter has keeps them together.
+        arena: memory for the matrices; one arena per adapter keeps them together.
         """
         assert 0 < len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
         if self.stack is not None:
@@ -199,8 +202,7 @@ class AdapterTable:
         return replace(placed, parts=tuple(parts) if self.keeps_parts else ())
 
     def enter(self, number: int, parts: "Sequence[AdapterPart] | PlacedParts") -> None:
-        """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
-        may run meanwhile."""
+        """Store an adapter's parts under a number; () clears it. No step may run meanwhile."""
         self._kept.pop(number, None)
         self.parts[number] = ()
         self.entries[number] = 0
@@ -219,14 +221,14 @@ class AdapterTable:
 
 @dataclass(frozen=True)
 class PlacedParts:
-    """Matrices in the order in which kernels read them.
+    """Matrices in the kernels' memory order.
 
     Attributes:
-        tensors: what must stay where it is, or is to go to a stack.
+        tensors: tensors that must stay at their addresses, or that go to a stack.
         head: the first words of AdapterPair (csrc/lora.h); [] for a stack.
-        ranges: of each part, its words there.
-        rank: of all parts together.
-        parts: as they were given, where they are kept.
+        ranges: words of each part in AdapterPair.
+        rank: sum of the ranks of all parts.
+        parts: the original parts, if they are kept.
     """
 
     tensors: list[Tensor]
@@ -237,7 +239,7 @@ class PlacedParts:
 
     @property
     def loose_bytes(self) -> int:
-        """Of what lies in no arena."""
+        """Bytes outside the arenas."""
         if not self.head:
             return bytes_of(self.tensors)
         return bytes_of(matrix for part in self.parts for matrix in (part.down, part.up))
@@ -248,7 +250,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def placed_parts(parts: Sequence[AdapterPart], arena: Arena, is_rounded: bool) -> PlacedParts:
-    """The parts of one projection as kernels read them.
+    """The parts of one projection in the kernels' form.
 
     is_rounded: as for AdapterTable.
     """
@@ -277,8 +279,10 @@ def _ranges(parts: Sequence[AdapterPart]) -> list[tuple[int, int, int, int]]:
 
 
 def tiled_parts(parts: Sequence[AdapterPart], arena: Arena) -> PlacedParts | None:
-    """The same in 8 bits with `down` in tiles of weights (W8 of csrc/linear.h), multiplied
-    as the base is; None where that would change a matrix too much, or there are few ranks."""
+    """The parts in 8 bits, with `down` in weight tiles (W8 of csrc/linear.h) like the base weight.
+
+    None = that would change a matrix too much, or there are too few ranks.
+    """
     rank = sum(len(part.down) for part in parts)
     padded = -(-rank // _LANES) * _LANES
     if padded > _MOST_PADDING * rank or (found := _levels(parts)) is None:
@@ -298,8 +302,8 @@ def tiled_parts(parts: Sequence[AdapterPart], arena: Arena) -> PlacedParts | Non
 
 
 def _weight_tiles(down: Tensor) -> Tensor | None:
-    """[ranks, in] float32 as bytes, by 16 ranks and then by 32 inputs: scales in half precision,
-    then numbers from 0 to 255 around 128, by 4 inputs, then by rank."""
+    """Bytes of [ranks, in] float32, in tiles of 16 ranks by 32 inputs: scales in half precision,
+    then numbers from 0 to 255 (128 = zero), by 4 inputs, then by rank."""
     blocks = functional.pad(down, (0, -down.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     worth = (blocks.abs().amax(2, keepdim=True) / _MOST_LEVEL).half().float()
     levels = torch.where(worth > 0, blocks / worth, 0).round().clamp(-_MOST_LEVEL, _MOST_LEVEL)
@@ -330,8 +334,8 @@ def _exponents(x: Tensor) -> Tensor:
 
 
 def _evened(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor]:
-    """The same in float32 with the largest number of each rank between 1/2 and 1, and the scale of
-    each: powers of two go there from the matrices, so that half precision loses digits only."""
+    """The parts in float32, scaled so that each rank's largest number is between 1/2 and 1, and the
+    scales. Scales are powers of two, so half precision loses digits but never overflows."""
     evened, scales = [], []
     for part in parts:
         down, up = part.down.float(), part.up.float()
@@ -344,8 +348,8 @@ def _evened(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor]:
 
 
 def _levels(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor] | None:
-    """The same in 8 bits, the largest number of each rank in either matrix being 127, and the scale
-    of each; None where that would change a matrix too much."""
+    """The parts in 8 bits, with 127 as each rank's largest number in both matrices, and the scales.
+    None = that would change a matrix too much."""
     levels, scales = [], []
     for part in parts:
         down, up = _levels_of(part.down, 1), _levels_of(part.up, 0)
@@ -357,7 +361,7 @@ def _levels(parts: Sequence[AdapterPart]) -> tuple[list[AdapterPart], Tensor] | 
 
 
 def _levels_of(matrix: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
-    """Whole numbers, and what one is worth of each rank, which is the other dimension; float64."""
+    """Int8 levels and the float64 scale of each rank. dim: the dimension that is not the rank."""
     exact = matrix.double()
     worth = exact.abs().amax(dim) / _MOST_LEVEL
     worth[worth == 0] = 1.0
@@ -367,27 +371,26 @@ def _levels_of(matrix: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _down_tiles(down: Tensor) -> Tensor:
-    """[rank, in] by so many ranks, then by so many inputs, all in one row."""
+    """Tiles of [rank, in], by _RANKS ranks and then by _TILE inputs, as one row."""
     padded = functional.pad(down, (0, -down.shape[1] % _TILE))
     blocks = [block.view(len(block), -1, _TILE).transpose(0, 1) for block in padded.split(_RANKS)]
     return torch.cat([block.reshape(-1) for block in blocks])
 
 
 def _up_tiles(up: Tensor, first: int) -> Tensor:
-    """[outputs, rank], of which `first` is the first, by so many of the projection's outputs, all
-    in one row."""
+    """Tiles of `up` [outputs, rank], whose first output is `first`, as one row."""
     before = first % _TILE
     padded = functional.pad(up, (0, 0, before, -(before + len(up)) % _TILE))
     return padded.view(-1, _TILE, up.shape[1]).transpose(1, 2).reshape(-1)
 
 
 class AdapterTokens:
-    """Which tokens of a step have which adapter, in pieces of one adapter each.
+    """The adapters of a step's tokens, in pieces of one adapter each.
 
     Args:
-        max_tokens: of the largest step.
-        others: [max_tokens, capacity] bool on a device that is not the host: the adapters, from 1
-            on, that are not the token's. None = stacks are not used.
+        max_tokens: tokens of the largest step.
+        others: [max_tokens, capacity] bool in device memory, True for the adapters, from 1, that
+            are not the token's. None = there are no stacks.
     """
 
     def __init__(self, max_tokens: int, others: Tensor | None = None) -> None:
@@ -396,22 +399,23 @@ class AdapterTokens:
         if others is not None:
             self._stacked = torch.arange(1, others.shape[1] + 1, device=others.device)
         self.pieces = torch.zeros(1 + 3 * max_tokens, dtype=torch.int32)
-        """[0] how many, then (adapter, first, count) of each, in places of `order`."""
+        """[0] the number of pieces, then (adapter, first, count) of each, as indices of `order`."""
         self.order = torch.zeros(max_tokens, dtype=torch.int32)
         self.numbers = torch.zeros(max_tokens, dtype=torch.int32)
-        """[tokens], the adapter of each; only where there are pieces."""
+        """[tokens], the adapter of each; valid only if there are pieces."""
         self._pieces, self._order = self.pieces.numpy(), self.order.numpy()
         self._numbers = self.numbers.numpy()
         self._inner: dict[int, np.ndarray] = {}
 
     def inner(self, width: int) -> np.ndarray:
-        """[max_tokens, width] float32 that one op at a time works in; the same at every call."""
+        """[max_tokens, width] float32 scratch memory for one op at a time; the same at every
+        call."""
         if width not in self._inner:
             self._inner[width] = np.empty((len(self._order), width), np.float32)
         return self._inner[width]
 
     def fill(self, adapters: np.ndarray) -> None:
-        """adapters: [tokens], the number of each token's, 0 for none."""
+        """adapters: [tokens], adapter number of each token; 0 = none."""
         self._pieces[0] = 0
         with_one = np.flatnonzero(adapters)
         if not len(with_one):
@@ -435,7 +439,7 @@ class AdapterTokens:
         self.others[: len(adapters)] = adapters.unsqueeze(1) != self._stacked
 
     def groups(self) -> list[tuple[int, Tensor]]:
-        """(adapter, its tokens [n] int64), for kernels that call Python."""
+        """(adapter, its tokens [n] int64), for kernels in Python."""
         pieces = self._pieces[1 : 1 + 3 * int(self._pieces[0])].reshape(-1, 3).tolist()
         return [(number, self.order[at : at + count].long()) for number, at, count in pieces]
 
@@ -444,8 +448,8 @@ class AdapterOps(Protocol):
     """See `ops.api.Ops`."""
 
     def adapt(self, out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
-        """Add to each token's outputs what its adapter makes of its inputs, the sum over the parts
-        of scale · up · (down · x), summed in fp32; `out` changes in place.
+        """Add each token's LoRA delta to `out`, in place: the sum over the adapter's parts of
+        scale · up · (down · x), in fp32.
 
         out: [tokens, out] T; x: [tokens, in] T.
         """
@@ -459,12 +463,12 @@ _ROW_WORDS = 8
 
 @dataclass(frozen=True)
 class RowPart:
-    """What one adapter does to a row. All fp32 and contiguous.
+    """One adapter's edit of a row. All tensors are fp32 and contiguous.
 
-    LOOKED_UP: rows[token − first] is taken, and nothing happens to tokens that have none.
-    PRODUCT: rows · x is taken. Of either, times `up` where there is one, is added to the row, or
-    replaces it. GAIN: the row becomes rows · row + shifts. SOME_LOOKED_UP: rows[i] replaces the row
-    of a token that is ids[i]. SOME_OUTPUTS: rows[i] · x replaces the row's number ids[i].
+    LOOKED_UP uses rows[token − first], and leaves tokens outside of `rows` unchanged. PRODUCT uses
+    rows · x. Both multiply that by `up`, if given, and add it to the row or replace the row with
+    it. GAIN: the row becomes rows · row + shifts. SOME_LOOKED_UP: rows[i] replaces the row of token
+    ids[i]. SOME_OUTPUTS: rows[i] · x replaces the row's number ids[i].
 
     Attributes:
         rows: [ids, any], [any, inputs], or [outputs].
@@ -487,7 +491,7 @@ class RowPart:
 
 
 class RowTable:
-    """The parts of adapters for one kind of row, by their number; 0 is none.
+    """The parts of adapters for one kind of row, by adapter number; 0 = none.
 
     Args:
         capacity: the highest number.
@@ -499,8 +503,7 @@ class RowTable:
         """RowEntry of csrc/lora_rows.cpp."""
 
     def enter(self, number: int, part: RowPart | None) -> None:
-        """Take an adapter's part in the place of what had the number; None lets go of it. Nothing
-        may run meanwhile."""
+        """Store an adapter's part under a number; None clears it. No step may run meanwhile."""
         self.parts[number] = part
         self.entries[number] = 0
         if part is None:
@@ -518,17 +521,17 @@ class AdapterRowOps(Protocol):
     """See `ops.api.Ops`."""
 
     def adapt_rows(self, out: Tensor, x: Tensor, table: RowTable, tokens: AdapterTokens) -> None:
-        """Do to each row what its adapter's part says, summed in fp32; `out` changes in place.
+        """Apply each row's adapter part to `out`, in place, with fp32 sums.
 
-        out: [tokens, outputs] T; x: [tokens] int64 for parts that are looked up, else
-        [tokens, inputs] T, which parts of gains do not read.
+        out: [tokens, outputs] T; x: [tokens] int64 for LOOKED_UP parts, else
+        [tokens, inputs] T; GAIN does not read it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What an adapter adds to one part of an expert's projection: scale · up · (down · x).
+    """An adapter's delta for one part of an expert's projection: scale · up · (down · x).
 
     Attributes:
         part: which one of "gate_up": 0 the gate, 1 the up; 0 of "down".
@@ -542,12 +545,12 @@ class ExpertPart:
 
 
 class ExpertTable:
-    """What adapters add to one projection of experts, by their number; 0 is none.
+    """The adapters of one projection of experts, by number; 0 = no adapter.
 
     Args:
-        inputs: of the projection on this rank.
-        experts: how many this rank has.
-        width: most ranks that the parts of one expert have together.
+        inputs: inputs of the projection on this rank.
+        experts: experts of this rank.
+        width: largest sum of the ranks of one expert's parts.
         capacity: the highest number.
         is_rounded: as for `AdapterTable`.
     """
@@ -558,15 +561,15 @@ class ExpertTable:
         self.inputs, self.experts, self.width = inputs, experts, width
         self.is_rounded = is_rounded
         self.parts: list[Mapping[int, Sequence[ExpertPart]]] = [{}] * (capacity + 1)
-        """By adapter: expert, counted from the first one here -> its parts."""
+        """Per adapter: expert, relative to this rank's first -> its parts."""
         self.entries = torch.zeros(capacity + 1, dtype=torch.int64)
-        """By adapter: the address of AdapterPair [experts] of csrc/lora.h, or 0."""
+        """Per adapter: the address of AdapterPair [experts] (csrc/lora.h), or 0."""
         self._kept: dict[int, list[Tensor]] = {}
 
     def place(self, parts: Mapping[int, Sequence[ExpertPart]], arena: Arena) -> "PlacedExperts":
-        """An adapter's parts as they are entered.
+        """Prepare an adapter's parts for `enter`.
 
-        arena: where its matrices lie.
+        arena: memory for the matrices.
         """
         kept: list[Tensor] = []
         rows = torch.zeros((self.experts, len(part_words([]))), dtype=torch.int64)
@@ -577,8 +580,7 @@ class ExpertTable:
     def enter(
         self, number: int, parts: "Mapping[int, Sequence[ExpertPart]] | PlacedExperts"
     ) -> None:
-        """Take an adapter's parts in the place of what had the number; {} lets go of it. Nothing
-        may run meanwhile."""
+        """Store an adapter's parts under a number; {} clears it. No step may run meanwhile."""
         self.entries[number] = 0
         self.parts[number] = {}
         self._kept.pop(number, None)
@@ -603,12 +605,12 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class PlacedExperts:
-    """An adapter's parts as kernels read them.
+    """An adapter's parts in the kernels' form.
 
     Attributes:
-        parts: as they were given.
+        parts: the original parts.
         rows: AdapterPair of each expert.
-        tensors: what must stay where it is.
+        tensors: tensors that must stay at their addresses.
     """
 
     parts: Mapping[int, Sequence[ExpertPart]]
@@ -617,15 +619,14 @@ class PlacedExperts:
 
     @property
     def loose_bytes(self) -> int:
-        """Of what lies in no arena."""
+        """Bytes outside the arenas."""
         given = [part for its in self.parts.values() for part in its]
         return self.rows.nbytes + bytes_of(m for part in given for m in (part.down, part.up))
 
 
 @dataclass(frozen=True)
 class ExpertSides:
-    """What lies beside the experts of a layer: tables of what goes in and of what comes out, and
-    which tokens have which adapter."""
+    """LoRA adapters of a layer's experts: tables of both projections, and the tokens' adapters."""
 
     gate_up: ExpertTable
     down: ExpertTable

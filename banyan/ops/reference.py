@@ -633,13 +633,13 @@ class DenseExperts:
                 made = functional.linear(given, gate_up, in_bias)
                 if sides is not None:
                     adapt_expert(made, given, sides.gate_up, sides.tokens, *some)
-                inner = self._joined(made)
+                inner = self._gated(made)
                 outer = functional.linear(inner, down, out_bias)
                 if sides is not None:
                     adapt_expert(outer, inner, sides.down, sides.tokens, *some)
                 yield tokens, places, outer
 
-    def _joined(self, gate_up: Tensor) -> Tensor:
+    def _gated(self, gate_up: Tensor) -> Tensor:
         if self.clamp is None:
             return self.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)

@@ -1,9 +1,9 @@
 """Rounding of floats to the few bits of a storage type or of integers that share scales.
 
-The nearest level is taken for every value; of several scales the one with the smallest squared
-error is. Knows no files and no calibration: what activations do with a weight is not asked.
+Every value gets the nearest level; of several scales, the one with the smallest squared error is
+chosen. There is no calibration: activations are not considered.
 
-Functions named to_…: values [rows, inputs] fp32 -> blocks or numbers; every row is on its own.
+Functions named to_… convert values [rows, inputs] fp32 to blocks or numbers, each row on its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +15,21 @@ from banyan.ops import blocks
 from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 _TINY = 2.0**-24
-"""The least fp16 number above zero."""
+"""The smallest fp16 number above zero."""
 _MOST = 65504.0
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84)
-"""Of the range that scales are tried for: what lies outside is clipped."""
+"""Parts of the value range for which scales are tried; values outside are clipped."""
 FP8_MOST = 448.0
 
 
-def _narrow(scale: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Positive scales as they will be kept, never zero: fp16, and perhaps what a model's number
-    type leaves of that."""
+def _stored_scale(scale: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Positive scales rounded to their stored type: fp16, then `dtype`; never zero."""
     return scale.clamp(_TINY, _MOST).half().to(dtype).float()
 
 
 def _signed(scale: Tensor) -> Tensor:
-    """Scales of any sign as fp16 keeps them."""
-    return torch.where(scale < 0, -1.0, 1.0) * _narrow(scale.abs())
+    """Scales of any sign rounded to fp16."""
+    return torch.where(scale < 0, -1.0, 1.0) * _stored_scale(scale.abs())
 
 
 def _nearest(values: Tensor, scales: Sequence[Tensor], low: int, high: int):
@@ -55,24 +54,24 @@ def to_integers(values: Tensor, bits: int, group: int, dtype: torch.dtype) -> tu
 
     Args:
         group: inputs that share a scale; they divide the row.
-        dtype: number type that scales are kept in, beside fp16.
+        dtype: number type of the scales, in addition to fp16.
     """
     rows, inputs = values.shape
     pieces = values.reshape(-1, group)
     half = 1 << (bits - 1)
     largest = pieces.abs().amax(1, keepdim=True)
     if bits == 8:
-        tried = [_narrow(largest / (half - 1), dtype)]
+        tried = [_stored_scale(largest / (half - 1), dtype)]
     else:
         tops = (half - 1.0, half - 0.5, half + 0.0, half + 0.5, half + 1.0)
-        tried = [_narrow(largest / top, dtype) for top in tops]
+        tried = [_stored_scale(largest / top, dtype) for top in tops]
     levels, scale = _nearest(pieces, tried, 1 - half if bits == 8 else -half, half - 1)
     return levels.to(torch.int8).view(rows, inputs), scale.view(rows, -1)
 
 
 def to_fp8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """e4m3 numbers [rows, inputs] and a scale for each row [rows, 1] fp32."""
-    scale = _narrow(values.abs().amax(1, keepdim=True) / FP8_MOST, dtype)
+    scale = _stored_scale(values.abs().amax(1, keepdim=True) / FP8_MOST, dtype)
     return _as_fp8(values / scale), scale
 
 
@@ -83,7 +82,7 @@ def to_fp8_blocks(values: Tensor, side: int, dtype: torch.dtype) -> tuple[Tensor
     padded = torch.zeros(tall * side, wide * side)
     padded[:rows, :inputs] = values
     largest = padded.view(tall, side, wide, side).abs().amax((1, 3))
-    scale = _narrow(largest / FP8_MOST, dtype)
+    scale = _stored_scale(largest / FP8_MOST, dtype)
     spread = scale.repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :inputs]
     return _as_fp8(values / spread), scale
 
@@ -93,7 +92,7 @@ def _as_fp8(values: Tensor) -> Tensor:
 
 
 def _to_q8_0(values: Tensor) -> Tensor:
-    levels, scale = _nearest(values, [_narrow(_largest(values) / 127)], -127, 127)
+    levels, scale = _nearest(values, [_stored_scale(_largest(values) / 127)], -127, 127)
     return blocks.lay_q8_0(levels.to(torch.int8), scale.half())
 
 
@@ -118,7 +117,7 @@ def _from_a_minimum(values: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Levels 0…top [n, 32] uint8, fp16 scales and minima [n, 1] of scale · level + minimum."""
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     minimum = low.clamp(-_MOST, _MOST).half().float()
-    scale = _narrow((high - minimum) / top)
+    scale = _stored_scale((high - minimum) / top)
     levels = ((values - minimum) / scale).round_().clamp_(0, top)
     return levels.byte(), scale.half(), minimum.half()
 
@@ -148,7 +147,7 @@ def _by_minima(values: Tensor, top: int) -> tuple[Tensor, ...]:
         error = lost if error is None else torch.minimum(lost, error)
     assert best is not None
     scale, minimum = (high - low) * best / top, -low * best
-    units = [_narrow(each.amax(1, keepdim=True) / 63) for each in (scale, minimum)]
+    units = [_stored_scale(each.amax(1, keepdim=True) / 63) for each in (scale, minimum)]
     six = [
         (each / unit).round_().clamp_(0, 63)
         for each, unit in zip((scale, minimum), units, strict=True)
@@ -171,7 +170,7 @@ def _to_q6_k(values: Tensor) -> Tensor:
     groups = values.view(-1, 16)
     _, scale = _around_zero(groups, 32)
     scale = scale.view(-1, 16)
-    unit = _narrow(scale.abs().amax(1, keepdim=True) / 127)
+    unit = _stored_scale(scale.abs().amax(1, keepdim=True) / 127)
     eight = (scale / unit).round_().clamp_(-127, 127)
     step = (unit * eight).view(-1, 1)
     levels = groups / torch.where(step == 0, 1.0, step)

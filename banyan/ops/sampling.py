@@ -206,12 +206,12 @@ def weights(below: np.ndarray, temperature: float) -> np.ndarray:
 def support(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> np.ndarray:
-    """The weight of every token, 0 where a filter leaves it out: [vocab] int64.
+    """The weight of every token, 0 = filtered out: [vocab] int64.
 
-    The three filters act jointly on the distribution at `temperature`: the top_k largest; the
-    smallest set of largest whose weight reaches top_p of all; those of at least min_p times the
-    largest weight. Tokens equally far from the best stay or go together, so nothing depends on how
-    a sort orders ties.
+    All three filters apply to the distribution at `temperature`: the top_k largest weights; the
+    smallest set of largest weights that reaches top_p of the sum; weights of at least min_p times
+    the largest. Tokens with equal logits are kept or dropped together, so the result does not
+    depend on how a sort orders ties.
 
     logits: [vocab] float32 with a finite maximum.
     """

@@ -20,9 +20,9 @@ class StateRows:
         pages: [rows] int32, page of each row's state; entries may lie apart.
         row_starts: [rows + 1] int32; row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
         context_lengths: [rows] int32, positions before this step's tokens.
-        trails: [rows, 2] int32: a first page and how many there are. The state after each of so
-            many tokens of a row, the last one left out, goes to these pages as well, one behind
-            another: those tokens may turn out to be wrong. None where none ever do.
+        rollback_checkpoints: [rows, 2] int32: a first page and a number of pages. The state after
+            each of that many tokens of a row, except the last, is also stored to these pages, one
+            after another, because draft tokens may be rejected. None = there are no drafts.
     """
 
     pages: Tensor
@@ -112,8 +112,8 @@ class StateOps(Protocol):
         states: Tensor,
         rows: StateRows,
     ) -> Tensor:
-        """A state S [key_dim, channels] of which each number forgets at a rate of its own (Mamba,
-        arXiv 2312.00752): of each token
+        """A state S [key_dim, channels] whose numbers decay at their own rates (Mamba,
+        arXiv 2312.00752). Per token:
 
             S ← exp(−rate · step) · S + k ⊗ (step · v);   out = q · S + skip · v
 

@@ -1,7 +1,7 @@
 """Weights as a checkpoint stores them: plain floats or blocks of quantised values, row by row.
 
-Knows no files and no layers. A block is 32 or 256 values along the input dimension (`blocks.py`),
-so rows can be cut and reordered without unpacking.
+A block is 32 or 256 values along the input dimension (`blocks.py`), so rows can be cut and
+reordered without unpacking.
 """
 
 import math
@@ -42,7 +42,7 @@ def _float(dtype: torch.dtype) -> StorageType:
 
 
 E4M3 = "E4M3"
-"""Floats of 8 bits, 32 of an output with a scale in fp32 behind them; none of them is a NaN."""
+"""8-bit floats: 32 values of an output, followed by their fp32 scale; no value is NaN."""
 STORAGE_TYPES = {
     "F32": _float(torch.float32),
     "F16": _float(torch.float16),
@@ -170,11 +170,11 @@ class StoredWeight:
         return StoredWeight(self.type, shape, self.raw[..., first:last])
 
     def at(self, index: int) -> "StoredWeight":
-        """What lies at one place of the first dimension, which goes."""
+        """The weight at one index of the first dimension, without that dimension."""
         return StoredWeight(self.type, self.shape[1:], self.raw[index])
 
     def rows(self, ids: Tensor) -> "StoredWeight":
-        """Some of the first dimension, [n] int64, in this order."""
+        """The rows `ids` [n] int64 of the first dimension, in this order."""
         return StoredWeight(self.type, (len(ids), *self.shape[1:]), self.raw[ids])
 
     @property
@@ -183,19 +183,19 @@ class StoredWeight:
         return StoredWeight(self.type, (1, *self.shape), self.raw.unsqueeze(0))
 
     def pair_halves(self, head_dim: int, first: int, count: int) -> "StoredWeight":
-        """The rows first … first + count − 1 of each head from the order 0, 1, 2, … of interleaved
-        pairs to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + count/2).
+        """Reorder rows first … first + count − 1 of each head from interleaved pairs to halves: the
+        pair (2i, 2i + 1) becomes (i, i + count/2).
         """
         raw = self._rows()
         row_bytes = raw.shape[-1]
         heads = raw.reshape(-1, head_dim, row_bytes)
-        before, turned, behind = heads.split([first, count, head_dim - first - count], dim=1)
+        before, turned, rest = heads.split([first, count, head_dim - first - count], dim=1)
         pairs = turned.reshape(-1, count // 2, 2, row_bytes).transpose(1, 2)
-        halves = torch.cat([before, pairs.reshape(-1, count, row_bytes), behind], dim=1)
+        halves = torch.cat([before, pairs.reshape(-1, count, row_bytes), rest], dim=1)
         return StoredWeight(self.type, self.shape, halves.reshape(self.raw.shape))
 
     def _rows(self) -> Tensor:
-        """The bytes with a row for each index of the first dimension, be it the only one."""
+        """The bytes, one row per index of the first dimension."""
         num_rows = self.shape[0]
         return self.raw.view(num_rows, -1) if len(self.shape) == 1 else self.raw
 

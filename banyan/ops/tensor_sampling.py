@@ -170,7 +170,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Bits of z moved down, zeros behind them."""
+    """z shifted right by `bits`, filled with zeros."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

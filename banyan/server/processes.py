@@ -1,9 +1,9 @@
 """The composition root for processes: starts an engine in a process or thread of its own.
 
 Importable without torch, so that the API process stays small; `engine/core_process.py` builds
-what runs inside. `python -m banyan.server.processes` is the entry of child processes, whose duty
-comes on standard input: they load their libraries first, so that a child may be started before
-its duty is known.
+the engine inside. `python -m banyan.server.processes` is the entry of child processes. They load
+their libraries first and then read their ProcessSpec from standard input, so that a child can be
+started before its spec is known.
 """
 
 import faulthandler
@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 OnDeath = Callable[[str], None]
-"""Called from a thread with what happened when an engine ends unasked."""
+"""Called from a thread with a description when an engine ends unexpectedly."""
 
 
 @dataclass(frozen=True)
 class EngineHandle:
-    """A running engine, wherever it runs."""
+    """A running engine, in a process, a thread or on another node."""
 
     stop: Callable[[], None]
     put_down: Callable[[], None]
     """Kill an engine that does not answer, after its stack traces are in the log."""
     pids: Callable[[], list[int]]
     recording: Callable[[], bytes] = bytes
-    """What its flight recorder holds, as the content of a journal, also when it has died."""
+    """Content of its flight recorder as a journal, even after its death."""
 
 
 def start_engine_process(
     config: Config, model_config: ModelConfig, address: str, on_death: OnDeath, secret: str = ""
 ) -> EngineHandle:
-    """Start the engine in a process of its own, connected to `address`, for a caller that asks for
-    no recording, and leads no other nodes.
+    """Start the engine in its own process, connected to `address`; without a flight recorder and
+    without other nodes.
 
     Raises:
         ConfigError: the engine would be on another node.
@@ -85,9 +85,11 @@ def waiting_engines(
     count: int,
     secret: str = "",
 ) -> Iterator[Callable[[Config, ModelConfig, str, OnDeath], EngineHandle]]:
-    """`start_engine_process` for a caller that needs time to find out what will run: `count`
-    processes load their libraries meanwhile. Those that got none end with the block, and so do
-    other nodes."""
+    """Start `count` processes; yield a function that starts engines in them.
+
+    The processes load their libraries while the caller prepares the config. Unused processes and
+    other nodes end with the block.
+    """
     waiting = [_engine_child() for _ in range(count)]
     far = RemoteEngines(secret)
 
@@ -95,7 +97,7 @@ def waiting_engines(
         config: Config, model_config: ModelConfig, address: str, on_death: OnDeath
     ) -> EngineHandle:
         if config.parallel.node_of(config.parallel.replica):
-            far.start(_unlocked(config), model_config, address, on_death)
+            far.start(_without_secrets(config), model_config, address, on_death)
             return EngineHandle(stop=_nothing, put_down=_nothing, pids=list)
         engine = waiting.pop() if waiting else _engine_child()
         return _start(engine, config, model_config, address, on_death, secret)
@@ -110,18 +112,18 @@ def waiting_engines(
 
 
 def _nothing() -> None:
-    """An engine of another node ends with those that come after it, or with the server."""
+    """An engine on another node ends when it is replaced, or with the server."""
 
 
-def _unlocked(config: Config) -> Config:
-    """Without what lets people in: an engine lets nobody in."""
+def _without_secrets(config: Config) -> Config:
+    """Remove keys and passwords, which an engine does not need."""
     server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
     return replace(config, server=server)
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """A process that will be an engine, and the memory of its flight recorder."""
+    """A process without a spec yet, and the memory of its flight recorder."""
 
     child: Child
     memory: RecordingMemory
@@ -145,7 +147,10 @@ def _start(
         memory.give_size(size)
     recording = memory.descriptor if size else NO_RECORDING
     process_spec = ProcessSpec(
-        *(ENGINE, _unlocked(config), model_config, address),
+        ENGINE,
+        _without_secrets(config),
+        model_config,
+        address,
         secret=secret,
         recording=recording,
     )
@@ -156,7 +161,7 @@ def _start(
 
     def ended(how: Callable[[], None]) -> None:
         how()
-        remove_folders_of(child.pid)  # a killed process leaves its own
+        remove_folders_of(child.pid)  # a killed process cannot remove them
         memory.close()
 
     return EngineHandle(
@@ -205,7 +210,7 @@ def start_engine_thread(
 
 
 def main() -> None:
-    """Entry of a child process: do what its ProcessSpec says, exit with the error's own code."""
+    """Entry of a child process: run its ProcessSpec; exit with the code of a BanyanError."""
     follow_parent()
     gc.disable()  # imports create many objects and hardly any garbage
     with without_parts():

@@ -54,7 +54,7 @@ class StudyQuestion:
     Attributes:
         weight_bits: per weight; 0 = as the checkpoint says.
         concurrency: requests kept open; 0 = they come at their times.
-        context: positions behind each row of the steps whose time is told.
+        context: cached positions of each row of the steps whose time is estimated.
         host_s: time that planning and launching a step takes on the host.
         peer_bytes_per_s: from a prefill to a decode server; 0 = as between devices.
     """
@@ -90,7 +90,7 @@ class Study:
 def weight_bytes_of(model_config: ModelConfig) -> float:
     """
     Raises:
-        ConfigError: the type of the weights tells no size.
+        ConfigError: the size of the weight type is unknown.
     """
     name = model_config.quant.method if model_config.quant is not None else model_config.dtype
     if name not in _BYTES:
@@ -147,21 +147,21 @@ def _replicas(
     world: World,
     roofline: Roofline,
 ) -> list[SimulatedReplica]:
-    """Replicas that do all, side by side or joined."""
+    """Replicas that do all, independent or with DP attention."""
     spec = core_spec(question.config, question.model_config, memory)
     if not layout.uses_dp_attention:
         devices = [_device(world, roofline, layout) for _ in range(layout.dp)]
         return [
             SimulatedReplica(world, spec.build(), device, question.host_s) for device in devices
         ]
-    joined = DPAttentionDevices(world, roofline, layout.dp)
+    devices_of_all = DPAttentionDevices(world, roofline, layout.dp)
     found: list[SimulatedReplica] = []
     for number in range(layout.dp):
-        mine = DPAttentionDevice(joined, number)
+        mine = DPAttentionDevice(devices_of_all, number)
         found.append(
             SimulatedReplica(world, spec.build(step_agreement=mine), mine, question.host_s)
         )
-        joined.wake.append(found[-1].turn)
+        devices_of_all.wake.append(found[-1].turn)
     return found
 
 

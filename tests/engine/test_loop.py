@@ -406,7 +406,7 @@ def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_st
 
     class Told(logging.Handler):
         def emit(self, record):
-            if record.getMessage() == "rank 1 stands here:\nin collectives.py":
+            if record.getMessage() == "stack traces of rank 1:\nin collectives.py":
                 told.set()
 
     logger, handler = logging.getLogger("banyan.engine.watchdog"), Told()

@@ -13,7 +13,15 @@ import pytest
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
 from banyan.engine.core_process import OtherRanks
-from banyan.engine.multi_node import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
+from banyan.engine.multi_node import (
+    Hello,
+    Leader,
+    NodeHeartbeat,
+    Nodes,
+    check_secret,
+    ranks_of,
+    serve_node,
+)
 from banyan.engine.process_spec import RANK, ProcessSpec
 from tests.server.fakes import MODEL_CONFIG
 from tests.system.serving import free_port
@@ -37,7 +45,7 @@ def test_each_node_has_as_many_ranks():
         ({"weights": "x"}, "another model or other weights"),
         ({"tp": 3}, "--nnodes 3 --tp 3 --pp 1, the leader with --nnodes 3 --tp 6 --pp 1"),
         (
-            {"joined": 2},
+            {"dp": 2},
             "--enable-dp-attention --dp-size 2, the leader with --enable-dp-attention --dp-size 1",
         ),
         ({"node": 3}, r"--node-rank 3 is not in 1 … 2"),
@@ -94,17 +102,17 @@ def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said)
     where, died = parallel(free_port(), meet_timeout_s=20), SimpleQueue()
     nodes = Nodes(where, "s", replace_hello(node=0))
     with Leader(where.meeting, "s") as one, Leader(where.meeting, "s") as two:
-        one.say(b"H", msgspec.json.encode(replace_hello(node=1)))
-        two.say(b"H", msgspec.json.encode(replace_hello(node=2)))
+        one.send(b"H", msgspec.json.encode(replace_hello(node=1)))
+        two.send(b"H", msgspec.json.encode(replace_hello(node=2)))
         nodes.gather()
         config = replace(Config(), parallel=where)
         nodes.start(lambda _: [ProcessSpec(RANK, config, MODEL_CONFIG, "")])
         nodes.watch(died.put)
 
-        one.say(*said)
+        one.send(*said)
 
-        assert died.get(timeout=20) == "node 1 said what the leader does not understand"
-        two.say(b"B", msgspec.json.encode(Sign(rank=4, silent_s=60.0)))
+        assert died.get(timeout=20) == "node 1 sent a message that the leader does not understand"
+        two.send(b"B", msgspec.json.encode(NodeHeartbeat(rank=4, silent_s=60.0)))
         deadline = time.monotonic() + 20
         while nodes.silence()[0] != 4:
             assert time.monotonic() < deadline

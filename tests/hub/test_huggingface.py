@@ -29,7 +29,9 @@ def test_what_lies_in_the_cache_is_used_when_the_hub_is_away(
     first = fetch(LoadConfig(source), hub.environment(tmp_path))
     away = Environment(hf_endpoint=NOBODY, hf_cache=str(tmp_path))
     assert fetch(LoadConfig(source), away) == first
-    assert "taken as it lies in the cache (0123456789ab), because the hub is away" in caplog.text
+    assert (
+        "using the copy in the cache (0123456789ab), because the hub is unreachable" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -49,7 +51,7 @@ def test_a_model_that_lies_there_in_part_is_not_used(
     with pytest.raises(ModelError, match="cannot fetch 'owner/name'"):
         fetch(LoadConfig(REPO), away)
     offline = LoadConfig(REPO, offline=True)
-    with pytest.raises(ModelError, match="lies in the cache on this machine in part only"):
+    with pytest.raises(ModelError, match="is only partly in the cache on this machine"):
         fetch(offline, away)
 
 
@@ -61,7 +63,9 @@ def test_what_the_hub_refuses_is_not_taken_from_the_cache(tmp_path: Path, hub: F
 
 
 @pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize(("token", "who"), [("", "a stranger"), ("hf_1", "the account of this")])
+@pytest.mark.parametrize(
+    ("token", "who"), [("", "an anonymous user"), ("hf_1", "the account of this")]
+)
 def test_a_gated_model_says_how_to_log_in(
     tmp_path: Path, hub: FakeHub, status: int, token: str, who: str
 ) -> None:

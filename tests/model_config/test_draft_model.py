@@ -73,9 +73,9 @@ def test_what_the_flags_say_of_the_draft_is_of_it_alone(models):
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"vocab_size": LLAMA["vocab_size"] + 1}, "what one drafts the other could not read"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, "their token ids differ"),
         ({"num_hidden_layers": 9}, "its drafts would take longer"),
-        ({"architectures": ["BertModel"], "model_type": "bert"}, "makes vectors|Bert"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "is an embedding model|Bert"),
     ],
 )
 def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict, text: str):
@@ -94,7 +94,7 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
         ("--speculative-draft-model-quantization nvfp4_online", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
         ("--speculative-draft-load-format gguf", "gguf"),
-        ("--tp-size 3", "does not divide"),
+        ("--tp-size 3", "do not divide"),
     ],
 )
 def test_what_a_draft_model_does_not_go_with_is_refused_by_name(models, words: str, text: str):
@@ -114,7 +114,7 @@ def test_the_two_must_belong_together(models):
 
 def test_ranks_that_cannot_share_the_draft_are_refused(models):
     draft = SMALL | {"num_attention_heads": 1, "num_key_value_heads": 1}
-    with pytest.raises(BanyanError, match="does not divide its 1 heads"):
+    with pytest.raises(BanyanError, match="do not divide its 1 heads"):
         resolved(*models(draft=draft), "--tp-size", "2")
 
 
@@ -154,10 +154,10 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "words", "text"),
     [
-        ({"num_nextn_predict_layers": 0}, "", "says nothing of a layer for drafting"),
-        ({}, "--speculative-draft-model-path M", "the served model's own checkpoint"),
-        ({}, "--speculative-draft-model-quantization int8", "the served model's own checkpoint"),
-        ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
+        ({"num_nextn_predict_layers": 0}, "", "has no layer for drafting"),
+        ({}, "--speculative-draft-model-path M", "the served model's checkpoint"),
+        ({}, "--speculative-draft-model-quantization int8", "the served model's checkpoint"),
+        ({}, "--speculative-draft-load-format dummy", "the served model's checkpoint"),
         ({}, "--pp-size 2", "stages do not verify"),
         ({}, "--enable-memory-saver", "are not released"),
         ({}, "--speculative-eagle-topk 4", "the size of the draft tree is not given"),
@@ -184,7 +184,7 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
     """Its family runs none, or none from files of this form."""
     config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
     model_config = replace(read_model_config(config.model.path), **other)
-    with pytest.raises(BanyanError, match=f"of {model_config.architecture} is not run here from"):
+    with pytest.raises(BanyanError, match=f"of {model_config.architecture} cannot be loaded from"):
         find_draft_model(
             config, model_config, Environment(), lambda config, model_config, environment: config
         )
@@ -302,7 +302,7 @@ def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models)
 def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
     assert resolved(*named).speculative.is_mtp
-    with pytest.raises(BanyanError, match="says nothing of a layer.*DeepSeek|layer for drafting"):
+    with pytest.raises(BanyanError, match="has no layer for drafting"):
         resolved(*named[:1], folder(tmp_path, LLAMA), *named[2:])
 
 
@@ -310,7 +310,7 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     ("draft", "target", "words", "text"),
     [
         ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "", "reads hidden states of"),
-        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "", "the other could not read"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "", "their token ids differ"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "", "LlamaForCausalLMEagle, Ll"),
         (
             {"draft_vocab_size": 7, "architectures": ["LlamaForCausalLM"]},
@@ -319,7 +319,7 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
             "of EAGLE3's kind",
         ),
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
-        ({}, AHEAD, "", "is not drafted for by its hidden states"),
+        ({}, AHEAD, "", "is not supported; supported are LlamaForCausalLM"),
         ({}, {}, "--pp-size 2", "stages do not verify"),
         ({}, {}, "--enable-memory-saver", "are not released"),
         ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not given"),
@@ -338,17 +338,17 @@ def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, w
     ("draft", "target", "text"),
     [
         ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "reads hidden states of"),
-        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "the other could not read"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "their token ids differ"),
         ({"draft_vocab_size": LLAMA["vocab_size"] + 1}, {}, "draft_vocab_size must be in"),
-        ({"num_hidden_layers": 2}, {}, "num_hidden_layers is not what"),
-        ({"target_hidden_size": 3}, {}, "target_hidden_size is not what"),
-        ({"norm_before_residual": True}, {}, "norm_before_residual is not what"),
+        ({"num_hidden_layers": 2}, {}, "num_hidden_layers is not supported"),
+        ({"target_hidden_size": 3}, {}, "target_hidden_size is not supported"),
+        ({"norm_before_residual": True}, {}, "norm_before_residual is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is not"),
         ({"eagle_config": {TAPS: [1, 12]}}, {}, "layers .2, 13. .*has 12"),
         ({"eagle_config": {TAPS: [1, "a"]}}, {}, "layers .2, .a.. .*has 12"),
         ({"eagle_config": {TAPS: [1] * 9}}, {}, "reads the inputs of layers"),
         ({}, {"num_hidden_layers": 2}, "layers .2, 1, -1. .*has 2"),
-        ({}, AHEAD | {"num_hidden_layers": 12}, "is not drafted for by its hidden states"),
+        ({}, AHEAD | {"num_hidden_layers": 12}, "is not supported; supported are LlamaForCausalLM"),
     ],
 )
 def test_what_eagle3_does_not_go_with_is_refused_by_name(models, draft, target, text):
@@ -415,8 +415,131 @@ def test_a_token_map_in_a_damaged_or_huge_file_is_refused(models, tmp_path):
 
 def test_a_token_map_is_for_eagle_alone(models, tmp_path):
     path = write_ids(tmp_path / "hot.json", [1])
-    with pytest.raises(BanyanError, match="says itself which tokens it knows"):
+    with pytest.raises(BanyanError, match="names its own draft vocabulary"):
         eagle(models, EAGLE3, LLAMA, "--speculative-token-map", path)
     named = ("--model-path", folder(tmp_path, LLAMA), "--speculative-algorithm", "NGRAM")
     with pytest.raises(BanyanError, match="it is for --speculative-algorithm EAGLE with"):
         resolved(*named, "--speculative-token-map", path)
+
+
+DFLASH_TARGET = LLAMA | {"num_hidden_layers": 12}
+DFLASH = LLAMA | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "block_size": 8,
+    "num_target_layers": 12,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 9]},
+}
+
+
+def dflash_pair(tmp_path: Path, *words: str, draft: object = None, target: object = None) -> Config:
+    for name in "ab":
+        (tmp_path / name).mkdir(exist_ok=True)
+    named = ("--model-path", folder(tmp_path / "a", DFLASH_TARGET | (target or {})))
+    model = ("--speculative-draft-model-path", folder(tmp_path / "b", DFLASH | (draft or {})))
+    asked = ("--speculative-algorithm", "DFLASH", *words)
+    return prepare(config_of(*named, *model, *asked), Environment())[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts"),
+    [
+        ("", 7),
+        ("--speculative-dflash-block-size 4", 3),
+        ("--speculative-num-draft-tokens 4", 3),
+        ("--speculative-num-draft-tokens 4 --speculative-dflash-block-size 4", 3),
+        ("--speculative-num-steps 1", 7),
+        ("--speculative-dflash-block-size 12", 11),
+    ],
+)
+def test_a_block_is_as_long_as_the_flags_or_the_model_say(tmp_path, caplog, words, drafts):
+    speculative = dflash_pair(tmp_path, *words.split()).speculative
+    assert (speculative.drafts, speculative.levels) == (drafts, 1)
+    assert (
+        "was trained for blocks of 8 tokens: acceptance drops in blocks of 12" in caplog.text
+    ) == (drafts > 7)
+
+
+@pytest.mark.parametrize(
+    ("facts", "taps", "block"),
+    [
+        ({}, (2, 10), 8),
+        ({"dflash_config": {"mask_token_id": 5}}, (2, 10), 8),
+        ({"dflash_config": {"mask_token_id": 5}, "num_hidden_layers": 1}, (7,), 8),
+        ({"block_size": None}, (2, 10), 16),
+        ({"dflash_config": DFLASH["dflash_config"] | {"block_size": 4}}, (2, 10), 4),
+    ],
+)
+def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
+    config = dflash_pair(tmp_path, draft=facts)
+    served = read_model_config(config.model.path)
+    model_config = draft_model_config(config.speculative, draft_of(config), served)
+    assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
+    assert (model_config.eagle.aux_layers, model_config.eagle.block, model_config.eagle.mask) == (
+        taps,
+        block,
+        5,
+    )
+
+
+def dflash_keys(**facts: object) -> dict[str, object]:
+    return {"dflash_config": {**DFLASH["dflash_config"], **facts}}
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "words", "text"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "", "of DFlashDraftModel, and this is"),
+        (
+            dflash_keys(projector_type="domino"),
+            {},
+            "",
+            "dflash_config.projector_type: only draft models of",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, {}, "", "layer_types: only draft models of"),
+        (
+            dflash_keys(target_layer_ids=[1, 11]),
+            {},
+            "",
+            "outputs of layers .* the served model has 12",
+        ),
+        (dflash_keys(target_layer_ids=[9, 1]), {}, "", "must be ascending, without repeats"),
+        (dflash_keys(mask_token_id=10**9), {}, "", "mask_token_id must be in"),
+        (
+            dflash_keys(mask_token_id=None),
+            {},
+            "",
+            "mask_token_id must be a whole number; it is missing",
+        ),
+        ({"block_size": 1}, {}, "", "block_size must be in"),
+        ({"hidden_size": 128, "head_dim": 16}, {}, "", "reads hidden states of 128 numbers"),
+        ({}, {}, "--speculative-num-steps 4", "in one pass, as one sequence"),
+        ({}, {}, "--speculative-eagle-topk 4", "in one pass, as one sequence"),
+        (
+            {},
+            {},
+            "--speculative-num-draft-tokens 4 --speculative-dflash-block-size 5",
+            "a row verifies one block",
+        ),
+        ({}, {}, "--tp-size 2 --attn-cp-size 2", "DFLASH"),
+        ({}, {}, "--pp-size 2", "stages do not verify"),
+        (
+            {},
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+            "",
+            "is not supported; supported",
+        ),
+    ],
+)
+def test_what_dflash_does_not_combine_with_is_refused_by_name(tmp_path, draft, target, words, text):
+    with pytest.raises(BanyanError, match=text):
+        dflash_pair(tmp_path, *words.split(), draft=draft, target=target)
+
+
+def test_a_length_of_blocks_is_for_dflash_alone():
+    words = ("--speculative-algorithm", "NGRAM", "--speculative-dflash-block-size", "4")
+    with pytest.raises(BanyanError, match="only DFLASH reads it"):
+        prepare(config_of(*words), Environment())
+    with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
+        prepare(config_of("--speculative-algorithm", "DFLASH"), Environment())

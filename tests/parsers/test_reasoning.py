@@ -100,7 +100,7 @@ def test_tags_inside_of_an_answer_are_text() -> None:
     assert parse("qwen3", list(said))[SegmentKind.TEXT] == said
 
 
-def test_a_preamble_of_gpt_oss_is_said_and_its_calls_are_left_for_the_tool_parser() -> None:
+def test_a_preamble_of_gpt_oss_is_text_and_its_calls_are_left_for_the_tool_parser() -> None:
     answer = (
         "<|channel|>analysis<|message|>plan<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
@@ -122,22 +122,22 @@ def answered(form: AnswerFormat, pieces: list[str], is_cut: bool = False) -> lis
 
 QWEN = {"reasoning": REASONING_PARSERS.load("qwen3"), "tools": TOOL_PARSERS.load("qwen25")}
 WANTED = [Call("f", {"city": "Paris"})]
-THINKS_OF_CALLING = (
+REASONS_ABOUT_A_CALL = (
     '<think>\nI could write <tool_call>{"name": "g", "arguments": {}}</tool_call>\n</think>\n\n'
 )
 
 
-def test_calls_that_are_only_thought_of_are_not_made() -> None:
-    answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
+def test_calls_inside_reasoning_are_not_made() -> None:
+    answer = REASONS_ABOUT_A_CALL + WRITERS["qwen25"](random.Random(1), WANTED, "")
     found = answered(AnswerFormat(**QWEN, offered=TOOLS), list(answer))
     assert [p.name for p in found if isinstance(p, ToolCallStart)] == ["f"]
     assert isinstance(found[0], ReasoningDelta) and "<tool_call>" in found[0].text
 
 
-def test_thinking_that_is_not_separated_is_said_with_its_tags() -> None:
-    answer = THINKS_OF_CALLING + WRITERS["qwen25"](random.Random(1), WANTED, "")
+def test_reasoning_that_is_not_separated_stays_in_the_text_with_its_tags() -> None:
+    answer = REASONS_ABOUT_A_CALL + WRITERS["qwen25"](random.Random(1), WANTED, "")
     found = answered(AnswerFormat(**QWEN, offered=TOOLS, separates_reasoning=False), list(answer))
-    assert isinstance(found[0], TextDelta) and found[0].text.strip() == THINKS_OF_CALLING.strip()
+    assert isinstance(found[0], TextDelta) and found[0].text.strip() == REASONS_ABOUT_A_CALL.strip()
     assert [p.name for p in found if isinstance(p, ToolCallStart)] == ["f"]
 
 

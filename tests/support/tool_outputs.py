@@ -1,6 +1,6 @@
 """Answers with tool calls as each family of models writes them, made from known calls.
 
-The writers are the oracle of the parser tests: they know nothing of the parsers.
+The writers are the oracle of the parser tests and use none of the parsers.
 """
 
 import codecs

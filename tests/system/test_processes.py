@@ -309,7 +309,7 @@ def test_a_slow_step_is_told_to_the_log_and_ends_nothing(server):
         streams = load(running, count=2, max_new_tokens=3000)
         (rank,) = running.rank_pids()
         os.kill(rank, signal.SIGSTOP)
-        told = f"rank 1 stands here:\npid {rank} was stopped by a signal"
+        told = f"stack traces of rank 1:\npid {rank} was stopped by a signal"
         wait_until(lambda: told in running.log.read_text(), 10.0, "the log to tell")
         os.kill(rank, signal.SIGCONT)
         for stream in streams:

@@ -137,7 +137,7 @@ def site(log: Path, model: Path, layout: str) -> Iterator[Site]:
 def told_of(log: Path, begins: int, struck: int) -> str:
     """What the log lacks of a killed rank: who it was, the step, and where the others stand."""
     text = log.read_text(errors="replace")[begins:]
-    wanted = (f"(pid {struck})", "in flight: step=", "the threads of rank 0 stand here")
+    wanted = (f"(pid {struck})", "in flight: step=", "stack traces of rank 0")
     return ", ".join(words for words in wanted if words not in text)
 
 

@@ -41,7 +41,7 @@ FLAGS = (
         low=2,
         high=64,
         documented=False,
-        proof="tests/model_config/test_dflash.py::test_a_block_is_as_long_as_the_flags_or_the_model_say",
+        proof="tests/model_config/test_draft_model.py::test_a_block_is_as_long_as_the_flags_or_the_model_say",
     ),
     Flag(
         "speculative-num-steps",

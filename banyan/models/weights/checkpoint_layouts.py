@@ -259,10 +259,10 @@ def with_numbered_blocks(
     """Rename Zamba2's shared blocks. Checkpoints keep a block under the first layer or under each
     layer that uses it, with the layers' own adapters inside. The result has numbered blocks,
     model.shared.{block}, and adapters under their layers, model.layers.{layer}.beside.{of}."""
-    takers, seen = model_config.takers, set[str]()
+    hybrid_layers, seen = model_config.hybrid_layers, set[str]()
     for name, tensor in tensors:
         found = _SHARED_BLOCK.fullmatch(name)
-        if found and int(found[1]) in takers:
+        if found and int(found[1]) in hybrid_layers:
             name = _numbered_block(int(found[1]), found[2], model_config) or name
             if name in seen:
                 continue
@@ -273,12 +273,11 @@ def with_numbered_blocks(
 def _numbered_block(layer: int, rest: str, model_config: ModelConfig) -> str:
     """The new name; "" for an adapter of a layer that does not exist."""
     assert model_config.shared is not None
-    takers = model_config.takers
+    hybrid_layers = model_config.hybrid_layers
     own = _ADAPTER.fullmatch(rest)
     if own is None:
-        return f"model.shared.{takers.index(layer) % model_config.shared.blocks}.{rest}"
-    if int(own[2]) >= len(takers):
+        return f"model.shared.{hybrid_layers.index(layer) % model_config.shared.blocks}.{rest}"
+    if int(own[2]) >= len(hybrid_layers):
         return ""
-    return (
-        f"model.layers.{takers[int(own[2])]}.beside.{own[1]}.{_ADAPTER_PARTS[int(own[3])]}.{own[4]}"
-    )
+    hybrid_layer, part = hybrid_layers[int(own[2])], _ADAPTER_PARTS[int(own[3])]
+    return f"model.layers.{hybrid_layer}.beside.{own[1]}.{part}.{own[4]}"

@@ -1,4 +1,4 @@
-"""Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
+"""CPU kernels, best first. Ops without a kernel here run the plain torch reference."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -62,14 +62,14 @@ _log = logger(__name__)
 
 
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> "Toolkit":
-    """The compiled library, built when this is the first time; or why there is none.
+    """Open the compiled library, building it on first use; a text says why there is none.
 
     Args:
         wishes: "cpu-compiler", the C++ compiler to try first; "cpu-isa", the highest instruction
-            set to use; "quantization", what float weights of projections are rounded to at load.
+            set to use; "quantization", the type that float projections are rounded to at load.
 
     Raises:
-        ConfigError: a rounding that does not exist, or that has no kernels here.
+        ConfigError: the rounding is unknown, or has no kernels here.
     """
     from banyan.ops.bind import NoToolkit
     from banyan.ops.cpu.build import BuildError, usable_isa

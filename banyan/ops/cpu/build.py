@@ -1,12 +1,13 @@
-"""Builds the compiled kernels: C++ sources to one shared library, cached by what went into it.
+"""Builds the compiled kernels: C++ sources to one shared library, cached by its inputs.
 
-A library is built for one instruction set, so that no time goes into code that does not run: it has
-the best kernels of each family, and plain code to check them against. Compilers are tried in
-order: the one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a
-wheel). Nothing is downloaded. The cache is keyed by sources, options and instruction set, so an
-unchanged library is built once per user, by a process of its own (`build_process`). A wheel may
-contain libraries under the same keys (`prebuild`); libraries of other sources or options are not
-found.
+A library is built for one instruction set, so that no time is spent on code that never runs. It
+contains the best kernels of each family, and plain code to check them against. Compilers are tried
+in this order: the configured one, g++, clang++, and the `ziglang` package (a C++ compiler as a
+wheel). Nothing is downloaded.
+
+The cache key consists of sources, options and instruction set, so an unchanged library is built
+once per user, in a separate process (`build_process`). A wheel may contain libraries under the same
+keys (`prebuild`). Libraries of other sources or options have other keys and are not used.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Libraries of a wheel; absent in a source tree."""
+"""Libraries of a wheel; missing in a source tree."""
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
     "-std=c++17",
@@ -40,7 +41,7 @@ OPTIONS = (
     "-fno-trapping-math",
 )
 ISAS = ("base", "avx2", "avx512", "vnni", "amx")
-"""Instruction sets in rising order; the numbers of csrc/runtime.h."""
+"""Instruction sets in ascending order; indices as in csrc/runtime.h."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 OPTIONS_BY_ISA = {
@@ -49,7 +50,7 @@ OPTIONS_BY_ISA = {
     "vnni": (*_AVX512, "-mavx512vnni"),
     "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
-"""Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+"""Suffix of a file's name -> options of its instruction set; such files are for x86-64 only."""
 FAMILIES = {
     "attention": ("base", "avx2", "avx512"),
     "experts": ("base", "avx2", "avx512"),
@@ -63,9 +64,9 @@ FAMILIES = {
 """csrc/<family>.inl is compiled once for each of these sets. Its table of kernels, BN_TABLE in the
 source, is called <family>_<set>. A set with a file of its own (linear_amx.cpp) is not listed."""
 OFTEN_RUN, SELDOM_RUN = "-O3", "-O1"
-"""How hard to optimise what serves; and what only checks that, or serves odd shapes."""
+"""Optimisation of serving kernels, and of kernels for checks and rare shapes."""
 STAND_INS = {"attention_avx512": "attention_avx2"}
-"""Kernels -> the kernels that serve other head sizes: 8, 24, 40 … numbers."""
+"""Kernels -> the kernels for the other head sizes: 8, 24, 40 …"""
 _ZIG = (
     # Its own defaults are this machine's instruction set and checks for undefined behaviour.
     "-mcpu=baseline",
@@ -83,17 +84,17 @@ _NEEDS = {
     "vnni": {"avx512_vnni"},
     "amx": {"amx_tile", "amx_int8", "amx_bf16"},
 }
-"""What /proc/cpuinfo must list, in addition to the needs of lower sets."""
+"""Flags that /proc/cpuinfo must list, in addition to the flags of lower sets."""
 _log = logger("banyan.ops.cpu.build")
 
 
 class BuildError(Exception):
-    """No library can be built; the text says why, in one line."""
+    """No library can be built; the text gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler as the first words of a command line."""
+    """A C++ compiler, as the start of a command line."""
 
     words: tuple[str, ...]
 
@@ -102,11 +103,11 @@ class Compiler:
         return "ziglang" if "ziglang" in self.words else self.words[0]
 
     def compile(self, work: Path) -> tuple[str, ...]:
-        """How a command that compiles begins; what it keeps goes into the folder `work`."""
+        """Start of a command that compiles; its temporary files go to the folder `work`."""
         return (*self._command(work), *OPTIONS, *(_ZIG if self.name == "ziglang" else ()))
 
     def link(self, work: Path) -> tuple[str, ...]:
-        """The same of a command that makes a shared library."""
+        """Start of a command that links a shared library."""
         options = _ZIG_LINK if self.name == "ziglang" else ("-pthread",)
         return (*self._command(work), "-shared", *options)
 
@@ -121,7 +122,7 @@ def compilers(named: str = "") -> Iterator[Compiler]:
     """The compilers of this machine, best first.
 
     Args:
-        named: a command line that goes before all others, "" for none.
+        named: a command line to try first; "" = none.
     """
     if named:
         yield Compiler(tuple(shlex.split(named)))
@@ -133,7 +134,7 @@ def compilers(named: str = "") -> Iterator[Compiler]:
 
 
 def machine_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The highest instruction set of this machine that there is code for."""
+    """The highest instruction set of this machine for which kernels exist."""
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -148,25 +149,25 @@ def machine_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def usable_isa(wished: str = "") -> str:
-    """The instruction set to build for: the machine's best, or `wished` where that is lower."""
+    """The instruction set to build for: the machine's best, or `wished` if that is lower."""
     return min(wished or ISAS[-1], machine_isa(), key=ISAS.index)
 
 
 def prebuilt_library(isa: str) -> Path | None:
-    """The library that came with the package: for this instruction set, of these sources."""
+    """The library in the package for this instruction set and these sources."""
     path = _target(PREBUILT, isa)
     return path if path.is_file() else None
 
 
 def cached_library(named_compiler: str = "", folder: Path | None = None, isa: str = "") -> Path:
-    """The path of the built library; builds it when the cache does not hold it.
+    """The path of the built library; builds it if it is not in the cache.
 
     Args:
         folder: the cache; default: ~/.cache/banyan/kernels.
         isa: which of ISAS to build for; default: the machine's best.
 
     Raises:
-        BuildError: no compiler is there, or none of them can build it.
+        BuildError: there is no compiler, or none can build the library.
     """
     isa = isa or machine_isa()
     target = _target(folder, isa)
@@ -183,10 +184,10 @@ def cached_library(named_compiler: str = "", folder: Path | None = None, isa: st
 
 
 def library_paths(isa: str, compiler: str) -> Iterator[Path]:
-    """Where libraries for an instruction set lie, best first; the last one is built when asked for.
+    """Paths of libraries for an instruction set, best first; the last one is built on demand.
 
     Raises:
-        BuildError: it cannot be, and nothing came along for lower sets either.
+        BuildError: it cannot be built, and the package has none for lower sets either.
     """
     came = None if compiler else prebuilt_library(isa)
     if came is not None:
@@ -202,7 +203,7 @@ def library_paths(isa: str, compiler: str) -> Iterator[Path]:
 
 @contextmanager
 def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[None]:
-    """Build what `cached_library` will ask for, here or in another process, during the block.
+    """Build the library for `cached_library` in the background, during the block.
 
     A failure is not reported here: `cached_library` fails again and reports it.
     """
@@ -223,7 +224,7 @@ def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[N
 
 
 class _Building:
-    """A process that builds a library, unless one does already; it ends with this one."""
+    """A child process that builds a library, unless another process already does."""
 
     def __init__(self, target: Path, isa: str, found: list[Compiler]) -> None:
         words = [each.words for each in found]
@@ -241,7 +242,7 @@ class _Building:
         )
 
     def wait(self) -> str:
-        """ "" once the library is there, or why it is not."""
+        """ "" once the library exists, or the reason why it does not."""
         assert self._process.stdout is not None
         reason = self._process.stdout.read()
         code = self._process.wait()
@@ -262,8 +263,8 @@ class Source:
 
     Attributes:
         path: a .cpp file, or the .inl file of a family.
-        isa: the instruction set, "" = the code needs none.
-        is_seldom_run: it need not be fast.
+        isa: the instruction set; "" = any.
+        is_seldom_run: the code need not be fast.
     """
 
     path: Path
@@ -272,7 +273,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Of the object, also of the table of kernels in it."""
+        """Name of the object file and of its kernel table."""
         is_family = self.path.suffix == ".inl"
         return f"{self.path.stem}_{self.isa}" if is_family else self.path.stem
 
@@ -282,14 +283,14 @@ class Source:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """How a compiler's command line names the source."""
+        """Arguments of a compiler that name the source."""
         if self.path.suffix == ".inl":
             return (f"-DBN_TABLE={self.name}", "-x", "c++", str(self.path))
         return (str(self.path),)
 
 
 def all_sources() -> list[Source]:
-    """Every compilation of csrc, for all instruction sets."""
+    """All compilations of csrc, for all instruction sets."""
     files = [Source(path, _isa(path.stem)) for path in sorted(SOURCES.glob("*.cpp"))]
     families = [
         Source(SOURCES / f"{family}.inl", isa) for family, isas in FAMILIES.items() for isa in isas
@@ -298,7 +299,7 @@ def all_sources() -> list[Source]:
 
 
 def _isa(stem: str) -> str:
-    """The instruction set that a file's name says it is for, "" for none."""
+    """The instruction set in a file's name; "" = none."""
     last = stem.rpartition("_")[2]
     return last if last in ISAS else ""
 

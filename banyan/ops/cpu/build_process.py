@@ -1,8 +1,8 @@
 """The process that compiles the kernels, in a process group with its compilers.
 
-`build` starts it and keeps its standard input open: the end of that, however it comes, ends the
-compilers, and what they have written goes. Progress is logged whatever level is shown: a person
-waits. Standard output says "" or, in one line, why there is no library.
+`build` starts it and keeps its standard input open. When that closes, for any reason, the compilers
+are stopped and their output is deleted. Progress is always logged, because a person is waiting.
+Standard output is "", or the reason why there is no library, in one line.
 """
 
 import fcntl
@@ -36,14 +36,14 @@ from banyan.ops.cpu.build import (
 )
 
 _TIMEOUT_S = 600
-_TELL_S = 3.0
-"""Least time between two lines of progress."""
+_LOG_INTERVAL_S = 3.0
+"""Shortest time between two progress lines."""
 _LOOPS_S = {"attention": 3.0, "linear": 3.0, "pack": 1.5}
 _FILE_S = 0.3
-"""Processor time of a file (g++ 12): of those that hold an instruction set's loops, by op family,
-and of any other."""
+"""CPU seconds to compile a file (g++ 12): files with the loops of an instruction set, by op family,
+and any other file."""
 _SELDOM = 0.5
-"""Of that, what little optimising takes."""
+"""Factor for files compiled with little optimisation."""
 _POLL_S = 0.1
 _WORK = "compiling-"
 
@@ -52,10 +52,10 @@ _log = logger("banyan.ops.cpu.build")
 
 @dataclass(frozen=True)
 class Job:
-    """What to build: arguments of this process.
+    """Arguments of this process: what to build.
 
     Attributes:
-        target: path of the library; the lock and the work are in the same folder.
+        target: path of the library; the lock and temporary files are in the same folder.
         isa: which of ISAS to build for.
         compilers: command lines, tried in order.
     """
@@ -66,8 +66,11 @@ class Job:
 
 
 def sources_for(isa: str) -> list[Source]:
-    """What a library for an instruction set is made of, the longest first: the best of each family
-    there, what stands in for that, plain code, and what no instruction set matters to."""
+    """Sources of a library for an instruction set, the longest to compile first.
+
+    These are the best kernels of each family, their stand-ins (STAND_INS), plain code, and code
+    that needs no instruction set.
+    """
     by_name = {source.name: source for source in all_sources()}
     best: dict[str, str] = {}
     for level in ISAS[: ISAS.index(isa) + 1]:
@@ -92,7 +95,7 @@ def _expected_s(source: Source) -> float:
 
 
 def definitions_for(isa: str) -> tuple[str, ...]:
-    """Macros that tell the sources which tables are there: BN_LINEAR_VNNI … (csrc/runtime.h)."""
+    """Macros for the kernel tables in the library: BN_LINEAR_VNNI … (csrc/runtime.h)."""
     held = [source.name.upper() for source in sources_for(isa) if source.isa]
     return (f"-DBN_BUILT_FOR={ISAS.index(isa)}", *(f"-DBN_{name}" for name in held))
 
@@ -105,7 +108,7 @@ class _Commands:
         self.is_stopped = False
 
     def run(self, words: tuple[str, ...], work: Path) -> str:
-        """One command; "" or why it failed, in one line."""
+        """Run one command. Returns "", or in one line why it failed."""
         try:
             with self._lock:  # begun before the stop, and then it gets the signal, or not at all
                 if self.is_stopped:
@@ -131,14 +134,14 @@ class _Commands:
         return f"exit {process.returncode}: {errors[0].strip()}"
 
     def stop(self) -> None:
-        """End every process of this group but this one, which has a handler."""
+        """End every process of this group except this one, which handles the signal."""
         with self._lock:
             self.is_stopped = True
             os.killpg(os.getpgrp(), signal.SIGTERM)
 
 
 class _Progress:
-    """Says how many files are done, and how long the others will take at the rate so far."""
+    """Logs how many files are done, and the estimated time for the rest."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._waiting = len(sources)
@@ -151,7 +154,7 @@ class _Progress:
         self._waiting -= 1
         self._left_s -= _expected_s(source)
         now = time.monotonic()
-        if now - self._logged_at < _TELL_S or not self._waiting:
+        if now - self._logged_at < _LOG_INTERVAL_S or not self._waiting:
             return
         self._logged_at = now
         left_s = (now - self._began) * self._left_s / (self._all_s - self._left_s)
@@ -160,7 +163,7 @@ class _Progress:
 
 
 def build(job: Job, commands: _Commands) -> str:
-    """Build with the first compiler that can; "" or why none did."""
+    """Build with the first compiler that works. Returns "", or why none did."""
     target = Path(job.target)
     with _locked(target.parent / "lock", commands):
         if target.is_file():
@@ -184,7 +187,7 @@ def build(job: Job, commands: _Commands) -> str:
 
 @contextmanager
 def _locked(path: Path, commands: _Commands) -> Iterator[None]:
-    """Hold the lock of the folder, or be stopped while another process has it."""
+    """Hold the lock of the folder; waiting for it can be stopped."""
     with open(path, "w") as lock:
         is_logged = False
         while not commands.is_stopped:
@@ -200,7 +203,7 @@ def _locked(path: Path, commands: _Commands) -> Iterator[None]:
 
 
 def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _Commands) -> str:
-    """Build with one compiler; "" or why that failed."""
+    """Build with one compiler. Returns "", or why it failed."""
     command = (*compiler.compile(work), *definitions_for(isa))
     sources = sources_for(isa)
     outputs = [work / f"{source.name}.o" for source in sources]

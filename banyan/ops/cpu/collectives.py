@@ -1,7 +1,7 @@
 """Collectives as ops of the compiled library: recorded like every other op, or run at once.
 
-Has the face of `parallel.collectives.Collectives`. Knows the mapped memory that the ranks share,
-and not how they came by it (`parallel/shared.py`).
+Implements `parallel.collectives.Collectives` on memory that the ranks map together; the segment
+comes from `parallel/shared.py`.
 """
 
 import ctypes
@@ -17,21 +17,21 @@ from banyan.base.errors import DeviceError
 from banyan.ops.cpu.library import Library
 
 SLOT_BYTES = 1 << 20
-"""What a rank puts into the segment at once; longer tensors take several turns."""
+"""Bytes that a rank puts into the segment at once; longer tensors take several rounds."""
 _SPIN_NS, _CROWDED_SPIN_NS = 40_000, 2_000
-"""How long a waiting rank spins before it sleeps, and where it takes a core from another one."""
+"""How long a waiting rank spins before it sleeps; the second if the ranks share cores."""
 
 
 class SharedMemory:
-    """One rank's seat in a segment.
+    """One rank's slot in a shared segment.
 
     Args:
-        file: the open segment; it is mapped here, and open for as long as the seat is held.
-        timeout_s: a rank that waits longer than this for another one fails, and so do the others.
+        file: the open segment; it stays mapped and open while the slot is held.
+        timeout_s: if a rank waits longer than this for another one, all ranks fail.
         is_crowded: the ranks have more threads than there are cores.
 
     Raises:
-        DeviceError: the segment is not one for these ranks and slots, or the seat is taken.
+        DeviceError: the segment has other numbers of ranks or slots, or the slot is taken.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class SharedMemory:
         if not self._group:
             raise DeviceError(f"the ranks' shared memory cannot be used: {why.value.decode()}")
         free = library.function("bn_shared_free")
-        # At exit all of it goes with the process; a step may still be running.
+        # Not at exit: the process frees the memory, and a step may still be running.
         weakref.finalize(self, _leave, free, self._group, file, view).atexit = False
 
     def meet(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         self._library.call("bn_meet", 1, self._group)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -218,7 +218,7 @@ class SharedMemory:
 
 
 def segment_bytes(library: Library, size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Size of the segment of so many ranks; memory is taken only for what is used of it."""
+    """Bytes of a segment for `size` ranks; the system allocates only the pages that are used."""
     return library.function("bn_shared_bytes")(size, slot_bytes)
 
 
@@ -227,7 +227,7 @@ def most_ranks(library: Library) -> int:
 
 
 def _width(x: Tensor) -> int:
-    """Elements of a row of any shape."""
+    """Elements per row."""
     width = 1
     for extent in x.shape[1:]:
         width *= extent
@@ -235,12 +235,12 @@ def _width(x: Tensor) -> int:
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Address and stride in bytes of rows whose inside is contiguous."""
+    """Address and stride in bytes of rows; each row must be contiguous."""
     assert x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1), f"rows lie apart: {x.stride()}"
     return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 def _leave(free: Callable[..., int], group: int, file: int, view: object) -> None:
-    """view: what keeps the memory mapped; it goes last."""
+    """view: keeps the memory mapped; released last."""
     free(group)
     os.close(file)

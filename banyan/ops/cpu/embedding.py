@@ -1,4 +1,4 @@
-"""Compiled look-up of embedding rows, unpacked one by one from the blocks of the checkpoint."""
+"""Compiled embedding lookup: rows are unpacked one by one from the checkpoint's blocks."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from banyan.ops.stored import StoredWeight
 
 
 class StoredEmbedding:
-    """The rows first … last − 1 of a table [ids, dim] that stays as it is stored."""
+    """Rows first … last − 1 of a table [ids, dim], kept in its stored type."""
 
     def __init__(
         self, library: Library, weight: StoredWeight, first: int, last: int, scale: float

@@ -1,7 +1,7 @@
-"""Compiled routing and experts: fp32 in and out, weights as the checkpoint has them.
+"""Compiled routing and experts: fp32 in and out, weights in the checkpoint's types.
 
-A step's pairs of a token and an expert are sorted by expert; then the experts' weights multiply as
-those of projections do (`linear.py`), columns of all experts at a time.
+A step's (token, expert) pairs are sorted by expert. The experts' weights are then multiplied like
+projections (`linear.py`), some columns of all experts at a time.
 """
 
 import math
@@ -132,12 +132,12 @@ def make_combine(library: Library) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of all experts here.
+    """One projection of all experts of this rank.
 
     Attributes:
-        packed: by expert, all of one shape.
-        table: where theirs lie, for the kernel.
-        is_exact: it multiplies fp32 activations, as they are.
+        packed: one weight per expert, all of one shape.
+        table: addresses of the weights, for the kernel.
+        is_exact: multiplies fp32 activations without rounding them.
         biases: [experts, outputs up to a multiple of 16] fp32.
     """
 
@@ -152,16 +152,16 @@ class Projection:
 
     @property
     def format(self) -> int:
-        """One of those that take activations as it does."""
+        """Packed format; all experts have the same."""
         return self.packed[0].format
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A step's pairs of a token and an expert here, sorted by expert (SortArgs of csrc/experts.h).
+    """A step's (token, expert) pairs of this rank, sorted by expert (SortArgs of csrc/experts.h).
 
     Attributes:
-        load: address of the numbers of experts with pairs, and of pairs.
+        load: address of two numbers: experts with pairs, and pairs.
     """
 
     load: int
@@ -178,7 +178,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class ExpertAdapters:
-    """The LoRA adapters of one projection, and memory for the results of their first products
+    """The LoRA adapters of one projection, and memory for the results of their A matrices
     (ExpertAdapters of csrc/experts.h)."""
 
     table: ExpertTable
@@ -200,7 +200,7 @@ class ExpertAdapters:
 
 
 class Experts:
-    """The feed-forward blocks of a layer's experts, in tiles."""
+    """The feed-forward blocks of a layer's experts; weights in tiles."""
 
     def __init__(
         self, library: Library, arena: Arena, stored: StoredExperts, is_exact: bool
@@ -241,7 +241,7 @@ class Experts:
         self.down = projection(stored.down, of_down, keeps(*stored.down))
         self.dim, self.inner = stored.down[0].shape
         self._load = np.zeros(2, np.int64)
-        """Experts with tokens, and pairs, of the last run: what reports count the bytes by."""
+        """Experts with tokens, and pairs, of the last run; reports compute bytes from them."""
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
@@ -249,7 +249,7 @@ class Experts:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = self._sorted(ids, weights)
         adapters = None if sides is None else self._adapters_of(sides.gate_up, sides, pairs, x)
-        inner = self._joined(x, pairs, adapters)
+        inner = self._gated(x, pairs, adapters)
         if sides is not None:
             adapters = self._adapters_of(sides.down, sides, pairs, inner)
         rows = self._rounded(inner, per_token)
@@ -276,7 +276,7 @@ class Experts:
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = self._sorted(ids, library.empty(ids.shape))
-        rows = self._rounded(self._joined(x, pairs, None), per_token)
+        rows = self._rounded(self._gated(x, pairs, None), per_token)
         placed = library.empty((tokens, per_token * self.dim))
         library.call(
             "bn_experts_apart",
@@ -344,7 +344,7 @@ class Experts:
     def _adapters_of(
         self, table: ExpertTable, sides: ExpertSides, pairs: Pairs, x: Tensor
     ) -> ExpertAdapters:
-        """x: [tokens, inputs], or of the pairs at their places."""
+        """x: [tokens, inputs], or [pairs, inputs] in sorted order."""
         library, (tokens, per_token) = self._library, pairs.places.shape
         inner = library.empty((tokens, per_token * table.width))
         adapters = ExpertAdapters(table, sides.tokens, inner)
@@ -364,8 +364,8 @@ class Experts:
         )
         return adapters
 
-    def _joined(self, x: Tensor, pairs: Pairs, adapters: ExpertAdapters | None) -> Tensor:
-        """What `down` multiplies, of every pair; [tokens, per_token · inner]."""
+    def _gated(self, x: Tensor, pairs: Pairs, adapters: ExpertAdapters | None) -> Tensor:
+        """Input of `down` for every pair: [tokens, per_token · inner]."""
         library, (tokens, per_token) = self._library, pairs.places.shape
         assert x.dtype == torch.float32 and x.shape[1] == self.dim and x.stride(1) == 1, (
             f"expected rows of {self.dim} fp32, got {list(x.shape)} {x.dtype} {x.stride()}"
@@ -397,9 +397,9 @@ class Experts:
         return inner
 
     def _gathered(self, x: Tensor, places: Tensor) -> Tensor:
-        """Rows of x, rounded where they may be, at the places of their pairs.
+        """Rows of x in the order of the sorted pairs, rounded if the format allows it.
 
-        returns: [tokens, per_token, width], of which the pairs take the first places.
+        returns: [tokens, per_token, width]; the pairs fill the first rows.
         """
         library, (tokens, per_token) = self._library, places.shape
         if not self.gate.is_exact:
@@ -429,7 +429,7 @@ class Experts:
         return rows
 
     def _rounded(self, inner: Tensor, per_token: int) -> Tensor:
-        """The same, rounded where it may be; [tokens, per_token, width]."""
+        """The same rows, rounded if the format allows it: [tokens, per_token, width]."""
         library, tokens = self._library, inner.shape[0]
         if self.down.is_exact:
             return inner.view(tokens, per_token, self.inner)
@@ -449,7 +449,7 @@ class Experts:
 
 
 def supports(spec: OpSpec) -> str | None:
-    """Why the compiled kernels cannot be used; None when they can."""
+    """Why the compiled kernels cannot be used; None = they can."""
     if spec.toolkit.absence:
         return spec.toolkit.absence
     return (

@@ -1,7 +1,7 @@
-"""Compiled latent attention over pages, the writing of what it reads, and its heads' matrices.
+"""Compiled latent attention (MLA) over pages, the writing of its pages, and its per-head matrices.
 
-Pages lie as the reference has them. Queries stay in the latent space for prompts and for decoding
-alike: one arithmetic for every token, whatever it is computed beside.
+The page layout is the reference's. Queries stay in the latent space for prompts and for decoding:
+every token is computed with the same arithmetic, whatever else is in the batch.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from banyan.ops.cpu.weights import Arena, pack
 from banyan.ops.stored import StoredWeight
 
 _PAIRS = 16
-"""Heads of a block at most: a vector of the widest instruction set."""
+"""Most heads of a block: one vector of the widest instruction set."""
 _WHOLE = 16
 
 
@@ -148,7 +148,7 @@ class LatentAttention:
 
 
 class HeadLinear:
-    """Products of fp32 activations with a matrix for each head, in tiles of floats."""
+    """Products of fp32 activations with one matrix per head, in tiles of floats."""
 
     def __init__(self, library: Library, arena: Arena, weight: Tensor) -> None:
         """weight: [heads, out, in] of fp32, fp16 or bf16."""
@@ -182,7 +182,7 @@ class HeadLinear:
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Address and token stride of fp32 rows whose inside is contiguous."""
+    """Address and token stride of fp32 rows; each row must be contiguous."""
     assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"
     inside = x.stride()[1:]
     assert inside == ((1,) if x.dim() == 2 else (x.shape[2], 1)), f"rows lie apart inside: {inside}"

@@ -1,9 +1,9 @@
-"""The compiled library as Python sees it: typed calls, threads, and one way to run or record an op.
+"""The compiled library: typed calls, threads, and one way to run or record an op.
 
-An op's wrapper takes its outputs from `empty` and appends itself with `call`. Alone, that runs at
-once; inside `record` it only becomes part of a program, which later runs without Python.
+An op's wrapper allocates its outputs with `empty` and appends itself with `call`. Outside `record`,
+the op runs at once; inside, it becomes part of a program that later runs without Python.
 
-A wrapper is a class that takes the Library, and enters the kernel table as
+A wrapper is a class that takes the Library. Its row in the kernel table:
 
     rms_norm = Kernel(make=lambda library: Rows(library).rms_norm, supports=...)
 """
@@ -35,11 +35,11 @@ from banyan.ops.api import (
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
-"""Sizes that change from step to step; the numbers of csrc/runtime.h."""
+"""Sizes that change from step to step; numbers as in csrc/runtime.h."""
 _ALIGNMENT = 64
 
 Functions = dict[str, Callable[..., Any]]
-"""What the library exports, by name; results as `signatures` says."""
+"""Exported functions by name; result types as in `signatures`."""
 
 _log = logger("banyan.ops.cpu")
 
@@ -81,19 +81,19 @@ _VIEWS = frozenset(
 )
 
 Pointer = int
-"""An address; 0 for none."""
+"""An address; 0 = none."""
 
 
 class Library:
-    """One loaded library with threads of its own; a `Toolkit`.
+    """One loaded library with its threads; a `Toolkit`.
 
     Args:
         path: the shared library (`build.cached_library`).
-        threads: threads that share the work, the calling one included.
-        isa: highest instruction set to use, "" = what the library is built for.
-        cpus: processors to pin the threads to, none = wherever the system likes.
-        quantization: what packed float weights are rounded to, a name of
-            `weights.QUANTIZATIONS`; "" = they are kept.
+        threads: threads that share the work, including the caller.
+        isa: highest instruction set to use; "" = the one that the library is built for.
+        cpus: processors to pin the threads to; empty = not pinned.
+        quantization: type that packed float weights are rounded to, a name of
+            `weights.QUANTIZATIONS`; "" = not rounded.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Library:
         return self
 
     def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """Half precision if kernels may round activations anyway."""
+        """Type of the KV cache: half precision if kernels may round activations anyway."""
         return dtype if exact or dtype != torch.float32 else torch.float16
 
     def joins_index(self, shape: IndexShape) -> bool:
@@ -141,7 +141,7 @@ class Library:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """Whether there are products of bf16 with bf16."""
+        """Whether there are kernels for bf16 times bf16."""
         return bool(self._functions["bn_multiplies_pairs"]())
 
     @property
@@ -150,7 +150,7 @@ class Library:
         return ISAS[self._functions["bn_isa"]()]
 
     def problems(self) -> list[str]:
-        """Let every family check itself against the plain code; what did not pass."""
+        """Check every kernel family against the plain code; returns the failures."""
         level, why = ISAS.index(self.isa), ctypes.create_string_buffer(200)
         return [
             f"{name.removeprefix('bn_check_')}: {why.value.decode()}"
@@ -168,12 +168,12 @@ class Library:
 
     @property
     def recording(self) -> "Recording | None":
-        """What is being recorded, if anything is."""
+        """The program that is being recorded, if any."""
         return self._recording
 
     @property
     def pool(self) -> Pointer:
-        """For functions that run work of their own on the threads."""
+        """Thread pool, for functions that run their own work on it."""
         return self._pool
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Library:
         return self._functions[name]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory for an op's output, contiguous, 64-byte aligned while recording."""
+        """Memory for an op's output: contiguous, 64-byte aligned while recording."""
         if self._recording is not None:
             return self._recording.empty(shape, dtype)
         return torch.empty(tuple(shape), dtype=dtype)
@@ -195,7 +195,7 @@ class Library:
 
         Args:
             leading: rows of the op's leading dimension.
-            rows: requests in the step, for ops that need their number too.
+            rows: requests in the step, for ops that need the number.
         """
         builder = self._functions[name]
         if self._recording is not None:
@@ -218,19 +218,18 @@ class Library:
         """Record the ops that `work` calls, for any number of tokens and outputs up to these.
 
         Args:
-            work: called once; its result is what a run leaves in `Recording.result`. Inputs are
-                tensors that stay where they are; their leading dimension is `tokens` or
-                `outputs`, which differ; or `replicas` times as many, where ops work on the rows of
-                several replicas.
+            work: called once; its result becomes `Recording.result`. Inputs are tensors that stay
+                at their addresses. Their leading dimension is `tokens` or `outputs`, which must
+                differ, or `replicas` times that for ops on the rows of several replicas.
 
         Raises:
-            NotRecordable: it calls something else than ops and views.
+            NotRecordable: `work` calls torch operations other than ops and views.
         """
         leading = {tokens: TOKENS, outputs: OUTPUTS}
         if replicas > 1:
             leading |= {replicas * tokens: ALL_TOKENS, replicas * outputs: ALL_OUTPUTS}
         if len(leading) < (4 if replicas > 1 else 2):
-            raise ValueError("tokens and outputs tell sizes apart: they must differ")
+            raise ValueError("tokens and outputs must differ, because they identify the sizes")
         recording = Recording(self, self._functions, leading)
         self._recording = recording
         try:
@@ -242,10 +241,10 @@ class Library:
 
 
 class Recording:
-    """A program with the memory it works on. Runs for any sizes up to the recorded ones."""
+    """A recorded program and its memory. Runs for any sizes up to the recorded ones."""
 
     result: Tensor
-    """What the recorded work returned; a run fills its first rows."""
+    """Result of the recorded work; a run fills its first rows."""
 
     def __init__(
         self,
@@ -266,7 +265,7 @@ class Recording:
         return self._sizes[leading]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that goes back to later ops once nothing refers to the tensor any more."""
+        """Memory that later ops reuse when the tensor is no longer referenced."""
         size = dtype.itemsize
         for extent in shape:
             size *= extent
@@ -279,12 +278,14 @@ class Recording:
     def run(
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
     ) -> None:
-        """Do the recorded work for the first `tokens` tokens of `rows` requests."""
+        """Run the program for the first `tokens` tokens of `rows` requests."""
         self._library._run(self.program, tokens, rows, outputs, all_tokens, all_outputs)
 
     def multi_step(self, rows: int, inputs: MultiStepInputs) -> int:
-        """Run for one token of each of `rows` requests, again and again, each time with what was
-        sampled before; returns how often."""
+        """Run several decode steps for `rows` requests, each with the tokens sampled before.
+
+        Returns the number of steps.
+        """
         done, at = np.zeros(1, np.int32), inputs.at
         places = np.array([group.ctypes.data for group in inputs.places], np.int64)
         state = (inputs.sampled, inputs.best, inputs.tokens, inputs.positions)
@@ -312,7 +313,7 @@ class Recording:
     def times(
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
     ) -> list[OpTime]:
-        """Run once and say what each stage took and cost; for reports."""
+        """Run once and return the time and cost of each stage, for reports."""
         get = self._functions
         sizes = _sizes(tokens, rows, outputs, all_tokens, all_outputs)
         seconds = (ctypes.c_double * get["bn_program_stages"](self.program))()
@@ -335,16 +336,16 @@ class Recording:
 
 
 def open_library(isa: str, threads: int, compiler: str, quantization: str) -> Library:
-    """The library for an instruction set: the one that came with the package, else the one that is
-    built on this machine, now if need be. For a lower set where neither passes its checks, or the
-    system does not give its registers.
+    """Open the library for an instruction set: from the package, else built on this machine.
+
+    Falls back to a lower set if neither passes its checks, or if the system lacks the registers.
 
     Args:
-        compiler: a command line to try before other compilers, "" for none; what came with the
-            package is not used beside one.
+        compiler: a command line to try before other compilers; the package's library is then not
+            used. "" = none.
 
     Raises:
-        BuildError: none came along that works, and none can be built.
+        BuildError: the package has no working library, and none can be built.
     """
     while True:
         for path in library_paths(isa, compiler):
@@ -368,7 +369,7 @@ def open_library(isa: str, threads: int, compiler: str, quantization: str) -> Li
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Refuses torch operations that would compute: a recorded program would not repeat them."""
+    """Refuses torch operations that compute, because a recorded program would not repeat them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -393,14 +394,14 @@ def signatures() -> dict[str, tuple[type | None, list[type | None]]]:
 
 
 def _sizes(*given: int) -> Array[ctypes.c_int64]:
-    """The sizes of a run; those that are not given are 0."""
+    """The sizes of a run; missing ones are 0."""
     return (ctypes.c_int64 * 5)(*given)
 
 
 def _succeed(failure: bytes | None) -> None:
     """
     Raises:
-        DeviceError: a run has said why it failed.
+        DeviceError: the run failed; the text gives the reason.
     """
     if failure:
         raise DeviceError(failure.decode(), hint="the replica ends; start it again")

@@ -1,9 +1,9 @@
-"""Compiled projections on packed weights: fp32 in and out, weights as the checkpoint has them.
+"""Compiled projections on packed weights: fp32 in and out, weights in the checkpoint's types.
 
-`rounded` multiplies quantised weights with activations that are rounded to 8 bits per block of 32
-inputs, a few of the largest of each row excepted, and weights in bf16 with activations in bf16
-where the processor does that; `plain` takes weights of every type and leaves the activations as
-they are. In both a row's result is the same bits however many rows there are.
+`rounded` multiplies quantised weights with activations rounded to 8 bits per block of 32 inputs;
+a few of the largest activations of each row stay exact. On processors with bf16 products it
+multiplies bf16 weights with bf16 activations. `plain` takes weights of every type and does not
+round activations. In both, a row's result does not depend on the number of rows, bit for bit.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from banyan.ops.stored import StoredWeight
 
 
 class RoundedLinear:
-    """Products of 8-bit activations with quantised weights, exact in integers per block, what is
-    kept apart of a row added in fp32; or of activations in bf16 with weights in bf16."""
+    """Products of rounded activations: int8 with quantised weights, or bf16 with bf16 weights.
+
+    Integer products are exact per block; the unrounded activations of a row are added in fp32."""
 
     def __init__(self, library: Library, weight: PackedWeight) -> None:
         self.weight = weight
@@ -52,7 +53,7 @@ class RoundedLinear:
 
 
 class PlainLinear:
-    """Products of fp32 activations with weights brought to fp32, added in the inputs' order."""
+    """Products of fp32 activations with weights converted to fp32, summed in input order."""
 
     def __init__(self, library: Library, weight: PackedWeight) -> None:
         self.weight = weight
@@ -77,8 +78,9 @@ class PlainLinear:
 def pack_linear(
     library: Library, weight: StoredWeight, quantization: str = "", arena: Arena | None = None
 ) -> RoundedLinear | PlainLinear:
-    """A projection whose float weights are rounded to a type of `weights.QUANTIZATIONS` at load
-    ("" = kept as they are). It rounds activations where that can be."""
+    """Pack a projection; float weights are rounded to a type of `weights.QUANTIZATIONS` ("" = not).
+
+    The result rounds activations if its format has such products."""
     packed = pack(library, arena or Arena(), weight, quantization, rounds=True)
     rounds = rounding_of(library, weight.type, quantization)
     return (RoundedLinear if rounds else PlainLinear)(library, packed)
@@ -103,7 +105,7 @@ def _arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, ...]:
 
 
 def supports(spec: OpSpec) -> str | None:
-    """Why packed weights cannot be used; None when they can."""
+    """Why packed weights cannot be used; None = they can."""
     if spec.toolkit.absence:
         return spec.toolkit.absence
     if spec.dtype != torch.float32:

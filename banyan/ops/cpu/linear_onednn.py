@@ -1,7 +1,7 @@
-"""Dense projections through oneDNN, on weights that are packed once at load.
+"""Dense projections with oneDNN, on weights that are packed once at load.
 
-oneDNN's packed products sum in one order however many rows there are, which plain matrix products
-do not: a decode row, a chunk and a whole prompt agree bit for bit (measured; see the tests).
+oneDNN's packed products sum in one order for any number of rows; plain matrix products do not. So a
+decode row, a chunk and a whole prompt agree bit for bit (measured; see the tests).
 """
 
 import torch

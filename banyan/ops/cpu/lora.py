@@ -1,4 +1,4 @@
-"""Compiled ops of LoRA adapters: matrices in the type of their file, sums in fp32."""
+"""Compiled LoRA ops: matrices in their file's type, sums in fp32."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,10 @@
 """Compiled attention over pages, and the writing of K and V into them.
 
-Inside a page the bytes lie in another order than the reference's: K as [kv_head, head_dim,
-page_size] and V as [kv_head, page_size, head_dim], for int8 with the scales of a kv_head's tokens
-behind its numbers; tensors keep the shape they have everywhere.
-Layers of one geometry share a plan, made once for each run of a program.
+Within a page the bytes have another order than the reference's: K is [kv_head, head_dim,
+page_size] and V [kv_head, page_size, head_dim]. With int8, the scales of a kv_head's tokens follow
+its numbers. The tensors' shapes are the usual ones.
+
+Layers of one geometry share a plan, which is made once per run of a program.
 """
 
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8
 @dataclass
 class PagedAttention:
     """Attributes:
-    shares_prefixes: rows whose tables begin with the same pages load them together.
-    rounds: queries, keys, values and their weights may be rounded, where there is code for that.
+    shares_prefixes: rows whose page tables start with the same pages load them together.
+    rounds: queries, keys, values and attention weights may be rounded if there is code for it.
     """
 
     library: Library
@@ -121,9 +122,9 @@ class PagedAttention:
         paths: Tensor | None = None,
         rounds: bool = False,
     ) -> np.ndarray:
-        """The memory of the plan for this geometry; a recording makes one for all its layers.
+        """Memory of the plan for this geometry; a recording has one for all its layers.
 
-        rounds: the layers compute on rounded numbers.
+        rounds: the layers compute with rounded numbers.
         """
         places = given_paths(paths)
         lengths = (row_starts.data_ptr(), context_lengths.data_ptr())
@@ -156,12 +157,12 @@ class PagedAttention:
 
 
 def rounds_here(library: Library, cache: int, head_dim: int) -> bool:
-    """Whether attention over pages of a number of CACHE_TYPES has code that rounds."""
+    """Whether there is rounding code for pages of a type, given as its number in CACHE_TYPES."""
     return bool(library.function("bn_rounds_attention")(cache, head_dim))
 
 
 def given_paths(paths: Tensor | None) -> tuple[int, int]:
-    """Address and token stride of int32 paths [tokens, 2 + most], zeros where there are none."""
+    """Address and token stride of int32 paths [tokens, 2 + most], zeros = none."""
     if paths is None:
         return 0, 0
     assert paths.dtype == torch.int32 and paths.stride(1) == 1, "expected int32 paths by token"
@@ -192,7 +193,7 @@ def _as_they_lie(pages: Tensor, is_turned: bool) -> tuple[Tensor, Tensor | None]
 
 
 def parts_of_head(name: str, width: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """Where the tokens of one head lie in a page: (lines, bytes) of [lines, page_size, bytes].
+    """Layout of one head's tokens in a page: (lines, bytes) of [lines, page_size, bytes].
 
     name: "k" | "v".
     """
@@ -215,7 +216,7 @@ def _whole(x: Tensor) -> int:
 
 
 def supports_pages(spec: OpSpec) -> str | None:
-    """Why compiled kernels cannot work on such pages; None when they can."""
+    """Why compiled kernels cannot use such pages; None = they can."""
     if spec.toolkit.absence:
         return spec.toolkit.absence
     if spec.dtype != torch.float32:

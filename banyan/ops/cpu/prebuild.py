@@ -1,7 +1,7 @@
-"""Builds the libraries that a wheel brings along: `python -m banyan.ops.cpu.prebuild FOLDER`.
+"""Builds the libraries of a wheel: `python -m banyan.ops.cpu.prebuild FOLDER`.
 
-One for each instruction set of this kind of machine, whether it has them or not: nothing is run.
-Standard output says the platform that the wheel is for, as its name says it.
+There is one for each instruction set of this kind of machine. The machine need not have them,
+because nothing is run. Standard output is the wheel's platform tag.
 """
 
 import platform
@@ -14,20 +14,20 @@ from banyan.base.log import logger, start_logging
 from banyan.ops.cpu.build import ISAS, BuildError, cached_library
 
 _MANYLINUX_FROM = 5
-"""Oldest minor version of glibc 2 whose name installers understand."""
+"""Oldest minor version of glibc 2 that installers know by name."""
 _log = logger("banyan.ops.cpu.prebuild")
 
 
 def isas_of(machine: str) -> tuple[str, ...]:
-    """The instruction sets that there is code for on a kind of machine."""
+    """The instruction sets with code for a kind of machine."""
     return ISAS if machine in ("x86_64", "AMD64") else ISAS[:1]
 
 
 def prebuild(folder: Path, machine: str) -> str:
-    """Fill a folder with what the cache holds, or will; the platform tag of what is in it.
+    """Fill a folder with the libraries, built or cached; returns their platform tag.
 
     Raises:
-        BuildError: no compiler can.
+        BuildError: no compiler can build them.
     """
     paths = []
     for isa in isas_of(machine):
@@ -41,7 +41,7 @@ def prebuild(folder: Path, machine: str) -> str:
 
 
 def platform_tag(libraries: list[bytes], machine: str) -> str:
-    """The oldest system that has all that the libraries ask of glibc (PEP 600)."""
+    """Tag of the oldest system whose glibc suffices for the libraries (PEP 600)."""
     asked = [int(minor) for each in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", each)]
     if not asked:
         return f"linux_{machine}"  # another C library: only systems like this one

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured with the compiled library on all its threads."""
+"""Measures the peaks of this machine with the compiled library on all its threads."""
 
 import time
 
@@ -8,11 +8,11 @@ from banyan.ops.api import Peaks
 from banyan.ops.cpu.library import Library
 
 _READ_FLOATS = 64 << 20
-"""256 MiB: well beyond any cache, so that reading it means reading memory."""
+"""256 MiB: larger than any cache, so the reads come from memory."""
 _ROUNDS = 1_000_000
 _PASSES = 40_000
 _PATIENCE = 1 << 20
-"""Looks for one's turn, of some nanoseconds each."""
+"""Most polls for a turn, of some nanoseconds each."""
 _PIECES_PER_THREAD = 4
 _RUNS = 5
 
@@ -41,7 +41,7 @@ def _best(library: Library, kind: int, amount: int, data: np.ndarray) -> float:
 
 
 def _passing(library: Library) -> float:
-    """Seconds from core to core; 0 where a thread is alone, or the others do not come."""
+    """Seconds from core to core; 0 = one thread only, or the others do not answer."""
     if library.threads < 2:
         return 0.0
     turns, best = max(1, _PASSES // library.threads), 0.0

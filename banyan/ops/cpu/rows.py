@@ -1,7 +1,7 @@
 """The compiled row-wise ops: norms, rotation, activations, moving rows; fp32 activations.
 
-Each method has the signature and the meaning that `ops/api.py` gives its op. It takes memory for
-the result and appends the op, nothing else: called inside a recording, it is recorded.
+Each method implements the op of the same name in `ops/api.py`. It only allocates the result and
+appends the op, so a call inside a recording is recorded.
 """
 
 import math
@@ -212,7 +212,7 @@ class Rows:
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Address and token stride of fp32 rows whose inside is contiguous."""
+    """Address and token stride of fp32 rows; each row must be contiguous."""
     assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"
     inside = x.stride()[1:]
     assert inside == ((1,) if x.dim() == 2 else (x.shape[2], 1)), f"rows lie apart inside: {inside}"

@@ -1,8 +1,8 @@
 """Sampling and log-probabilities in compiled code: all rows of a step in one call.
 
-Tokens equal the definition in ops/sampling.py bit for bit in every instruction set. What an op is
-told about its rows lies on the host: `sample` can be recorded where that stays in place, as it does
-for rows without masks and addends.
+Tokens equal the definition in ops/sampling.py bit for bit, in every instruction set. The rows'
+parameters are in host memory. `sample` can be recorded if they stay at their addresses, which they
+do for rows without masks and addends.
 """
 
 import torch

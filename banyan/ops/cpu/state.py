@@ -1,6 +1,6 @@
 """The compiled ops of layers that keep a running state; fp32 activations and states.
 
-Each method has the signature and the meaning that `ops/state_api.py` gives its op.
+Each method implements the op of the same name in `ops/state_api.py`.
 """
 
 from collections.abc import Callable
@@ -162,7 +162,7 @@ def _places(rows: StateRows) -> tuple[int, int, int, int, int]:
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Address and token stride of fp32 rows whose inside is contiguous."""
+    """Address and token stride of fp32 rows; each row must be contiguous."""
     assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"
     inside = x.stride()[1:]
     assert inside == ((1,) if x.dim() == 2 else (x.shape[2], 1)), f"rows lie apart inside: {inside}"

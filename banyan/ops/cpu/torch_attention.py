@@ -1,9 +1,9 @@
-"""Paged attention in plain torch, made quick: decode rows in padded batches, extend rows singly.
+"""Fast paged attention in plain torch: decode rows in padded batches, extend rows one by one.
 
-Pages are gathered by token, and a position that a row may not see reads the row's newest token
-instead, so that whatever lies in unused pages never enters the arithmetic. fp32 is summed in fp64:
-the fused attention takes other paths for other shapes, and only sums this exact come out the same
-for a token in a whole prompt, a chunk and a batch.
+Pages are gathered by token. A masked position reads the row's newest token, so the content of
+unused pages never enters the arithmetic. fp32 is summed in fp64: the fused attention takes other
+paths for other shapes, and only sums this exact are equal for a token in a whole prompt, a chunk
+and a batch.
 """
 
 import torch
@@ -90,7 +90,7 @@ def _branch(
     scale: float,
     window: int,
 ) -> None:
-    """Fill in the tokens of a row that branches, one by one."""
+    """Compute the tokens of a row with branches, one by one."""
     for token in range(tokens.start, tokens.stop):
         path = paths[token, : 2 + int(paths[token, 1])]
         where = torch.tensor([int(path[0]) + len(path) - 3])
@@ -107,7 +107,7 @@ def _decode(
     scale: float,
     window: int,
 ) -> Tensor:
-    """One token a row; rows of similar length together.
+    """One token per row; rows of similar length are computed together.
 
     q: [rows, heads, head_dim]; page_tables: [rows, max_pages]; positions: [rows] int64.
     """

@@ -1,7 +1,7 @@
-"""Weights in the tiles of the compiled kernels: packed once at load, on all threads, straight from
-the bytes of the checkpoint, which are not needed afterwards.
+"""Weights in the tiles of the compiled kernels, packed once at load, on all threads.
 
-The layout is described in csrc/linear.h. Knows no activations and no layers.
+They are packed from the checkpoint's bytes, which are not needed afterwards. csrc/linear.h
+describes the layout.
 """
 
 from dataclasses import dataclass
@@ -45,19 +45,21 @@ SOURCES = (
 """Storage types that can be packed; the order of csrc/linear_blocks.inl."""
 _EIGHT_BITS = 7
 QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": _EIGHT_BITS, "int8": _EIGHT_BITS}
-"""What float weights may be rounded to at load -> format of csrc/linear.h."""
+"""Types that float weights may be rounded to at load -> format of csrc/linear.h."""
 _BF16_PAIRS = 16
 _GROUP = 16  # outputs of a tile
 
 
 def is_float(type: str, quantization: str) -> bool:
-    """Whether a weight of this storage type is packed as floats, of 8 bits at least."""
+    """Whether a weight of this storage type is packed as floats of at least 8 bits."""
     return (STORAGE_TYPES[type].is_float or type == E4M3) and not quantization
 
 
 def rounding_of(library: Library, type: str, quantization: str) -> str:
-    """What activations are rounded to beside weights of this type: "int8" or "bf16"; "" where there
-    are no products with rounded ones."""
+    """The type that activations are rounded to for weights of this type: "int8" or "bf16".
+
+    "" = there are no products with rounded activations.
+    """
     if not is_float(type, quantization):
         return "int8"
     return "bf16" if type == "BF16" and library.multiplies_bf16 else ""
@@ -88,16 +90,16 @@ def pack(
     is_head: bool = False,
     rounds: bool = False,
 ) -> PackedWeight:
-    """Bring a weight into tiles.
+    """Pack a weight into tiles.
 
     Args:
         weight: [outputs, inputs] of a type of SOURCES.
-        quantization: a name of QUANTIZATIONS that float weights are rounded to, "" = as they are.
-        is_head: keep 8 bits at least: the logits decide between near neighbours.
+        quantization: the type that float weights are rounded to, of QUANTIZATIONS; "" = not.
+        is_head: keep at least 8 bits, because logits of different tokens may be close.
         rounds: for products with rounded activations (`rounding_of`).
 
     Raises:
-        ModelError: the weight is no matrix.
+        ModelError: the weight is not a matrix.
     """
     if len(weight.shape) != 2:
         raise ModelError(f"a weight of shape {list(weight.shape)} is no matrix [out, in]")

@@ -1,6 +1,7 @@
-"""Kernels of CUDA devices, best first; what is not listed runs the plain torch reference, which for
-projections is the vendor's library, on weights unpacked to the activation type where no kernel
-keeps their numbers."""
+"""CUDA kernels, best first. Ops without a kernel here run the plain torch reference.
+
+For projections the reference is the vendor's library; weights without a kernel for their type are
+unpacked to the activation type."""
 
 from collections.abc import Mapping
 
@@ -31,10 +32,10 @@ KERNELS = {
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
     Args:
-        wishes: "quantization", what float weights of projections are rounded to at load.
+        wishes: "quantization", the type that float projections are rounded to at load.
 
     Raises:
-        ConfigError: another wish, a rounding that does not exist, or one without its kernels.
+        ConfigError: the wish or the rounding is unknown, or the rounding's kernels are missing.
     """
     from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, has_triton
 

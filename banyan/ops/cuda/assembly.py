@@ -1,15 +1,15 @@
-"""Numbers of 4 and 8 bits into halves, two at once, in the instructions of a CUDA device.
+"""PTX that converts 4-bit and 8-bit numbers to halves, two at once.
 
-A code in the lowest bits of 128 as bf16, or of 1024 as fp16, adds itself to that number, which is
-then taken away; compilers take several instructions for each number instead. Knows no tensors.
+A code in the lowest bits of 128 (bf16) or 1024 (fp16) adds itself to that number, which is then
+subtracted. Compilers take several instructions per number instead.
 """
 
 import torch
 
 LEAST_CAPABILITY = (9, 0)
-"""Of devices that subtract two bf16 numbers at once."""
+"""Lowest compute capability that subtracts two bf16 numbers at once."""
 _HALVES = {torch.bfloat16: ("bf16x2", 0x4300), torch.float16: ("f16x2", 0x6400)}
-"""The name of two numbers, and the bits of the one that codes are added to."""
+"""Type -> PTX name of a pair, and the bits of the number that codes are added to."""
 
 
 def _both(bits: int) -> str:
@@ -17,8 +17,10 @@ def _both(bits: int) -> str:
 
 
 def nibbles(dtype: torch.dtype, base: int) -> str:
-    """Four bytes ($4) into the numbers less `base` of their low halves ($0, $1) and of their high
-    ones ($2, $3); "" for types that are no halves."""
+    """PTX: the low ($0, $1) and high ($2, $3) nibbles of four bytes ($4), minus `base`, as halves.
+
+    "" for types that are not halves.
+    """
     if dtype not in _HALVES:
         return ""
     pair, bits = _HALVES[dtype]
@@ -39,7 +41,7 @@ def nibbles(dtype: torch.dtype, base: int) -> str:
 
 
 def octets(dtype: torch.dtype) -> str:
-    """Four signed bytes ($2) into numbers ($0, $1); "" for types that are no halves."""
+    """PTX: four signed bytes ($2) as halves ($0, $1); "" for types that are not halves."""
     if dtype == torch.float16:  # 1024 + 128 + number
         return (
             "{ .reg .b32 p, z; xor.b32 p, $2, 0x80808080; mov.b32 z, 0x64806480; "

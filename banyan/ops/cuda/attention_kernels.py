@@ -1,10 +1,9 @@
-"""The kernels of attention over pages. Imported on first use: a machine without Triton has no need
-of them.
+"""Triton kernels of attention over pages. Imported on first use, because Triton may be missing.
 
-Numbers are read in the type they are stored in, those of 8 bits in their unit; logits, weights and
-sums are fp32, exponents those of 2. What has been seen so far of a query's keys is (best, total,
-result): the largest logit, the sum of the weights relative to it, and the weighted sum of values
-(Milakov and Gimelshein, arXiv 1805.02867).
+Numbers are read in their stored type, 8-bit ones in their unit. Logits, weights and sums are fp32;
+exponentials have base 2. The state of a query's softmax is (best, total, result): the largest
+logit, the sum of the weights relative to it, and the weighted sum of values (Milakov and
+Gimelshein, arXiv 1805.02867).
 """
 
 import triton
@@ -13,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def row_of(row_starts, rows, block, PER_BLOCK: tl.constexpr):
-    """The row that a block of queries belongs to: row r begins at block
-    row_starts[r] // PER_BLOCK + r, and the last ones of a row may be empty."""
+    """The row of a block of queries. Row r begins at block row_starts[r] // PER_BLOCK + r; the last
+    blocks of a row may be empty."""
     low: tl.int32 = 0
     high: tl.int32 = rows
     while low < high:
@@ -38,7 +37,7 @@ def capped(logit, cap):
 def keys_of(
     tables, key, is_key, page_stride, token_stride, IS_MASKED: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Where the pages have some keys of one row, whose page table is `tables`."""
+    """Positions in the pages of some keys of one row, whose page table is `tables`."""
     if IS_MASKED:
         page = tl.load(tables + key // PAGE, mask=is_key, other=0)
     else:
@@ -48,7 +47,7 @@ def keys_of(
 
 @triton.jit
 def numbers_at(pointers, is_key, is_dim, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Keys or values; zeros where nothing may be read."""
+    """Keys or values; zeros at masked positions."""
     if IS_MASKED:
         return tl.load(pointers, mask=is_key & is_dim, other=0.0)
     if IS_WHOLE:
@@ -63,7 +62,7 @@ def see(
     IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The same of KEYS keys more. Without a mask every query sees all of them."""
+    """The softmax state after KEYS more keys. Without a mask every query sees all of them."""
     key = begin + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -104,7 +103,7 @@ def attend(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one kv head: some tokens of a row, times its query heads."""
+    """One block of queries of one kv head: some tokens of a row times its query heads."""
     block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row = row_of(row_starts, rows, block, PER_BLOCK)
     start = tl.load(row_starts + row)
@@ -157,7 +156,7 @@ def attend(
 
 @triton.jit
 def merged(best, total, result, more_best, more_total, more_result):
-    """Of two parts of the keys, the first one's first."""
+    """The softmax state of two parts of the keys, in key order."""
     larger = tl.maximum(best, more_best)
     base = tl.where(larger == float("-inf"), 0.0, larger)
     kept, taken = tl.exp2(best - base), tl.exp2(more_best - base)
@@ -175,9 +174,9 @@ def attend_rows(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one token, the query heads of one kv head. Keys are seen in parts of PART, each by
-    itself, and the parts merged in their order: by this program, or where they are split, by
-    `merge`. So a result does not depend on how many programs there are."""
+    """Rows of one token: the query heads of one kv head. Keys are processed in parts of PART, and
+    the parts are merged in order, by this program or, if they are split, by `merge`. So a result
+    does not depend on the number of programs."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     position = tl.load(context_lengths + row)
     length = position + 1
@@ -232,7 +231,7 @@ def merge(
     window,
     HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: what `attend_rows` left of its parts, in their order."""
+    """Merge the parts of `attend_rows` in order, for one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(context_lengths + row) + 1
     row = row.to(tl.int64)

@@ -1,10 +1,9 @@
-"""The Triton kernels of blocks of experts. Imported on first use: a machine without Triton has no
-need of it.
+"""Triton kernels of experts. Imported on first use, because Triton may be missing.
 
-Pairs of a token and a chosen expert are numbered token · per_token + choice. `order_pairs` sorts
-them by expert and cuts those of each expert into blocks of rows; a block meets one expert's weights
-only. The grids are bounded by the numbers of pairs and experts, so nothing waits for what the
-tokens chose, and a launch can be captured.
+(token, expert) pairs are numbered token · per_token + choice. `order_pairs` sorts them by expert
+and cuts each expert's pairs into blocks of rows; a block uses one expert's weights only. The grids
+depend only on the numbers of pairs and experts, so no launch waits for the router's choice, and
+launches can be captured.
 """
 
 import triton
@@ -13,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _chosen_here(ids, at, pairs, first, experts):
-    """The experts of some pairs, counted from the first one here; `experts` where there is none."""
+    """The experts of some pairs, relative to this rank's first; `experts` = not on this rank."""
     expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
     is_here = (at < pairs) & (expert >= 0) & (expert < experts)
     return tl.where(is_here, expert, experts).to(tl.int32)
@@ -52,8 +51,8 @@ def order_pairs(
 
 @triton.jit
 def _expert_of(ids, block_experts, total, block, first, experts, ALONE: tl.constexpr):
-    """The expert of a block of rows, −1 where there is nothing to do; ALONE: pair and block and row
-    have one number, and nothing was ordered."""
+    """The expert of a block of rows; −1 = empty block. ALONE: pair, block and row have the same
+    number, because nothing was sorted."""
     if ALONE:
         expert = tl.load(ids + block) - first
         return tl.where((expert >= 0) & (expert < experts), expert, -1)
@@ -64,7 +63,7 @@ def _expert_of(ids, block_experts, total, block, first, experts, ALONE: tl.const
 
 @triton.jit
 def _rows_of(order, block_firsts, block_ends, block, ALONE: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows of a block, which of them there are, and their pairs."""
+    """The rows of a block, the mask of those that exist, and their pairs."""
     if ALONE:
         row = block + tl.arange(0, BLOCK)
         is_row = row == block
@@ -82,7 +81,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _opened(gate, up, limit, alpha, GATE: tl.constexpr):
-    """What the gate lets through; GATE as in `triton_experts`."""
+    """The gated activation; GATE as in `triton_experts`."""
     if GATE == "silu":
         return gate * _sigmoid(gate) * up
     elif GATE == "limited":
@@ -102,7 +101,7 @@ def _opened(gate, up, limit, alpha, GATE: tl.constexpr):
 def _multiplied(
     total, x, weight, begin, width, steps, WHOLE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """total + a step of x · weightᵀ. x: pointers [rows, steps]; weight: [steps, columns]."""
+    """total plus one step of x · weightᵀ. x: pointers [rows, steps]; weight: [steps, columns]."""
     if WHOLE:
         values, factors = tl.load(x + begin), tl.load(weight + begin)
     else:
@@ -119,8 +118,8 @@ def expert_inner(
     GATE: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block of rows: act(gate(x)) · up(x), or the square of what of up(x) is
-    above zero. weight: [experts, 2 · inner, dim], the gates first, or [experts, inner, dim]."""
+    """Some columns of a block of rows: act(gate(x)) · up(x), or relu(up(x))².
+    weight: [experts, 2 · inner, dim], the gates first, or [experts, inner, dim]."""
     tiles = tl.cdiv(inner, COLUMNS)
     block = tl.program_id(0) // tiles
     expert = _expert_of(ids, block_experts, total, block, first, experts, ALONE)
@@ -172,7 +171,7 @@ def expert_outer(
     HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block of rows through the second projection, to the places of their pairs.
+    """Some columns of the second projection for a block of rows, stored at the rows' pairs.
     x: [rows, inner]; weight: [experts, dim, inner]; out: [pairs, dim]."""
     tiles = tl.cdiv(dim, COLUMNS)
     block = tl.program_id(0) // tiles
@@ -202,9 +201,9 @@ def add_up(
     x, ids, weights, out, first, last, home, width,
     PER_TOKEN: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one token: the sum over its experts of weight · x in the order of their numbers,
-    within each `home` of these and then over those. Experts outside first … last − 1 add nothing.
-    x: [tokens, PER_TOKEN, width]."""
+    """A block of one token: the sum of weight · x over its experts, in the order of their numbers.
+    Sums are taken within each group of `home` experts, then over the groups. Experts outside first
+    … last − 1 add nothing. x: [tokens, PER_TOKEN, width]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

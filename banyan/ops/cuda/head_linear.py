@@ -1,4 +1,4 @@
-"""A matrix for each head by the vendor's library, on weights of the activations' type."""
+"""Per-head matrices with the vendor's library; weights have the activations' type."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from banyan.ops.stored import StoredWeight
 
 
 class BatchedHeadLinear:
-    """[heads, in, out] of the activations' type; sums are fp32."""
+    """Weights [heads, in, out] in the activations' type; sums are fp32."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.transpose(1, 2).contiguous()

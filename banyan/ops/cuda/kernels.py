@@ -1,6 +1,6 @@
-"""The Triton kernels themselves. Imported on first use: a machine without Triton has no need of it.
+"""Triton kernels of row-wise ops. Imported on first use, because Triton may be missing.
 
-Numbers are read in the type they are stored in and worked on in fp32.
+Numbers are read in their stored type and computed in fp32.
 """
 
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def stored(x, inverse, MOST: tl.constexpr):
-    """`pages.to_stored` before the type changes; MOST: the largest number of 8 bits, 0 where it
-    has more of them."""
+    """`pages.to_stored` before the type conversion. MOST: the largest 8-bit number; 0 = the type
+    has more bits."""
     if MOST > 0:
         wide = x.to(tl.float32) * inverse
         held = tl.minimum(tl.maximum(wide, -MOST), MOST)
@@ -43,7 +43,7 @@ def write_pages(
     BLOCK_D: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """K and V of one token and head into their page."""
+    """Write K and V of one token and head to their page."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -73,7 +73,7 @@ def norm(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """RMS norm of one part (head) of one row, of x + residual where there is one."""
+    """RMS norm of one part (head) of one row of x, or of x + residual."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -94,8 +94,8 @@ def rotate(
     q, k, cos, sin, q_out, k_out, q_token, q_head, k_token, k_head, heads, width, pairs,
     BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, those of k behind those of q; dimensions behind the pairs are
-    copied."""
+    """Rotate one head of one token; heads of k follow the heads of q. Dimensions after the rotated
+    pairs are copied."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < pairs
@@ -120,7 +120,7 @@ def rotate(
 
 @triton.jit
 def silu_gate(gate_up, out, row_stride, width, limit, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of one row: silu(gate) · up, rounded as two ops of torch round."""
+    """A block of one row: silu(gate) · up, rounded like the two torch ops."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(gate_up + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)

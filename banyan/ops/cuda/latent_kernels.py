@@ -1,9 +1,8 @@
-"""The Triton kernels of latent attention. Imported on first use: a machine without Triton has no
-need of it.
+"""Triton kernels of latent attention (MLA). Imported on first use, because Triton may be missing.
 
 A block of queries is some tokens of one row times some heads; all heads read the same latents and
-turned keys. The keys of a block are divided among as many programs as the launch says, in whole
-steps of KEYS; `join_parts` adds up what these found. No grid depends on lengths.
+rotated keys. The launch sets how many programs share the keys of a block, in whole steps of KEYS;
+`join_parts` combines their results. No grid depends on lengths.
 """
 
 import triton
@@ -18,7 +17,7 @@ def write_latents(
     latent_page, latent_inside, key_page, key_inside, rank, rope_dim,
     PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The latent and the turned key of one token into their pages."""
+    """Write the latent and the rotated key of one token to their pages."""
     token = tl.program_id(0).to(tl.int64)
     location = tl.load(locations + token)
     page, inside = location // PAGE, location % PAGE
@@ -34,14 +33,14 @@ def write_latents(
 
 @triton.jit
 def _share_of(lowest, length, parts, LEAST: tl.constexpr):
-    """Keys of a part: whole steps of LEAST."""
+    """Keys per part, a multiple of LEAST."""
     steps = tl.cdiv(length - lowest // LEAST * LEAST, LEAST)
     return tl.cdiv(steps, parts) * LEAST
 
 
 @triton.jit
 def _lines(base, at, is_line, dims, is_dim):
-    """[lines, dims] at some places, zeros where there is nothing."""
+    """[lines, dims] at some positions; zeros at masked ones."""
     return tl.load(
         base + at[:, None] + dims[None, :], mask=is_line[:, None] & is_dim[None, :], other=0.0
     )
@@ -69,7 +68,7 @@ def attend_latents(
     KEYS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of a block of queries. out: [parts, tokens, heads, rank]; sums: [parts,
-    tokens, heads] fp32, the logarithm of the part's sum of weights, where there are several."""
+    tokens, heads] fp32, the logarithm of the part's sum of weights if there are several parts."""
     block, head_block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_of(row_starts, rows, block, PER_BLOCK)
     start = tl.load(row_starts + row)
@@ -137,7 +136,7 @@ def join_parts(
     found_token, found_head, found_part, sums_part, out_token, out_head,
     PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PER_BLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: the average of what the parts found, by their sums of weights."""
+    """One token and head: the average of the parts' results, weighted by their sums."""
     token, head = tl.program_id(0), tl.program_id(1)
     low: tl.int32 = 0
     high: tl.int32 = rows

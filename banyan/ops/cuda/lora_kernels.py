@@ -1,9 +1,8 @@
-"""The Triton kernels of low-rank adapters. Imported on first use.
+"""Triton kernels of LoRA adapters. Imported on first use, because Triton may be missing.
 
-A program has a block of neighbouring tokens and goes through the adapters that these have, each
-once; tokens of other ones, or of none, are left out when it stores. So nothing is sorted, the grids
-depend on the number of tokens alone, and what a token gets is added up in one order whoever stands
-beside it.
+A program has a block of consecutive tokens and visits each of their adapters once; tokens of other
+adapters, or of none, are masked when it stores. So nothing is sorted, the grids depend only on the
+number of tokens, and a token's sum has the same order whatever tokens are next to it.
 """
 
 import triton
@@ -12,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _numbers_of(others, row, is_row, capacity, CAPACITY: tl.constexpr):
-    """The adapter of each token, from 0 on; −1 where it has none. others: [tokens, capacity], which
-    adapters are not the token's."""
+    """The adapter of each token, from 0; −1 = none. others: [tokens, capacity], True for the
+    adapters that are not the token's."""
     at = tl.arange(0, CAPACITY)
     is_there = is_row[:, None] & (at < capacity)[None, :]
     other = tl.load(others + row[:, None] * capacity + at[None, :], mask=is_there, other=1)
@@ -22,8 +21,8 @@ def _numbers_of(others, row, is_row, capacity, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _part_of(tile, first_size, second_size, third_size, fourth_size, COLUMNS: tl.constexpr):
-    """The part whose outputs a program has, the first of the part's outputs, how many these are,
-    and the program's number among those of the part."""
+    """(part of a program's outputs, the part's first output, its number of outputs, the program's
+    index within the part)."""
     part, first, outputs = 0, 0, first_size
     for at in tl.static_range(1, 4):
         size = second_size if at == 1 else (third_size if at == 2 else fourth_size)
@@ -42,8 +41,8 @@ def go_down(
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, CUT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some ranks of one part, summed over CUT inputs. x: [tokens, inputs]; down: [parts, capacity,
-    rank, inputs]; inner: [cuts, tokens, parts · rank] fp32."""
+    """The A product: some ranks of one part, summed over CUT inputs. x: [tokens, inputs]; down:
+    [parts, capacity, rank, inputs]; inner: [cuts, tokens, parts · rank] fp32."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunks = tl.cdiv(rank, RANKS)
     part = tl.program_id(1) // chunks
@@ -78,9 +77,9 @@ def go_up(
     CAPACITY: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one part. inner: as `go_down` leaves it, of which AT_ONCE cuts are waited for
-    together; up: of each part [capacity, rank, outputs], one after another; the sizes: outputs of
-    each part; out: [tokens, outputs], which is added to."""
+    """The B product: some outputs of one part. inner: from `go_down`; AT_ONCE cuts are loaded
+    together; up: [capacity, rank, outputs] of each part, one after another; the sizes: outputs of
+    each part; out: [tokens, outputs], added to."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part, first, outputs, tile = _part_of(
         tl.program_id(1), first_size, second_size, third_size, fourth_size, COLUMNS

@@ -1,4 +1,4 @@
-"""What the Triton kernels need; importable where Triton is not."""
+"""Requirements of the Triton kernels; importable without Triton."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,25 +10,25 @@ from banyan.ops.pages import FLOAT8
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_BLOCK = 16
-"""Rows, columns and dimensions of a matrix product, at least."""
+"""Fewest rows, columns and dimensions of a matrix product."""
 
 QUANTIZATIONS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "int8": "Q8_0"}
-"""What float weights may be rounded to at load -> storage type."""
+"""Types that float weights may be rounded to at load -> storage type."""
 
 
 @dataclass(frozen=True)
 class CudaToolkit(NoToolkit):
     """
     Attributes:
-        quantization: a name of QUANTIZATIONS that float weights of projections are rounded to at
-            load; "" = they are kept.
+        quantization: the type that float projections are rounded to at load, a name of
+            QUANTIZATIONS; "" = not rounded.
     """
 
     quantization: str = ""
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """The next one, as sizes of a kernel's blocks are."""
+    """The next power of two; sizes of a kernel's blocks must be one."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -37,14 +37,14 @@ def has_triton() -> bool:
 
 
 def declines_device(spec: OpSpec) -> str | None:
-    """Why no Triton kernel can serve, whatever its numbers; None when one can."""
+    """Why no Triton kernel can run on the device; None = they can."""
     if spec.device.type != "cuda":
         return f"tensors are on {spec.device.type}"
     return None if has_triton() else "the package triton is not installed"
 
 
 def declines(spec: OpSpec) -> str | None:
-    """The same for kernels of activations."""
+    """Why kernels of activations cannot run; None = they can."""
     reason = declines_device(spec)
     if reason is not None:
         return reason
@@ -52,7 +52,7 @@ def declines(spec: OpSpec) -> str | None:
 
 
 def declines_pages(spec: OpSpec) -> str | None:
-    """The same for kernels that read or write pages."""
+    """Why kernels that read or write pages cannot run; None = they can."""
     reason = declines(spec)
     if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8):
         return f"cannot read pages of {spec.cache_dtype}"

@@ -1,8 +1,8 @@
-"""Quantised weights as the products of a CUDA device read them: numbers, and factors beside them.
+"""Layout of quantised weights on CUDA: numbers, and their factors in tensors of their own.
 
-The inputs are cut into chunks that share a factor. All outputs of one chunk lie side by side, so
-that what a block of threads reads at once is one run of memory. Of 4-bit numbers a byte holds those
-of two chunks: even ones low, odd ones high. Knows no products.
+The inputs are cut into chunks that share a factor. All outputs of a chunk are adjacent, so a thread
+block reads contiguous memory. A byte of 4-bit numbers has two chunks: the even one low, the odd one
+high.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from banyan.ops import blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 OUTPUTS_STEP = 128
-"""Outputs are filled up to a multiple of this, so that no read of weights needs a bound."""
+"""Outputs are padded to a multiple of this, so that reads of weights need no mask."""
 _CHUNKS = (128, 64, 32, 16)
 _MOST_PAIRED = 64
-"""Inputs of a chunk of 4-bit numbers, two of which are read together."""
+"""Most inputs of a chunk of 4-bit numbers; two chunks are read together."""
 _MOST_BYTES = 1 << 28
-"""Of a weight that are taken apart at once."""
+"""Bytes of a weight that are unpacked at once."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Blocks taken apart: number · scale + minimum.
+    """Unpacked blocks: value = number · scale + minimum.
 
     Attributes:
-        numbers: [n, inputs that share a scale] int8; of 4 bits 0…15.
+        numbers: [n, inputs that share a scale] int8; 4-bit ones are 0…15.
         scale: [n] fp16 or fp32.
-        minimum: as the scale; None where there is none.
+        minimum: as the scale; None = none.
     """
 
     numbers: Tensor
@@ -43,7 +43,7 @@ class Levels:
 class BlockType:
     """
     Attributes:
-        bits: of a number in memory, 4 or 8.
+        bits: bits of a number in memory, 4 or 8.
         base: the number that means zero.
         shared: inputs that share a scale.
         take: [blocks, bytes of one] uint8 -> Levels.
@@ -103,7 +103,7 @@ BLOCK_TYPES = {
     "Q5_K": BlockType(8, 0, 32, lambda raw: _counted(blocks.counted_q5_k(raw))),
     "Q6_K": BlockType(8, 0, 16, lambda raw: _counted(blocks.counted_q6_k(raw))),
 }
-"""Storage types whose numbers are kept."""
+"""Storage types that stay quantised."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,13 @@ class PackedNumbers:
     """A weight [outputs, inputs] on the device.
 
     Attributes:
-        bits, base: of `BlockType`.
+        bits, base: as in `BlockType`.
         group: inputs that share a factor, a multiple of the chunk.
-        numbers: [chunks, outputs, inputs of a chunk] int8, or [chunks/2, …] uint8 of 4 bits;
-            outputs filled up.
-        scales: [groups, outputs] fp16, outputs filled up.
-        minima: as the scales; None where there are none.
-        units: [outputs filled up] fp32, powers of two that scales and minima are counted in; None
-            where these are 1.
+        numbers: [chunks, padded outputs, inputs of a chunk] int8, or [chunks/2, …] uint8 for 4
+            bits.
+        scales: [groups, padded outputs] fp16.
+        minima: as the scales; None = none.
+        units: [padded outputs] fp32, powers of two that multiply scales and minima; None = all 1.
     """
 
     bits: int
@@ -138,9 +137,9 @@ class PackedNumbers:
 
 
 def pack(weight: StoredWeight, device: torch.device) -> PackedNumbers:
-    """Lay a weight of BLOCK_TYPES out, [outputs, inputs]. Factors that neighbours share are kept
-    once: for groups of 128, 64 or 32 inputs, or for all of an output. Those of more than 11 bits
-    are rounded to 11."""
+    """Pack a weight [outputs, inputs] of BLOCK_TYPES. Factors that neighbours share are kept once:
+    per group of 128, 64 or 32 inputs, or per output. Factors with more than 11 bits are rounded to
+    11."""
     kind = BLOCK_TYPES[weight.type]
     outputs, inputs = weight.shape
     step = max(OUTPUTS_STEP, _MOST_BYTES // (inputs * 4) // OUTPUTS_STEP * OUTPUTS_STEP)
@@ -169,8 +168,8 @@ def pack(weight: StoredWeight, device: torch.device) -> PackedNumbers:
 
 
 def _units(scale: Tensor, minimum: Tensor | None) -> Tensor:
-    """Powers of two that make the largest factor of a row one of 2^14 … 2^15. Factors are [outputs,
-    groups] fp32; returns [outputs filled up]."""
+    """Powers of two that bring the largest factor of a row to 2^14 … 2^15. Factors are [outputs,
+    groups] fp32; returns [padded outputs]."""
     largest = scale.abs().amax(1)
     if minimum is not None:
         largest = torch.maximum(largest, minimum.abs().amax(1))
@@ -180,7 +179,7 @@ def _units(scale: Tensor, minimum: Tensor | None) -> Tensor:
 
 
 def _group(inputs: int, shared: int, *factors: Tensor | None) -> int:
-    """The most inputs whose blocks have the same factors: all, or one of _CHUNKS. Factors are
+    """The largest group of inputs with equal factors: all inputs, or one of _CHUNKS. Factors are
     [outputs, blocks of `shared` inputs]."""
     for group in (inputs, *_CHUNKS):
         if inputs % group == 0 and all(
@@ -196,7 +195,7 @@ def _is_shared(factor: Tensor, count: int) -> bool:
 
 
 def _factors(factor: Tensor, count: int) -> Tensor:
-    """One of every `count` factors. [outputs, blocks] -> [groups, outputs filled up]"""
+    """Every `count`-th factor: [outputs, blocks] -> [groups, padded outputs]."""
     return _filled(factor[:, ::count].t(), 1).contiguous()
 
 
@@ -213,7 +212,7 @@ def _lay(numbers: Tensor, bits: int, chunk: int) -> Tensor:
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:
-    """Zeros up to the next multiple of OUTPUTS_STEP along `dim`."""
+    """Pad with zeros to the next multiple of OUTPUTS_STEP along `dim`."""
     missing = -tensor.shape[dim] % OUTPUTS_STEP
     pads = [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]
     return functional.pad(tensor, pads) if missing else tensor

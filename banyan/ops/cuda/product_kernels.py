@@ -1,7 +1,7 @@
 """Triton kernels of products with quantised weights (`packing.py`). Imported on first use.
 
-Numbers go into the product as they are, which both half types hold exactly; a chunk's sum is
-multiplied by the factor of its group afterwards, in fp32. So a weight is never rounded.
+The products use the integers, which both half types represent exactly. A chunk's sum is then
+multiplied by its group's factor in fp32. So weights are never rounded.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def opened_pair(codes, KIND: tl.constexpr, BASE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The low and the high halves of bytes, each less BASE, in an activation's type."""
+    """The low and the high nibbles of bytes, minus BASE, in an activation's type."""
     if ASSEMBLY != "":
         low, high = tl.inline_asm_elementwise(
             ASSEMBLY, "=r,=r,=r,=r,r", [codes], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
@@ -23,7 +23,7 @@ def opened_pair(codes, KIND: tl.constexpr, BASE: tl.constexpr, ASSEMBLY: tl.cons
 
 @triton.jit
 def opened(codes, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Numbers of 8 bits in an activation's type."""
+    """8-bit numbers in an activation's type."""
     if ASSEMBLY != "":
         values = tl.inline_asm_elementwise(
             ASSEMBLY, "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4
@@ -38,8 +38,8 @@ def add_chunk(
     total, x, x_at, is_row, w, scales, minima, chunk, inputs, filled, per_group, n,
     HAS_MINIMA: tl.constexpr, IS_TURNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk of inputs adds. total: [tokens, outputs] of a block, or turned; w: [outputs,
-    CHUNK]."""
+    """Add the product of one chunk of inputs. total: [tokens, outputs] of a block, or transposed;
+    w: [outputs, CHUNK]."""
     k = chunk * CHUNK + tl.arange(0, CHUNK)
     is_input = is_row[:, None] & (k < inputs)[None, :]
     part = tl.load(x + x_at[:, None] + k[None, :], mask=is_input, other=0.0)
@@ -67,8 +67,8 @@ def _multiply(
 ):  # fmt: skip
     """A block of outputs of some tokens, over one part of the inputs.
 
-    steps: chunks, or pairs of them for 4 bits; per_part: of them in a part; per_group: chunks of a
-    group; filled: outputs in memory; out: [parts, rows, outputs].
+    steps: chunks, or pairs of chunks for 4 bits; per_part: steps of a part; per_group: chunks of a
+    group; filled: padded outputs; out: [parts, rows, outputs].
     """
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -116,7 +116,7 @@ def _multiply(
 
 
 def _add_parts(parts, bias, out, count, size, outputs, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of parts [count, size] in their order, and the bias [outputs]."""
+    """The sum of parts [count, size] in order, plus the bias [outputs]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros([BLOCK], tl.float32)

@@ -1,9 +1,9 @@
-"""Projections with quantised weights that stay quantised on a CUDA device, in Triton.
+"""Projections in Triton whose weights stay quantised on the CUDA device.
 
-Up to some rows one kernel reads the numbers and multiplies; with more of them the weight is
-unpacked for the time of one product of the vendor's library, which then costs more than unpacking.
-The inputs are cut into parts whose sums are added in their order: a result depends on how many rows
-there are, never on which block was first.
+Up to UNPACK_ABOVE rows one kernel reads the integers and multiplies. With more rows the weight is
+unpacked for a product of the vendor's library; the product then costs more than the unpacking. The
+inputs are cut into parts whose sums are added in order. So a result depends on the number of rows,
+never on the order of the thread blocks.
 """
 
 from collections.abc import Callable
@@ -25,24 +25,24 @@ from banyan.ops.rounding import to_blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 UNPACK_ABOVE = 256
-"""With more rows than these a weight is unpacked."""
+"""With more rows than this, the weight is unpacked."""
 LEAST_INPUTS = 256
-"""Below which a part is not worth the adding up."""
+"""Fewest inputs of a part that are worth the extra sum."""
 _ADD = 1024
 _MOST_BYTES = 1 << 28
-"""Of float weights that are rounded at once."""
+"""Bytes of float weights that are rounded at once."""
 
 _log = logger(__name__)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a product is cut.
+    """Block sizes of a product.
 
     Attributes:
-        rows, outputs: of a block.
-        parts: that the inputs are cut into.
-        is_turned: outputs times tokens in place of tokens times outputs.
+        rows, outputs: sizes of a block.
+        parts: number of parts that the inputs are cut into.
+        is_turned: computes outputs times tokens instead of tokens times outputs.
     """
 
     rows: int
@@ -54,8 +54,9 @@ class Shape:
 
 
 def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
-    """The cut for some rows of activations: the quickest ones of `benchmarks/cuda_products.py` on a
-    device of 132 processors, which wants so many blocks of threads."""
+    """The block sizes for some rows of activations: the fastest ones in
+    `benchmarks/cuda_products.py` on a device with 132 multiprocessors, which needs at least that
+    many thread blocks."""
     is_wide, is_coarse = weight.bits == 8, weight.numbers.shape[2] >= 64
     if rows <= 16:
         shape, blocks = Shape(16, 128, 1, is_turned=False), 1056 if is_wide else 528
@@ -74,7 +75,7 @@ def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
 
 
 class QuantisedLinear:
-    """A weight of `packing.py` and the kernels that multiply with it."""
+    """A packed weight (`packing.py`) and its kernels."""
 
     def __init__(self, weight: PackedNumbers, dtype: torch.dtype) -> None:
         self.weight = weight
@@ -88,7 +89,7 @@ class QuantisedLinear:
 
 
 def assembly_for(weight: PackedNumbers, dtype: torch.dtype) -> str:
-    """What opens a weight's numbers on its device, "" = what the compiler makes of it."""
+    """PTX that unpacks a weight's numbers on its device; "" = the compiler generates it."""
     device = weight.numbers.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return ""
@@ -98,7 +99,7 @@ def assembly_for(weight: PackedNumbers, dtype: torch.dtype) -> str:
 def product(
     x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape, assembly: str = ""
 ) -> Tensor:
-    """x·Wᵀ + bias. x: [tokens, in] T, tokens may lie apart; bias: [out] T or None; assembly: of
+    """x·Wᵀ + bias. x: [tokens, in] T, tokens may be strided; bias: [out] T or None; assembly: from
     `assembly_for`.
     returns: [tokens, out] T"""
     from banyan.ops.cuda.product_kernels import add_parts, multiply
@@ -160,7 +161,7 @@ def product(
 
 
 def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
-    """[out, in] in plain numbers."""
+    """The unpacked weight [out, in]."""
     from banyan.ops.cuda.product_kernels import unpack
 
     size = (weight.outputs, weight.inputs)
@@ -199,13 +200,13 @@ def _declines(spec: OpSpec) -> str | None:
 
 
 def _rounding(toolkit: object) -> str:
-    """The storage type that float weights are rounded to; "" = they are kept."""
+    """The storage type that float weights are rounded to; "" = not rounded."""
     wanted = toolkit.quantization if isinstance(toolkit, CudaToolkit) else ""
     return QUANTIZATIONS[wanted] if wanted else ""
 
 
 def packer(toolkit: object) -> Callable[..., PackedLinear]:
-    """What packs a projection of a type of BLOCK_TYPES, or of floats that it rounds."""
+    """Function that packs a projection of BLOCK_TYPES, or of floats, which it rounds."""
     type = _rounding(toolkit)
 
     def pack_linear(

@@ -1,6 +1,6 @@
-"""The kernel that draws tokens. Imported on first use: a machine without Triton has no need of it.
+"""Triton kernel that draws tokens. Imported on first use, because Triton may be missing.
 
-It must not be compiled with fused products: every rounding is one of the definition in
+It must be compiled without fused multiply-add: every rounding is part of the definition in
 `ops/sampling.py`.
 """
 
@@ -10,11 +10,11 @@ import triton.language as tl
 _ONE = tl.constexpr(4503599627370496.0)
 """2**52: adding it rounds a double below 2**51 to the nearest whole number, ties to even."""
 _HALF = tl.constexpr(12582912.0)
-"""1.5 · 2**23: the same of floats of either sign."""
+"""1.5 · 2**23: the same for floats of either sign."""
 _ENDLESS = tl.constexpr(0x7F800000)
 """The bits of infinity."""
 _NEVER = tl.constexpr((1 << 63) - 1)
-"""More than weights, and numbers of tokens, come to."""
+"""Larger than any weight or number of tokens."""
 
 
 @triton.jit
@@ -45,12 +45,12 @@ def mixed(z):
 def last_of(
     logits, best, factor, temperature, top_k, top_p, found, vocab, TILE: tl.constexpr
 ):  # fmt: skip
-    """The bits of how far the last token may lie below the best one by top_k and top_p: the least
-    distance within which lie top_k tokens or, of the weight, top_p.
+    """The bits of the largest allowed distance below the best token, by top_k and top_p: the
+    smallest distance that includes top_k tokens or a share top_p of the weight.
 
-    Eight distances are tried on all tokens at once; the tokens between the last that is too little
-    and the first that is enough are written to `found`, and what is between is halved there until
-    one is left. top_k: more than there are, where nobody asks for it.
+    Eight distances are tried on all tokens at once. The tokens between the last distance that is
+    too small and the first that suffices are written to `found`, where the interval is halved until
+    one token is left. top_k: more than there are tokens = off.
     """
     QUARTER: tl.constexpr = TILE // 4
     at = tl.arange(0, QUARTER)  # eight numbers each
@@ -105,7 +105,7 @@ def last_of(
 
 @triton.jit
 def kept(logits, begin, best, factor, last, least, vocab, TILE: tl.constexpr):
-    """The weights of TILE tokens, 0 where a filter leaves one out."""
+    """The weights of TILE tokens; 0 = filtered out."""
     at = begin + tl.arange(0, TILE)
     below = best - tl.load(logits + at, mask=at < vocab, other=float("-inf"))
     weight = weight_of(below, factor)
@@ -119,10 +119,10 @@ def draw(
     WORDS: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
     MIN_P: tl.constexpr, SEED: tl.constexpr, GREEDY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token at its quantile, unless it takes the best one.
+    """One row: the token at its quantile, or the best one if the row is greedy.
 
     words, flags: the parameters of all slots as int64 and as bytes, WORDS int64 each; TEMPERATURE
-    … SEED: places among the words, GREEDY among the bytes.
+    … SEED: indices of words, GREEDY: index of a byte.
     """
     row = tl.program_id(0)
     slot, best = tl.load(slots + row), tl.load(bests + row)

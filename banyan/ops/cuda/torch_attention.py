@@ -1,4 +1,4 @@
-"""Attention in torch, row by row: slow, and told apart from the others by its name alone."""
+"""Attention in torch, row by row: slow; chosen only by name."""
 
 from banyan.ops import reference
 from banyan.ops.bind import Kernel

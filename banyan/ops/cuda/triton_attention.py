@@ -1,11 +1,9 @@
-"""Attention over pages in Triton: a kernel for steps whose rows have one token each, and one for
-rows of many.
+"""Attention over pages in Triton: one kernel for rows of one token, one for rows of many.
 
-The grid depends on how many rows and tokens there are, never on their lengths, so a launch can be
-captured. A block of queries is some tokens of one row times the query heads of one kv head. Keys
-are taken in blocks that begin at multiples of their size, in their order. Where few rows of one
-token would leave processors without work, the keys of each are divided among several programs
-(Dao et al., Flash-Decoding, 2023).
+The grid depends on the numbers of rows and tokens, never on lengths, so launches can be captured. A
+block of queries is some tokens of one row times the query heads of one kv head. Keys are processed
+in order, in blocks aligned to their size. If few rows of one token would leave multiprocessors
+idle, several programs share the keys of each row (Dao et al., Flash-Decoding, 2023).
 """
 
 import math
@@ -20,19 +18,20 @@ from banyan.ops.pages import FLOAT8
 
 _LOG2_E = 1 / math.log(2)
 _PART = 256
-"""Keys that are seen by themselves, in rows of one token."""
+"""Keys of a part, in rows of one token."""
 _PROGRAMS = 512
-"""Fewer of them leave processors without work: about four for each of a large device."""
+"""Fewer programs leave multiprocessors idle: about four per multiprocessor of a large device."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much of its work a program holds at once.
+    """Block sizes of a program.
 
     Attributes:
-        queries: of rows of many tokens.
-        keys: of a block.
-        warps, stages: of a program; blocks of keys that are on their way.
+        queries: queries of a block, for rows of many tokens.
+        keys: keys of a block.
+        warps: warps of a program.
+        stages: blocks of keys that are loaded ahead.
     """
 
     queries: int
@@ -42,15 +41,15 @@ class Tiles:
 
 
 MANY, MANY_WIDE = Tiles(128, 128, 8, 2), Tiles(32, 32, 4, 2)
-"""Rows of many tokens; heads of more than 128 dimensions, or of fp32."""
+"""Rows of many tokens; the second for heads of more than 128 dimensions, or of fp32."""
 ONE, ONE_WIDE = Tiles(LEAST_BLOCK, 128, 4, 3), Tiles(LEAST_BLOCK, 32, 4, 2)
-"""Rows of one token, in the same way."""
+"""The same for rows of one token."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What both kernels are told; tensors as of `Ops.paged_attention`. scale: of logits that are
-    exponents of 2, unless they are capped before."""
+    """Arguments of both kernels; tensors as in `Ops.paged_attention`. scale: for logits as
+    exponents of base 2, unless they are capped first."""
 
     q: Tensor
     k_pages: Tensor
@@ -65,7 +64,7 @@ class _Call:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Query heads per kv head."""
         return self.q.shape[1] // self.k_pages.shape[2]
 
     @property
@@ -79,7 +78,7 @@ class _Call:
         return *self.q.stride()[:2], *pages, *rest
 
     def constants(self, tiles: Tiles, wide: Tiles) -> dict[str, int | bool]:
-        """tiles: for most heads; wide: what a block holds at once is bounded."""
+        """tiles: for most heads; wide: smaller tiles, for large heads."""
         head_dim = self.q.shape[2]
         is_wide = head_dim > 128 or self.q.dtype == torch.float32
         chosen = wide if is_wide else tiles

@@ -1,8 +1,8 @@
-"""Blocks of experts in Triton: pairs of a token and an expert in the order of the experts, two
-products by blocks of rows of one expert, the gate inside the first, and sums over each token's.
+"""Experts in Triton: sort the (token, expert) pairs, two products per expert, sum per token.
 
-Nothing waits for the device, and what is launched depends on the number of tokens only, so steps
-can be captured. Weights have the activations' type.
+The products work on blocks of rows of one expert; the gate is part of the first. Nothing waits for
+the device, and launches depend only on the number of tokens, so steps can be captured. Weights have
+the activations' type.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from banyan.ops.stored import StoredWeight, stack
 _GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SUM_BLOCK = 1024
 _ANY = 1 << 62
-"""Higher than the number of any expert."""
+"""Larger than the number of any expert."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a product by blocks of rows: rows and columns of a result, and of the sum's steps.
+    """Block sizes of the products: rows and columns of a result, and inputs per step.
 
     Attributes:
-        columns: of the first projection, whose gates and ups take as many each.
-        outer: columns of the second one.
+        columns: columns of the first projection, the same number for gate and up.
+        outer: columns of the second projection.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class Tiles:
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """By the rows that an expert has on average where pairs are spread evenly."""
+    """Tiles by the average number of rows per expert."""
     mean = pairs / experts
     if dtype == torch.float32:
         return Tiles(16, 32, 32, 32, 4, 2) if mean <= 16 else Tiles(64, 32, 64, 32, 4, 2)
@@ -54,11 +54,11 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Pairs by expert, as the kernels read them; room for every choice that could be made.
+    """Pairs sorted by expert, in the kernels' form; sized for every possible routing.
 
     Attributes:
         parts: order [pairs], expert, first row and end of each block [blocks], their number [1].
-        blocks: most that there can be.
+        blocks: the largest possible number of blocks.
     """
 
     parts: tuple[Tensor, ...]
@@ -109,8 +109,8 @@ class GroupedExperts:
             mine.copy_(other)
 
     def _outputs(self, x: Tensor, ids: Tensor, out: Tensor) -> None:
-        """What each pair's expert makes of its token, to out [pairs, dim]; pairs of experts that
-        are elsewhere are left as they are."""
+        """Write the expert's output of each pair to out [pairs, dim]; pairs of experts on other
+        ranks are not written."""
         from banyan.ops.cuda.expert_kernels import expert_inner, expert_outer
 
         if not ids.numel():
@@ -191,7 +191,7 @@ class GroupedExperts:
 
 
 def _laid(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[experts, out, in]; one after another, so that no second copy of all is ever there."""
+    """[experts, out, in], copied one by one so that there is never a second copy of all."""
     laid = torch.empty((len(weights), *weights[0].shape), dtype=dtype, device=device)
     for at, weight in enumerate(weights):
         laid[at].copy_(weight.dense)
@@ -199,7 +199,7 @@ def _laid(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.dev
 
 
 def _step(most: int, width: int) -> int:
-    """Of a sum over so many: the largest up to `most` that divides it, if that is not tiny."""
+    """Inputs per step: the largest divisor up to `most`, unless that is tiny."""
     step = most
     while step > 32 and width % step:
         step //= 2

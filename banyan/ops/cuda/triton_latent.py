@@ -1,9 +1,8 @@
-"""Latent attention in Triton: rows of one token and of many by one kernel, whose programs divide
-the keys among themselves where there are few queries.
+"""Latent attention (MLA) in Triton: one kernel for rows of one token and of many.
 
-The grids depend on how many rows and tokens there are, never on their lengths, so a launch can be
-captured. How many programs share a row's keys depends on the number of tokens too: the last bits of
-a token may differ with what runs beside it.
+With few queries, several programs share the keys of a row. The grids depend on the numbers of rows
+and tokens, never on lengths, so launches can be captured. The number of programs per row also
+depends on the number of tokens, so the last bits of a result may depend on the rest of the batch.
 """
 
 import torch
@@ -13,9 +12,9 @@ from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cuda.needs import LEAST_BLOCK, TYPES, declines, power_of_two
 
 _LEAST = 128
-"""A part of the keys has a multiple of so many."""
+"""A part of the keys has a multiple of this number."""
 _PROGRAMS = 264
-"""Two for each processor of an H100."""
+"""Two per multiprocessor of an H100."""
 _MOST_PARTS = 64
 
 
@@ -151,7 +150,7 @@ def _latent_attention(
 
 
 def _sizes(is_decode: bool, heads: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Queries and keys of a step, warps, and stages of loading."""
+    """(queries of a step, keys of a step, warps, load stages)."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
     if is_decode and heads <= 16:
@@ -162,7 +161,7 @@ def _sizes(is_decode: bool, heads: int, dtype: torch.dtype) -> tuple[int, int, i
 
 
 def _parts(programs: int, most: int) -> int:
-    """Among how many programs the keys of a block of queries are divided; a power of two.
+    """How many programs share the keys of a block of queries; a power of two.
 
     programs: blocks of queries; most: keys that a row can have.
     """

@@ -1,9 +1,7 @@
-"""Low-rank adapters in Triton, from the stacks of `ops/lora.py`: a product into the ranks
-of each token's own adapter, and one out of them. What it takes grows with the adapters that the
-step's tokens have, not with those that are loaded.
+"""LoRA in Triton, from the stacks of `ops/lora.py`: the A and B products of each token's adapter.
 
-Nothing waits for the device, and what is launched depends on the number of tokens only, so steps
-can be captured.
+The time grows with the adapters in the step, not with the loaded ones. Nothing waits for the
+device, and launches depend only on the number of tokens, so steps can be captured.
 """
 
 import torch
@@ -14,10 +12,10 @@ from banyan.ops.cuda.needs import LEAST_BLOCK, declines, power_of_two
 from banyan.ops.lora import MAX_PARTS, AdapterTable, AdapterTokens
 
 _ROWS = LEAST_BLOCK
-"""Tokens of a program, however many there are, so that sums have one order."""
+"""Tokens of a program; constant, so that sums have one order."""
 _MOST_RANKS, _COLUMNS, _STEP = 64, 128, 128
 _CUT = 512
-"""Inputs of a program: one row's product is divided among several."""
+"""Inputs of a program; several programs share one row's product."""
 
 
 def _adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:

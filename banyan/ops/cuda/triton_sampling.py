@@ -1,4 +1,5 @@
-"""Sampling on CUDA devices: edits as torch ops, and a kernel of one program a row that draws."""
+"""Sampling on CUDA devices: logit edits as torch ops, and a kernel that draws, one program per
+row."""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ _WORD = 8
 
 
 def _place(name: str) -> int:
-    """Bytes before a parameter of a slot."""
+    """Byte offset of a parameter of a slot."""
     return PARAMS.fields[name][1]  # type: ignore[index]
 
 

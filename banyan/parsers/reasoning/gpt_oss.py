@@ -11,19 +11,19 @@ _OPENING = harmony.CHANNEL + "analysis" + harmony.MESSAGE
 
 
 def _read(source: StreamingText, out: ReasoningWriter, starts_inside: bool) -> Reading[None]:
-    mark = ""
+    opener = ""
     if starts_inside:
-        mark = yield from _body(source, out, "analysis", "")
+        opener = yield from _body(source, out, "analysis", "")
     elif (yield from source.follows(harmony.RECIPIENT)):
-        mark = harmony.RECIPIENT
-    while mark or (mark := (yield from source.until(harmony.OPENERS, out.add_text))):
-        header = yield from harmony.read_header(source, mark)
+        opener = harmony.RECIPIENT
+    while opener or (opener := (yield from source.until(harmony.OPENERS, out.add_text))):
+        header = yield from harmony.read_header(source, opener)
         if header is None:
-            out.add_text(mark)
-            mark = ""
+            out.add_text(opener)
+            opener = ""
             continue
         (out.add_text if header.tool else out.add_delimiter)(header.raw)
-        mark = yield from _body(source, out, header.channel, header.tool)
+        opener = yield from _body(source, out, header.channel, header.tool)
 
 
 def _body(source: StreamingText, out: ReasoningWriter, channel: str, tool: str) -> Reading[str]:

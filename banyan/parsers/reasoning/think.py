@@ -18,8 +18,8 @@ def thinking(start: str, end: str, always: bool = False) -> ReasoningFormat:
             space += start + (yield from source.spaces())
         if has_start or starts_inside:
             out.add_delimiter(space)
-            if mark := (yield from source.until(ends, out.add_reasoning)):
-                out.add_delimiter(mark + (yield from source.spaces()))
+            if found := (yield from source.until(ends, out.add_reasoning)):
+                out.add_delimiter(found + (yield from source.spaces()))
         else:
             out.add_text(space)
         yield from source.rest(out.add_text)

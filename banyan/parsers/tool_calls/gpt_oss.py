@@ -9,16 +9,16 @@ from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_argu
 
 
 def _read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
-    mark = harmony.RECIPIENT if (yield from source.follows(harmony.RECIPIENT)) else ""
-    while mark or (mark := (yield from source.until(harmony.OPENERS, out.add_text))):
-        header = yield from harmony.read_header(source, mark)
+    opener = harmony.RECIPIENT if (yield from source.follows(harmony.RECIPIENT)) else ""
+    while opener or (opener := (yield from source.until(harmony.OPENERS, out.add_text))):
+        header = yield from harmony.read_header(source, opener)
         if header is None:
-            out.add_text(mark)
-            mark = ""
+            out.add_text(opener)
+            opener = ""
             continue
         if header.tool:
             yield from read_or_text(source, out, header.raw, _call(source, out, header.tool))
-        mark = harmony.next_opener((yield from source.until(harmony.ENDERS, out.add_text)))
+        opener = harmony.next_opener((yield from source.until(harmony.ENDERS, out.add_text)))
 
 
 def _call(source: StreamingText, out: ToolCallWriter, name: str) -> Reading[None]:

@@ -13,7 +13,7 @@ from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.dflash import dflash_model_config
+from banyan.model_config.draft_model import dflash_model_config
 from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.models.weights.draft_models import load_dflash
 from banyan.models.weights.loader import load_model

@@ -15,7 +15,7 @@ from banyan.config.schema import LoadConfig, SpeculativeConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.eagle import eagle_model_config
+from banyan.model_config.draft_model import eagle_model_config
 from banyan.model_config.model_config import FULL, STATE, ModelConfig
 from banyan.models.eagle import EagleLM
 from banyan.models.weights.draft_models import load_eagle, load_mtp_layer, restrict_head

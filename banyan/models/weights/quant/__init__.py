@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.table import Table
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import QuantFacts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
 
@@ -119,7 +119,7 @@ def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMet
     """
     table = ROUNDING if rounds and quant.method in _ROUNDED else QUANT_METHODS
     opened = table.load(quant.method)
-    return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
+    return opened(CheckpointFields(json.loads(quant.settings), f"{where}, quantization_config"))
 
 
 def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:

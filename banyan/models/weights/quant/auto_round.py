@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.awq import open_awq
 from banyan.models.weights.quant.base import Parts, QuantMethod, Restored, part_among, pattern
 from banyan.models.weights.quant.gptq import open_gptq
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_OPEN: Mapping[str, Callable[[Facts], QuantMethod]] = {
+_OPEN: Mapping[str, Callable[[CheckpointFields], QuantMethod]] = {
     "auto_round:auto_gptq": open_gptq,
     "auto_round:gptq": open_gptq,
     "auto_round:auto_awq": open_awq,
@@ -49,7 +49,7 @@ class AutoRound:
         return next(own, self.method).restore(stem, parts)
 
 
-def open_auto_round(facts: Facts) -> AutoRound:
+def open_auto_round(facts: CheckpointFields) -> AutoRound:
     number = facts.text("data_type", default="int")
     if number != "int":
         raise facts.error("data_type", number, "int")
@@ -59,7 +59,7 @@ def open_auto_round(facts: Facts) -> AutoRound:
         raise facts.error(key, packing, f"one of {', '.join(_OPEN)}")
     settings = {name: facts.any(name) for name in ("bits", "group_size") if facts.has(name)}
     where = "quantization_config"
-    method = _OPEN[packing](Facts(settings, where))
+    method = _OPEN[packing](CheckpointFields(settings, where))
     own = tuple(_own(facts, settings, _OPEN[packing]))
     rounds = facts.integer("act_bits", 1, 32, default=_PLAIN_BITS) < _PLAIN_BITS
     remark = "activations are not rounded as the checkpoint asks" if rounds else ""
@@ -67,7 +67,9 @@ def open_auto_round(facts: Facts) -> AutoRound:
 
 
 def _own(
-    facts: Facts, settings: Mapping[str, object], opened: Callable[[Facts], QuantMethod]
+    facts: CheckpointFields,
+    settings: Mapping[str, object],
+    opened: Callable[[CheckpointFields], QuantMethod],
 ) -> Iterator[tuple[re.Pattern[str], QuantMethod]]:
     listed = facts.any("extra_config") or {}
     own = facts.part("extra_config")
@@ -85,4 +87,4 @@ def _own(
         merged = {**settings, **{key: theirs.any(key) for key in _OWN if theirs.has(key)}}
         text = name if _SIGNS & set(name) else re.escape(name)
         where = "quantization_config, extra_config"
-        yield pattern(text, where), opened(Facts(merged, where))
+        yield pattern(text, where), opened(CheckpointFields(merged, where))

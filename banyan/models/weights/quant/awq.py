@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.gptq import MAX_GROUP
 from banyan.models.weights.quant.groups import Numbers, from_groups, groups_of, unpack_words
@@ -55,7 +55,7 @@ def _values(words: Tensor) -> Tensor:
     return values[..., torch.tensor(_PLACES)].flatten(1)
 
 
-def open_awq(facts: Facts) -> Awq:
+def open_awq(facts: CheckpointFields) -> Awq:
     bits = facts.integer("bits" if facts.has("bits") else "w_bit", 1, 32)
     if bits != 4:
         raise facts.error("bits", bits, "4")

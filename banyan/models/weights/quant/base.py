@@ -15,7 +15,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.ops.stored import RawTensor, StoredWeight
 
 log = logger(__name__)
@@ -70,7 +70,7 @@ class QuantMethod(Protocol):
         ...
 
 
-OpenMethod = Callable[[Facts], QuantMethod]
+OpenMethod = Callable[[CheckpointFields], QuantMethod]
 """From the `quantization_config` to the method; ModelError names a setting that is not served."""
 
 

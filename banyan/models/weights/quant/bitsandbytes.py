@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.ops.stored import StoredWeight
@@ -70,7 +70,7 @@ def _four_bits(parts: Parts) -> Restored:
     return Restored(StoredWeight.from_tensor(values.view(shape).bfloat16()), why)
 
 
-def _scales(parts: Parts, state: Facts, count: int) -> Tensor:
+def _scales(parts: Parts, state: CheckpointFields, count: int) -> Tensor:
     """The largest number of each block, which may be quantised itself."""
     if "nested_absmax" not in parts:
         return numbers_of(parts, "absmax", FLOATS, (count,)).float()
@@ -82,21 +82,21 @@ def _scales(parts: Parts, state: Facts, count: int) -> Tensor:
     return table[numbers] * outer.repeat_interleave(block)[:count] + offset
 
 
-def _state(raw: bytes) -> Facts:
+def _state(raw: bytes) -> CheckpointFields:
     try:
         state = json.loads(raw)
     except (ValueError, RecursionError):
         raise ModelError("its quant_state is no JSON") from None
     if not isinstance(state, dict):
         raise ModelError("its quant_state is no JSON object")
-    facts = Facts(state, "quant_state")
+    facts = CheckpointFields(state, "quant_state")
     kind = facts.text("quant_type")
     if kind not in _KINDS:
         raise facts.error("quant_type", kind, " or ".join(_KINDS))
     return facts
 
 
-def open_bitsandbytes(facts: Facts) -> BitsAndBytes:
+def open_bitsandbytes(facts: CheckpointFields) -> BitsAndBytes:
     four = facts.flag("load_in_4bit", default=False)
     eight = facts.flag("load_in_8bit", default=False)
     if four == eight:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import (
     FLOATS,
     INTEGERS,
@@ -185,7 +185,7 @@ def _one_per_row(numbers: Tensor, outputs: int, groups: int, last: str) -> Tenso
     return numbers.reshape(outputs, groups)
 
 
-def open_compressed(facts: Facts) -> CompressedTensors:
+def open_compressed(facts: CheckpointFields) -> CompressedTensors:
     _check_format(facts, facts)
     for key in ("sparsity_config", "transform_config"):
         value = facts.any(key)
@@ -209,13 +209,13 @@ def open_compressed(facts: Facts) -> CompressedTensors:
     return CompressedTensors(tuple(schemes), ignored, remark)
 
 
-def _check_format(own: Facts, facts: Facts) -> None:
+def _check_format(own: CheckpointFields, facts: CheckpointFields) -> None:
     name = own.text("format", default="dense")
     if name not in _FORMATS:
         raise facts.error("format", name, f"one of {', '.join(_FORMATS)}")
 
 
-def _texts(facts: Facts, key: str) -> list[str]:
+def _texts(facts: CheckpointFields, key: str) -> list[str]:
     listed = facts.listed(key)
     texts = [text for text in listed if isinstance(text, str)]
     if len(texts) != len(listed) or len(texts) > _MAX_TARGETS:
@@ -223,7 +223,7 @@ def _texts(facts: Facts, key: str) -> list[str]:
     return texts
 
 
-def _scheme(weights: Facts) -> Scheme:
+def _scheme(weights: CheckpointFields) -> Scheme:
     bits = weights.integer("num_bits", 2, _MAX_BITS, default=8)
     strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
     if strategy not in _STRATEGIES:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import (
     FLOATS,
     Parts,
@@ -181,7 +181,7 @@ def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:
     return StoredWeight(E4M3, (outputs, inputs), raw.flatten(1))
 
 
-def open_fp8(facts: Facts) -> Fp8:
+def open_fp8(facts: CheckpointFields) -> Fp8:
     scheme = facts.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise facts.error("activation_scheme", scheme, "dynamic or static")

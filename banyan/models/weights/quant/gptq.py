@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import (
     FLOATS,
     Parts,
@@ -84,7 +84,7 @@ class Gptq:
         return from_groups(numbers, zero, scale, group)
 
 
-def open_gptq(facts: Facts) -> Gptq:
+def open_gptq(facts: CheckpointFields) -> Gptq:
     layout = facts.text("checkpoint_format", default="gptq")
     if layout not in ("gptq", "gptq_v2") or facts.flag("is_marlin_format", default=False):
         raise facts.error("checkpoint_format", layout, "gptq or gptq_v2")
@@ -95,7 +95,7 @@ def open_gptq(facts: Facts) -> Gptq:
     return Gptq(settings, tuple(_own(facts, settings)))
 
 
-def _settings(facts: Facts, base: Settings, is_whole: bool) -> Settings:
+def _settings(facts: CheckpointFields, base: Settings, is_whole: bool) -> Settings:
     """Args: is_whole: bits and group size must be there."""
     bits = facts.integer("bits", 1, 32, default=None if is_whole else base.bits)
     if bits not in (2, 3, 4, 8):
@@ -107,7 +107,7 @@ def _settings(facts: Facts, base: Settings, is_whole: bool) -> Settings:
     return replace(base, bits=bits, group=group, has_order=has_order)
 
 
-def _own(facts: Facts, settings: Settings):
+def _own(facts: CheckpointFields, settings: Settings):
     """Settings of modules that a pattern names; "-:" leaves modules as plain floats."""
     listed = facts.any("dynamic") or {}
     own = facts.part("dynamic")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import (
     FLOATS,
     INTEGERS,
@@ -69,10 +69,10 @@ def by_output(parts: Parts) -> Restored:
     return from_groups(numbers, 0, scale.reshape(-1, 1).expand(outputs, 1), inputs)
 
 
-def open_rounding(facts: Facts) -> Int8:
+def open_rounding(facts: CheckpointFields) -> Int8:
     """Where activations are rounded as the checkpoint asks."""
     return Int8("", True)
 
 
-def open_int8(facts: Facts) -> Int8:
+def open_int8(facts: CheckpointFields) -> Int8:
     return Int8()

@@ -11,7 +11,7 @@ NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_nvfp4
 from banyan.models.weights.quant.fp8 import Fp8
@@ -54,7 +54,7 @@ def _by_blocks(stem: str, parts: Parts) -> Restored:
     return Fp8((_SIDE, _SIDE)).restore(stem, {**parts, "weight_scale": flat})
 
 
-def open_modelopt(facts: Facts) -> ModelOpt:
+def open_modelopt(facts: CheckpointFields) -> ModelOpt:
     own = facts.part("quantization") or facts
     algorithm = own.text("quant_algo")
     if algorithm == MIXED:
@@ -68,7 +68,7 @@ def open_modelopt(facts: Facts) -> ModelOpt:
     return ModelOpt()
 
 
-def _layers(own: Facts) -> Iterator[Facts]:
+def _layers(own: CheckpointFields) -> Iterator[CheckpointFields]:
     listed, layers = own.any("quantized_layers"), own.part("quantized_layers")
     if layers is None or not isinstance(listed, Mapping) or not listed:
         raise own.error("quantized_layers", listed, f"modules with their algorithms, for {MIXED}")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
 from banyan.models.weights.quant.groups import from_groups
 from banyan.models.weights.quant.int8 import by_output, rounded
@@ -154,12 +154,12 @@ def _folded_bias(parts: Parts) -> StoredWeight | None:
     return StoredWeight.from_tensor((units * unit * scale).float())
 
 
-def open_rounding(facts: Facts) -> ModelSlim:
+def open_rounding(facts: CheckpointFields) -> ModelSlim:
     """Where activations are rounded as the checkpoint asks."""
     return replace(open_modelslim(facts), remark="", keeps_rounding=True)
 
 
-def open_modelslim(facts: Facts) -> ModelSlim:
+def open_modelslim(facts: CheckpointFields) -> ModelSlim:
     described = facts.any("schemes")
     if not isinstance(described, Mapping) or not described:
         raise ModelError(

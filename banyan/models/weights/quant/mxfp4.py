@@ -9,7 +9,7 @@ The rest of the checkpoint is bf16. The storage type MXFP4 holds the same number
 from dataclasses import dataclass
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import Parts, Restored, numbers_of
 from banyan.models.weights.quant.fp4 import in_blocks
 from banyan.ops.blocks import BLOCK
@@ -40,5 +40,5 @@ class Mxfp4:
         return Restored(StoredWeight("MXFP4", shape, raw.view(experts, outputs, -1)))
 
 
-def open_mxfp4(facts: Facts) -> Mxfp4:
+def open_mxfp4(facts: CheckpointFields) -> Mxfp4:
     return Mxfp4()

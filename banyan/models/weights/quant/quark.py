@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ModelError
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_mxfp4
 from banyan.models.weights.quant.fp8 import Fp8
@@ -62,7 +62,7 @@ class Quark:
         return by_output(parts) if kind == "I8" else Fp8(None).restore(stem, parts)
 
 
-def open_quark(facts: Facts) -> Quark:
+def open_quark(facts: CheckpointFields) -> Quark:
     types, rounds = list[str](), False
     for own in _settings(facts):
         weight = own.part("weight")
@@ -84,7 +84,7 @@ def open_quark(facts: Facts) -> Quark:
     return Quark(tuple(dict.fromkeys(types)), remark)
 
 
-def _check_the_blocks(weight: Facts) -> None:
+def _check_the_blocks(weight: CheckpointFields) -> None:
     group = weight.integer("group_size", 1, 1 << 16)
     if group != BLOCK:
         raise weight.error("group_size", group, f"{BLOCK} for fp4")
@@ -93,7 +93,7 @@ def _check_the_blocks(weight: Facts) -> None:
         raise weight.error("scale_format", scale, "e8m0 for fp4")
 
 
-def _settings(facts: Facts) -> Iterator[Facts]:
+def _settings(facts: CheckpointFields) -> Iterator[CheckpointFields]:
     whole = facts.part("global_quant_config")
     if whole is not None:
         yield whole

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from banyan.model_config.facts import Facts
+from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.models.weights.quant.groups import from_groups
@@ -46,5 +46,5 @@ class W4AFp8:
         return from_groups(numbers, 0, scale, self.group)
 
 
-def open_w4afp8(facts: Facts) -> W4AFp8:
+def open_w4afp8(facts: CheckpointFields) -> W4AFp8:
     return W4AFp8(facts.integer("group_size", 1, _MAX_GROUP, default=128))

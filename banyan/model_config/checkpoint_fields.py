@@ -1,6 +1,6 @@
-"""Facts: typed, bounded reading of numbers that a checkpoint claims about itself.
+"""CheckpointFields: typed and bounded access to the fields of a checkpoint's configuration.
 
-A checkpoint is input from strangers: every value is checked here, and the message names its key.
+Checkpoints are untrusted input: every value is checked here, and errors name the key.
 """
 
 import json
@@ -14,14 +14,14 @@ from banyan.base.log import printable
 MAX_CONFIG_BYTES = 4 << 20
 
 
-class Facts:
+class CheckpointFields:
     """A mapping from keys to untrusted values.
 
     Args:
-        values: what the file says.
+        values: the file's content.
         where: the file, for messages.
-        prefix: put before every key that is asked for ("llama.").
-        asked: collects the keys that are asked for, prefix included.
+        prefix: put before every key that is read ("llama.").
+        asked: collects the keys that are read, prefix included.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Facts:
         self._prefix = prefix
         self._asked = set[str]() if asked is None else asked
 
-    def with_values(self, more: Mapping[str, object]) -> "Facts":
-        """The same, with some of the values replaced."""
+    def with_values(self, more: Mapping[str, object]) -> "CheckpointFields":
+        """A copy with some values replaced."""
         named = {self._prefix + key: value for key, value in more.items()}
-        return Facts({**self._values, **named}, self._where, self._prefix, self._asked)
+        return CheckpointFields({**self._values, **named}, self._where, self._prefix, self._asked)
 
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None
 
     def states(self, key: str) -> bool:
-        """Whether the key is there, be it as null."""
+        """Whether the key is present, even as null."""
         self._asked.add(self._prefix + key)
         return self._prefix + key in self._values
 
@@ -85,17 +85,17 @@ class Facts:
         return value
 
     def any(self, key: str) -> object:
-        """The value as it is; None when the key is absent."""
+        """The unchecked value; None when the key is absent."""
         return self._get(key, None)
 
-    def part(self, key: str) -> "Facts | None":
-        """A mapping within, None when the key is absent."""
+    def part(self, key: str) -> "CheckpointFields | None":
+        """A nested mapping; None when the key is absent."""
         if not self.has(key):
             return None
         value = self._values[self._prefix + key]
         if not is_object(value):
             raise self.error(key, value, "a mapping")
-        return Facts(value, f"{self._where}, {key}")
+        return CheckpointFields(value, f"{self._where}, {key}")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids; () when the key is absent."""
@@ -122,7 +122,7 @@ class Facts:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05, where the file holds 9.9999997e-06."""
+    """The shortest decimal of a float32: 1e-05 for 9.9999997e-06."""
     return float(f"{value:.7g}")
 
 
