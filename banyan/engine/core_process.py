@@ -169,7 +169,9 @@ def run_engine(
             cleanup.callback(grammars.close)
         step_clock = _open_step_clock(config.parallel, ranks.meeting, secret)
         events_config = kv_events(config.observe)
-        core = spec.build(grammars, step_clock, recorders.recorder, events_config is not None)
+        core = spec.build(
+            grammars, step_clock, recorders.recorder, records_events=events_config is not None
+        )
         recorders.follow(core, clock.now())
         publisher = None
         if events_config is not None:

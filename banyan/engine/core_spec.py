@@ -52,12 +52,12 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         grammars: GrammarFactory | None = None,
         step_agreement: StepAgreement | None = None,
         recorder: CoreRecorder | None = None,
-        records_cache_events: bool = False,
+        records_events: bool = False,
     ) -> EngineCore:
         """Build a fresh core.
 
         Args:
-            records_cache_events: record cache events for a publisher.
+            records_events: record cache events for a publisher.
 
         Raises:
             ConfigError: a policy has no such name.
@@ -69,7 +69,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
             eviction,
             share=self.share,
             store=self.store,
-            records_events=records_cache_events,
+            records_events=records_events,
             has_peers=has_peers,
             has_partial_blocks=not self.limits.paid_drafts,
         )
