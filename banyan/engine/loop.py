@@ -68,7 +68,7 @@ class Link(Protocol):
 class CacheEventSink(Protocol):
     """Publishes what the cache stores and removes (engine/kv_events.py)."""
 
-    def publish(self, news: Sequence[Stored | Removed]) -> None: ...
+    def publish(self, events: Sequence[Stored | Removed]) -> None: ...
 
 
 class StoreMover(Protocol):
