@@ -337,6 +337,15 @@ def is_too_long(path: Path, tree: ast.Module) -> Iterator[Finding]:
                 yield node.lineno, f"{node.name} has {count} public methods"
 
 
+def packs_arguments(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """`f(*(a, b))`: a reader cannot match such arguments to parameters."""
+    for node in nodes(tree):
+        for argument in node.args if isinstance(node, ast.Call) else ():
+            is_packed = isinstance(argument, ast.Starred)
+            if is_packed and isinstance(argument.value, (ast.Tuple, ast.List)):
+                yield argument.lineno, "arguments packed into a tuple"
+
+
 def mixes_in(path: Path, tree: ast.Module) -> Iterator[Finding]:
     for node in nodes(tree):
         if isinstance(node, ast.ClassDef) and node.name.lower().endswith("mixin"):
@@ -455,6 +464,10 @@ def test_scheduler_and_memory_depend_on_their_inputs_only() -> None:
 
 def test_files_functions_and_classes_stay_small() -> None:
     obey(is_too_long)
+
+
+def test_arguments_are_written_one_by_one() -> None:
+    obey(packs_arguments)
 
 
 def test_nothing_is_mixed_in() -> None:

@@ -192,8 +192,7 @@ def _pairs(
         spec = core_spec(role, question.model_config, memory)
         return [
             SimulatedReplica(
-                *(world, spec.build(), _device(world, roofline, layout)),
-                *(question.host_s, carrier),
+                world, spec.build(), _device(world, roofline, layout), question.host_s, carrier
             )
             for _ in range(count)
         ]

@@ -52,8 +52,14 @@ class LatentOperators:
             latent_contracts.mla_prolog(*given, mode)
         squeeze, query, latent = weights.scales
         found = self._npu.npu_mla_prolog_v3(
-            *(x, weights.squeeze, weights.query, weights.keys, weights.latent),
-            *(*gammas, *turns, *pages),
+            x,
+            weights.squeeze,
+            weights.query,
+            weights.keys,
+            weights.latent,
+            *gammas,
+            *turns,
+            *pages,
             cache_index=places,
             dequant_scale_x=units,
             dequant_scale_w_dq=squeeze,
@@ -327,7 +333,7 @@ class Operators:
         [pages, page size, 1, 512 and 64]; the others as there."""
         if self._is_checked:
             latent_contracts.sparse_flash_attention(
-                *(query, query_rope, latents, key_rope, chosen, ends, lengths, table)
+                query, query_rope, latents, key_rope, chosen, ends, lengths, table
             )
         return self._npu.npu_sparse_flash_attention(
             query,
@@ -404,7 +410,10 @@ class Operators:
         rows, units, places, counts, received, _, scales = self._npu.npu_moe_distribute_dispatch_v2(
             x,
             ids,
-            *(ranks.name, ranks.size, ranks.rank, experts),
+            ranks.name,
+            ranks.size,
+            ranks.rank,
+            experts,
             expert_scales=weights if limits.takes_weights else None,
             quant_mode=_BY_ROW if is_rounded else 0,
             global_bs=0,
@@ -430,7 +439,10 @@ class Operators:
             product_contracts.distribute_combine(*given, ranks, experts, limits)
         return self._npu.npu_moe_distribute_combine_v2(
             *given,
-            *(ranks.name, ranks.size, ranks.rank, experts),
+            ranks.name,
+            ranks.size,
+            ranks.rank,
+            experts,
             expand_scales=sent.weights,
             global_bs=0,
         )

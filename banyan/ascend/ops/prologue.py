@@ -103,7 +103,14 @@ class Prologue:
         latents, keys = (part.unsqueeze(2) for part in pages)
         eps = (self._shape.query_eps, self._shape.latent_eps)
         q, turned, normed, factors = self._operators.latents.mla_prolog(
-            *(x.contiguous(), units, weights, gammas, turns, (latents, keys), flat_locations, eps),
+            x.contiguous(),
+            units,
+            weights,
+            gammas,
+            turns,
+            (latents, keys),
+            flat_locations,
+            eps,
             has_norm=self._shape.reads_squeezed,
             mode=FRACTAL_PAGES if is_fractal else PLAIN_PAGES,
         )
@@ -125,7 +132,8 @@ class Prologue:
         mode = _MODES[self._rounded]
         scales = tuple(parts[part][1] for part in (SQUEEZE, QUERY, LATENT))
         return PrologWeights(
-            *(mode, *(parts[part][0] for part in _IN_ORDER)),
+            mode,
+            *[parts[part][0] for part in _IN_ORDER],
             scales=(scales[0], scales[1], scales[2]),
         )
 

@@ -131,8 +131,16 @@ class _Scene:
         starts = torch.tensor([0, *counts]).cumsum(0)
         contexts = torch.tensor([LENGTHS[r] - c for r, c in zip(rows, counts, strict=True)])
         return reference.paged_attention(
-            *(self.query(counts).float(), self.k.float(), self.v.float()),
-            *(self.table[list(rows)], starts, contexts, self.scale, window, 0.0, sinks),
+            self.query(counts).float(),
+            self.k.float(),
+            self.v.float(),
+            self.table[list(rows)],
+            starts,
+            contexts,
+            self.scale,
+            window,
+            0.0,
+            sinks,
         )
 
     def pages(self, place: Place) -> tuple[Tensor, Tensor]:

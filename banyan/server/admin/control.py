@@ -97,7 +97,7 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
         await service.client.control("abort_all")
     path, flush = asked.model_path, asked.flush_cache
     reply = await agreed(
-        *(service.client, "update_weights", LOAD_S, state.paused), path=path, flush_cache=flush
+        service.client, "update_weights", LOAD_S, state.paused, path=path, flush_cache=flush
     )
     if reply.ok:
         _set_version(state, asked.weight_version)

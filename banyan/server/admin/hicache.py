@@ -84,7 +84,10 @@ async def _attach(exchange: HttpExchange, state: ServerState) -> None:
     except ConfigError as error:
         raise RequestError(str(error), param="hicache_storage_backend_extra_config_json") from None
     reply = await agreed(
-        *(service.client, "attach_store", LOAD_S, state.paused),
+        service.client,
+        "attach_store",
+        LOAD_S,
+        state.paused,
         store=cache.store,
         options=msgspec.json.encode(wishes.rest).decode(),
         write=cache.store_writes,
