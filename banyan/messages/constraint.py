@@ -1,4 +1,4 @@
-"""Constraint: what an output must look like, as one string that travels in `Generate.grammar`.
+"""Constraint: the required form of an output, encoded as one string (`Generate.grammar`).
 
     kind:text             kind@id,id,…:text
 
@@ -15,7 +15,7 @@ REGEX = "regex"
 EBNF = "ebnf"
 """A grammar in GBNF notation; its start is the rule "root"."""
 STRUCTURAL_TAG = "structural_tag"
-"""{"type": "structural_tag", "format": …}: free text in which marked parts are constrained."""
+"""{"type": "structural_tag", "format": …}: free text with constrained tagged parts."""
 
 KINDS = (JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG)
 
@@ -26,7 +26,7 @@ class Constraint(msgspec.Struct, frozen=True):
     kind: str
     text: str
     after: tuple[int, ...] = ()
-    """Token ids that end the unconstrained beginning; () when there is none."""
+    """Token ids that end the unconstrained beginning; () = constrained from the start."""
 
     def encode(self) -> str:
         ids = "@" + ",".join(map(str, self.after)) if self.after else ""

@@ -1,4 +1,4 @@
-"""Messages from an engine to a front."""
+"""Messages from an engine to the API process."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache."""
     vector: bytes = b""
-    """float32: the pooled vector of the prompt, when one was asked for."""
+    """float32: the pooled vector of the prompt, if requested."""
     hidden: bytes = b""
     """float32 [n, hidden]: hidden states after the last norm, of consecutive positions; or the
     experts that they chose, as `StepResult.hidden`."""
@@ -29,22 +29,22 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     stored_tokens: int = 0
     """How many of the cached tokens came from the store."""
     cache_miss: str = ""
-    """Why there were no more cached tokens (kv_cache/misses.py); "" = there were all."""
+    """Why no more tokens were cached (kv_cache/misses.py); "" = all were."""
 
 
 class DraftReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What the drafts of one request came to."""
+    """Draft statistics of one request."""
 
     steps: int = 0
-    """Rows that began at its newest token, each of which gave one token and its right drafts."""
+    """Rows that began at the newest token. Each gave one token plus its accepted drafts."""
     proposed: int = 0
     correct: int = 0
     histogram: list[int] = []
-    """Rows with 0, 1, 2 … right drafts."""
+    """Rows with 0, 1, 2 … accepted drafts."""
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
-    """The request ended in order. Exactly one `Finished` or `Failed` ends every request."""
+    """The request finished. Exactly one `Finished` or `Failed` ends every request."""
 
     request: RequestId
     reason: str
@@ -53,13 +53,13 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     output_tokens: int
     cached_tokens: int
     matched: int = -1
-    """Token id that ended it, -1 for none (length, abort, the front's own StopAt)."""
+    """Token id that ended it, -1 for none (length, abort, StopAt)."""
     retractions: int = 0
     queue_s: float = 0.0
     stored_tokens: int = 0
     cache_miss: str = ""
     drafts: DraftReport | None = None
-    """None when nothing drafts."""
+    """None without speculative decoding."""
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -72,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
 
 
 BUSY = b"true"
-"""Reply.body of a refusal that may be a yes a moment later."""
+"""Reply.body of a refusal that may succeed when repeated."""
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True, tag="reply"):
@@ -85,25 +85,25 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True, tag="reply"):
 
 
 class LiveRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request that has not ended, as the verb "requests" tells of it."""
+    """One open request, in the reply to the verb "requests"."""
 
     request: RequestId
     phase: str
     """"queue" | "prefill" | "decode"."""
     prompt_tokens: int
     computed_tokens: int
-    """Positions that are planned or computed, what the cache gave included."""
+    """Planned or computed positions, cached ones included."""
     cached_tokens: int
     output_tokens: int
     age_s: float
-    """Since the engine has it."""
+    """Seconds since the engine received it."""
     queue_s: float
-    """How long it has waited for a place, or is waiting."""
+    """Seconds in the queue."""
     retractions: int = 0
 
 
 class PinFact(msgspec.Struct, frozen=True):
-    """A prefix whose pages stay, as the verb "pins" tells of it."""
+    """A pinned prefix, in the reply to the verb "pins"."""
 
     pin: RequestId
     tokens: int
@@ -113,7 +113,7 @@ class PinFact(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
-    """The engine can admit requests. Facts the front needs and people read."""
+    """The engine can admit requests."""
 
     max_total_tokens: int
     """Tokens the KV cache holds."""
@@ -147,27 +147,27 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """Seconds since the oldest unfinished step was launched; 0 when none is in flight."""
     leaked: int = 0
     verify_rows: int = 0
-    """Rows that began at a request's newest token, where tokens are drafted."""
+    """Rows that began at a request's newest token, with speculative decoding."""
     proposed_drafts: int = 0
     correct_drafts: int = 0
     silent_rank: int = 0
-    """The rank other than 0 that has given no sign of life for longest."""
+    """The rank other than 0 with the oldest sign of life."""
     silent_s: float = 0.0
-    """For how many seconds it has not."""
+    """Seconds since that sign of life."""
     stored_tokens: int = 0
     """How many of the cached tokens came from a store."""
     open_rooms: int = 0
-    """Where pages are kept for another server, or waited for."""
+    """Open KV transfers with other servers."""
     pinned_pages: int = 0
-    """Of the cached ones, those that stay for a time (kv_cache/pins.py)."""
+    """Cached pages that are pinned (kv_cache/pins.py)."""
     adapters: int = 0
-    """In memory."""
+    """Loaded adapters."""
     adapter_bytes: int = 0
-    """Of memory that they take on the rank where they take most."""
+    """Memory of the adapters on the rank where they take most."""
 
 
 def accept_length(stats: Stats) -> float | None:
-    """Tokens that each of these rows gave, on average; None when nothing is drafted."""
+    """Average tokens per verifying row; None without speculative decoding."""
     rows = stats.verify_rows
     return (rows + stats.correct_drafts) / rows if rows else None
 
@@ -177,7 +177,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
     text: str
     exit_code: int = DeviceError.exit_code
-    """What the server that serves it should end with (base/errors.py)."""
+    """Exit code for the server (base/errors.py)."""
 
 
 Event = Tokens | Finished | Failed | Reply | Ready | Stats | Fatal

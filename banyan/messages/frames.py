@@ -1,7 +1,7 @@
 """FrameSocket: whole frames between two processes, over a unix socket. No call waits.
 
-A frame travels as its length, four bytes, and itself. Whoever sends hands it to the kernel in the
-same call, so no thread stands between the two ends. Knows nothing of what frames mean.
+A frame travels as its length (four bytes) and its bytes. `send` passes it to the kernel in the same
+call, so no thread is needed between the ends.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ class FrameSocket:
     """One end of a pair.
 
     Args:
-        own: connected, or listening for the one who will connect.
-        is_door: the latter. What is sent meanwhile is kept.
+        own: connected, or listening for the peer.
+        is_door: listening. Frames sent before the peer connects are kept.
     """
 
     def __init__(self, own: socket.socket, is_door: bool) -> None:
@@ -31,14 +31,14 @@ class FrameSocket:
         self._socket = own
         self.is_door = is_door
         self.is_over = False
-        """The other end is gone, and everything that it said has been taken."""
+        """The peer is gone and everything it sent has been read."""
         self._unsent: deque[memoryview] = deque()
         self._begun = bytearray()
-        """Of a frame whose rest has not come."""
+        """The first bytes of an incomplete frame."""
 
     @classmethod
     def bound(cls, address: str) -> Self:
-        """The end that is there first."""
+        """The listening end, created first."""
         own = socket.socket(socket.AF_UNIX)
         own.bind(address.removeprefix(_SCHEME))
         own.listen(1)
@@ -46,7 +46,7 @@ class FrameSocket:
 
     @classmethod
     def connected(cls, address: str) -> Self:
-        """The other one; OSError where nobody is bound."""
+        """The connecting end; OSError if nobody listens."""
         own = socket.socket(socket.AF_UNIX)
         try:
             own.connect(address.removeprefix(_SCHEME))
@@ -56,23 +56,23 @@ class FrameSocket:
         return cls(own, False)
 
     def fileno(self) -> int:
-        """Another one from `accept` on. It tells of levels."""
+        """The descriptor to poll (level-triggered); it changes with `accept`."""
         return self._socket.fileno()
 
     @property
     def awaits(self) -> int:
-        """What to poll the descriptor for, before `take` and `flush`; 0 = nothing will come."""
+        """Poll events to wait for before `take` and `flush`; 0 = nothing more will come."""
         if self.is_over:
             return 0
         return select.POLLIN | (select.POLLOUT if self.has_unsent else 0)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the kernel has to take more before all that was sent is on its way."""
+        """Whether frames still wait for space in the kernel's buffer."""
         return bool(self._unsent) and not self.is_door
 
     def accept(self) -> None:
-        """Let in the one who connects, and nobody after that; nothing while nobody does."""
+        """Accept the peer, and nobody after it; do nothing while no peer connects."""
         assert self.is_door
         with contextlib.suppress(BlockingIOError):
             came, _ = self._socket.accept()
@@ -85,7 +85,7 @@ class FrameSocket:
         """The frames that have arrived, in order.
 
         Raises:
-            WireError: what came is no frame, so nobody knows where the next one begins.
+            WireError: the bytes are no frame, so the next frame's start is unknown.
         """
         if self.is_door:
             self.accept()
@@ -103,13 +103,13 @@ class FrameSocket:
             if self._begun or int.from_bytes(piece[:_HEAD_BYTES], "little") != size:
                 self._begun += piece
                 frames += self._cut()
-            else:  # one whole frame, as nearly always
+            else:  # one whole frame: the usual case
                 frames.append(piece[_HEAD_BYTES:])
             is_more = size + _HEAD_BYTES == _PIECE_BYTES
         return frames
 
     def send(self, frame: bytes) -> bool:
-        """False when the other end is gone."""
+        """Send a frame; False if the peer is gone."""
         whole = len(frame).to_bytes(_HEAD_BYTES, "little") + frame
         if self._unsent or self.is_door:
             self._unsent.append(memoryview(whole))
@@ -120,7 +120,7 @@ class FrameSocket:
         return sent >= 0
 
     def flush(self) -> None:
-        """Go on with what the kernel has not taken."""
+        """Send what the kernel has not accepted yet."""
         while self.has_unsent:
             first = self._unsent.popleft()
             sent = self._write(first)
@@ -131,7 +131,7 @@ class FrameSocket:
     def close(self, linger_s: float = 0.0) -> None:
         """
         Args:
-            linger_s: how long the rest of what was sent may take to leave.
+            linger_s: seconds to wait for unsent frames to leave.
         """
         if self.has_unsent and linger_s:
             self._socket.settimeout(linger_s)
@@ -144,12 +144,12 @@ class FrameSocket:
     def _close_door(self) -> None:
         if self.is_door:
             self.is_door = False
-            with contextlib.suppress(FileNotFoundError):  # its folder may have gone before
+            with contextlib.suppress(FileNotFoundError):  # its folder may be gone already
                 os.unlink(self._socket.getsockname())
             self._socket.close()
 
     def _write(self, piece: bytes | memoryview) -> int:
-        """How much of it was taken; -1 when nobody will."""
+        """Number of bytes that the kernel accepted; -1 if the peer is gone."""
         try:
             return self._socket.send(piece)
         except BlockingIOError:
@@ -158,7 +158,7 @@ class FrameSocket:
             return -1
 
     def _cut(self) -> list[bytes]:
-        """The whole frames at the beginning of what has come."""
+        """The complete frames at the beginning of the received bytes."""
         frames: list[bytes] = []
         at = 0
         with memoryview(self._begun) as begun:

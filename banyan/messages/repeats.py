@@ -1,7 +1,7 @@
-"""Long constraints travel once, however many sequences have them. Both ends of a link number the
-texts that pass in order, and remember the latest; a text that is remembered goes as its number.
+"""Long constraints travel once, however many sequences use them.
 
-Knows no sockets. Nothing is lost between the two ends: a frame that is, takes the link with it.
+Both ends of a link number the texts in order and remember the latest. A remembered text travels as
+its number. A lost frame ends the link, so both ends always agree.
 """
 
 from collections import OrderedDict
@@ -14,10 +14,10 @@ MIN_CHARS = 1024
 """Shorter texts travel as they are."""
 
 MAX_KEPT = 16
-"""Texts that each end remembers; the door bounds the length of one."""
+"""Texts that each end remembers; admission bounds the length of one."""
 
 _MARK = "="
-"""No constraint begins with it."""
+"""Marks a number; no constraint begins with it."""
 
 
 class Sender:
@@ -42,14 +42,14 @@ class Sender:
 
 
 class Receiver:
-    """The end that puts them back; equal texts become one object."""
+    """The end that restores texts; equal texts become one object."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[int, str] = OrderedDict()
         self._next = 0
 
     def unpacked(self, message: Message) -> Message | None:
-        """The message as it was given to the Sender; None when its text is not known here."""
+        """The original message; None if its text is unknown here."""
         if not isinstance(message, Generate):
             return message
         if message.grammar.startswith(_MARK):

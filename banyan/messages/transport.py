@@ -1,10 +1,9 @@
-"""Links: how messages and events travel between one front and one engine.
+"""Links: transport of messages and events between an API process and an engine.
 
-Two kinds with one face: `socket_pair` between processes (frames of messages/wire.py over a unix
-socket in a private folder), `local_pair` between threads of one process (the objects themselves).
-No thread stands between the ends, and none of their calls waits: whoever sends wakes the other end
-itself, and what comes is read in the call that was woken. Knows frames and wake-ups, and nothing of
-what the messages mean. Frames that do not decode are dropped and counted, never raised.
+Two kinds with one interface: `socket_pair` between processes (frames of messages/wire.py over a
+unix socket in a private folder), `local_pair` between threads of one process (the objects
+themselves). No call waits and no extra thread is needed: the sender wakes the receiver, which
+reads in its wake-up callback. Frames that do not decode are dropped and counted, never raised.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ log = logger(__name__)
 T = TypeVar("T")
 
 _LINGER_S = 1.0
-"""How long a closing engine waits for its last words (Fatal) to leave."""
+"""Seconds that a closing engine waits for its last message (Fatal) to leave."""
 
 _FOLDER = "banyan-link-"
 _MAX_PATH = 107
@@ -50,26 +49,26 @@ _MAX_PATH = 107
 _MAX_NAME = len("joined.c99~")
 """The longest name of a socket in a folder (dp_attention/step_clock.py)."""
 _SHORT = "/tmp"
-"""Where folders lie where that of temporary files is too deep for sockets."""
+"""Place of the folders if the path of temporary files is too long for sockets."""
 _FRESH_S = 60.0
-"""A folder younger than this may be one that is about to be locked."""
+"""A younger folder may be about to be locked."""
 
 
 class FrontLink(Protocol):
-    """The front's end; used from one event loop. No call waits."""
+    """The API process's end; used from one event loop. No call waits."""
 
     dropped: int
-    """Frames thrown away because they did not decode, or for which there is no peer."""
+    """Dropped frames: they did not decode, or there is no peer."""
 
     def send(self, messages: list[Message]) -> None: ...
 
-    def listen(self, bell: Callable[[], None] | None) -> None:
-        """Call `bell` on the running loop whenever `receive` may have something, and until it has
-        been asked; None = nobody is told."""
+    def listen(self, on_readable: Callable[[], None] | None) -> None:
+        """Call `on_readable` on the running loop while `receive` may return something; None =
+        stop."""
         ...
 
     def receive(self) -> list[Event]:
-        """Everything that has arrived, in order; [] when nothing has."""
+        """Everything that has arrived, in order."""
         ...
 
     def close(self) -> None: ...
@@ -79,14 +78,14 @@ class EngineLink(Protocol):
     """The engine's end; used from the thread of its loop. No call waits."""
 
     dropped: int
-    """Frames thrown away because they did not decode, or for which there is no peer."""
+    """Dropped frames: they did not decode, or there is no peer."""
 
     def poll_fd(self) -> int:
-        """Descriptor that polls readable while `receive` may have something (or falsely)."""
+        """Descriptor that is readable while `receive` may return something (sometimes falsely)."""
         ...
 
     def receive(self) -> list[Message]:
-        """Everything that has arrived, in order; [] when nothing has."""
+        """Everything that has arrived, in order."""
         ...
 
     def send(self, events: list[Event]) -> None: ...
@@ -100,8 +99,8 @@ class EngineLink(Protocol):
 class _Mailbox(Generic[T]):
     """A queue from one thread to another whose descriptor is readable while it is not empty.
 
-    The descriptor is closed when both ends have let go of the mailbox, so that a late `put` of one
-    end can never write to a number that means something else by then.
+    The descriptor is closed when both ends have released the mailbox. So a late `put` never writes
+    to a reused descriptor number.
     """
 
     def __init__(self) -> None:
@@ -116,13 +115,13 @@ class _Mailbox(Generic[T]):
             self._wake.wake()
 
     def take(self) -> list[T]:
-        # The descriptor is cleared first: an item that comes after it raises it again.
+        # The descriptor is cleared first: a later item sets it again.
         self._wake.clear()
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
 class LocalFrontLink:
-    """FrontLink to an engine thread of this process."""
+    """FrontLink to an engine in a thread of this process."""
 
     def __init__(self, outgoing: _Mailbox[Message], incoming: _Mailbox[Event]) -> None:
         self.dropped = 0
@@ -133,11 +132,11 @@ class LocalFrontLink:
     def send(self, messages: list[Message]) -> None:
         self._outgoing.put(messages)
 
-    def listen(self, bell: Callable[[], None] | None) -> None:
+    def listen(self, on_readable: Callable[[], None] | None) -> None:
         self.close()
-        if bell is not None:
+        if on_readable is not None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._incoming.fd, bell)
+            self._loop.add_reader(self._incoming.fd, on_readable)
 
     def receive(self) -> list[Event]:
         return self._incoming.take()
@@ -166,7 +165,7 @@ class LocalEngineLink:
         self._outgoing.put(events)
 
     def close(self) -> None:
-        """Nothing to release: the mailboxes go with their last holder."""
+        """Nothing to release: the mailboxes are freed with their last owner."""
 
 
 def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
@@ -182,11 +181,11 @@ def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
 class PrivateFolder:
     """A folder that only this user may enter (mode 0700), for the sockets of one server.
 
-    It is locked while its process lives. A process that was killed leaves it; whoever knows that
-    takes it away (`remove_folders_of`), or else the next one to make a folder.
+    It is locked while its process lives. A killed process leaves it behind; `remove_folders_of`
+    removes it, or the next process that makes a folder.
 
     Raises:
-        ConfigError: there is no place whose path is short enough for sockets.
+        ConfigError: no folder has a path short enough for sockets.
     """
 
     def __init__(self) -> None:
@@ -215,7 +214,7 @@ def remove_folders_of(pid: int) -> None:
 
 
 def _place() -> str:
-    """The folder of temporary files, or another one if sockets in it had too long a path."""
+    """The folder of temporary files, or /tmp if its path is too long for sockets."""
     usual = tempfile.gettempdir()
     most = _MAX_PATH - _MAX_NAME - len(f"/{_FOLDER}4194304-12345678/")
     if len(os.fsencode(usual)) <= most:
@@ -230,9 +229,9 @@ def _place() -> str:
 
 
 def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:
-    """Remove the folders of processes that were killed: of this user, and locked by nobody."""
+    """Remove folders of killed processes: owned by this user and unlocked."""
     for path in place.glob(f"{_FOLDER}{pid}-????????"):
-        with contextlib.suppress(OSError):  # others come and go meanwhile
+        with contextlib.suppress(OSError):  # other processes may remove it meanwhile
             found = path.lstat()
             is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             if not is_mine or time.time() - found.st_mtime < fresh_s:
@@ -246,7 +245,7 @@ def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:
 
 
 class SocketFrontLink:
-    """FrontLink to an engine in another process. Binds, so that the engine may start later."""
+    """FrontLink to an engine process. Binds the socket, so the engine may start later."""
 
     def __init__(self, address: str) -> None:
         self.dropped = 0
@@ -255,9 +254,9 @@ class SocketFrontLink:
         self._repeats = Sender()
         self._socket = FrameSocket.bound(address)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._bell: Callable[[], None] = _nobody
+        self._on_readable: Callable[[], None] = _nobody
         self._is_writing = False
-        """The loop tells when the kernel takes more."""
+        """The event loop watches for space in the kernel's buffer."""
 
     def send(self, messages: list[Message]) -> None:
         # No bound: streams are bounded per request by the client, which aborts slow readers.
@@ -265,10 +264,10 @@ class SocketFrontLink:
             self.dropped += not self._socket.send(frame)
         self._settle()
 
-    def listen(self, bell: Callable[[], None] | None) -> None:
+    def listen(self, on_readable: Callable[[], None] | None) -> None:
         self._let_go()
-        if bell is not None:
-            self._loop, self._bell = asyncio.get_running_loop(), bell
+        if on_readable is not None:
+            self._loop, self._on_readable = asyncio.get_running_loop(), on_readable
             self._loop.add_reader(self._socket.fileno(), self._come)
             self._settle()
 
@@ -286,17 +285,17 @@ class SocketFrontLink:
         self._socket.close()
 
     def _come(self) -> None:
-        """The engine does, or something from it."""
+        """The engine connects, or data arrived from it."""
         if self._socket.is_door and self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.accept()
             self._loop.add_reader(self._socket.fileno(), self._come)
             self._settle()
         else:
-            self._bell()
+            self._on_readable()
 
     def _settle(self) -> None:
-        """Be told of room in the kernel as long as something waits for it."""
+        """Watch for space in the kernel's buffer while frames wait for it."""
         if self._loop is not None and self._socket.has_unsent != self._is_writing:
             self._is_writing = not self._is_writing
             if self._is_writing:
@@ -317,10 +316,10 @@ class SocketFrontLink:
 
 
 class SocketEngineLink:
-    """EngineLink to a front in another process. Connects; what it sends early waits there.
+    """EngineLink to an API process. Connects; early messages wait in the socket.
 
     Raises:
-        OSError: the front is not there.
+        OSError: nobody listens.
     """
 
     def __init__(self, address: str) -> None:
@@ -357,8 +356,8 @@ class SocketEngineLink:
         self._socket.close(_LINGER_S)
 
     def _settle(self) -> None:
-        """Poll for what is to come: the rest of what was sent leaves when there is room for it, and
-        a front that is gone must not be told of for ever."""
+        """Update the polled events: unsent frames need space; a gone API process must not wake
+        the loop forever."""
         if self._socket.awaits != self._awaits:
             self._awaits = self._socket.awaits
             if self._awaits:
@@ -373,7 +372,7 @@ def socket_pair(address: str) -> tuple[SocketFrontLink, SocketEngineLink]:
 
 
 async def next_events(link: FrontLink) -> list[Event]:
-    """For whoever awaits them; at least one."""
+    """Await the next events; at least one."""
     while not (events := link.receive()):
         woken = asyncio.Event()
         link.listen(woken.set)
@@ -385,11 +384,11 @@ async def next_events(link: FrontLink) -> list[Event]:
 
 
 def _nobody() -> None:
-    """Is told."""
+    """Do nothing."""
 
 
 def _decoded(codec: Codec[T], frames: list[bytes]) -> tuple[list[T], int]:
-    """What they hold, and the number of those that did not decode."""
+    """Decode frames; return the items and the number of frames that did not decode."""
     items: list[T] = []
     dropped = 0
     for frame in frames:

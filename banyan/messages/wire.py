@@ -1,7 +1,6 @@
-"""Frames between front and engine: one version byte, then msgpack of a list of messages.
+"""Frames between API process and engine: one version byte, then msgpack of a list of messages.
 
-Knows how messages become bytes, and nothing of sockets. A frame that does not decode raises
-WireError and changes nothing.
+A frame that does not decode raises WireError and changes nothing.
 """
 
 from typing import Generic, TypeVar, cast
@@ -15,7 +14,7 @@ from banyan.messages.requests import Message
 T = TypeVar("T")
 
 PROTOCOL = 3
-"""Raised whenever a message changes in a way that an older peer would misread."""
+"""Increased whenever a message changes so that an older peer would misread it."""
 
 MAX_FRAME_BYTES = 256 << 20
 
@@ -50,17 +49,17 @@ class Codec(Generic[T]):
             raise WireError(f"protocol {frame[0]}, this build speaks {PROTOCOL}")
         try:
             return self._decoder.decode(memoryview(frame)[1:])
-        except (ValueError, RecursionError) as error:  # bad UTF-8 is no DecodeError
+        except (ValueError, RecursionError) as error:  # bad UTF-8 raises ValueError
             raise WireError(f"frame does not decode: {error}") from None
 
 
 def message_codec() -> Codec[Message]:
-    """Front to engine."""
-    return Codec(cast(type[Message], Message))  # to a type checker a union is no class
+    """API process to engine."""
+    return Codec(cast(type[Message], Message))  # for the type checker, a union is not a class
 
 
 def event_codec() -> Codec[Event]:
-    """Engine to front."""
+    """Engine to API process."""
     return Codec(cast(type[Event], Event))
 
 
