@@ -160,5 +160,5 @@ def test_weights_that_are_rounded_already_are_refused(tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
     convert(tiny("qwen2", tmp_path, **sizes), "qwen2", tmp_path / "m.gguf")
     words = ["--model-path", str(tmp_path / "m.gguf"), "--torchao-config", "int8wo"]
-    with pytest.raises(ConfigError, match="q8_0 already, only float weights are rounded"):
+    with pytest.raises(ConfigError, match="q8_0 already; only float weights"):
         prepare(parse([*words, "--skip-tokenizer-init"], Environment()), Environment())

@@ -174,13 +174,15 @@ def test_the_engine_after_a_killed_one_has_the_attached_store_or_says_that_it_ha
         _replace_engine(server)
         again = http_ask(server)
         assert stored_tokens(again) == KEPT and told(again) == told(first)
-        assert present(server) == ("file", "file") and "without a store" not in log.read_text()
+        assert (
+            present(server) == ("file", "file") and "without a cache store" not in log.read_text()
+        )
         # One whose folder cannot be used any more serves without it.
         folder.rename(tmp_path / "elsewhere")
         folder.write_text("no folder")
         _replace_engine(server)
         assert told(http_ask(server)) == told(first)
-        assert "the new engine goes on without a store" in log.read_text()
+        assert "the new engine continues without a cache store" in log.read_text()
         # Whoever lets go of it brings it back, in another place.
         assert detach(server).status_code == 200 and not present(server)[0]
         assert attach(server, tmp_path / "elsewhere").status_code == 200

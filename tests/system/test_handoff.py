@@ -268,11 +268,11 @@ def test_a_prompt_that_nobody_will_take_goes_with_whoever_asked_for_it(pair: Pai
     [
         (
             {"dp_size": 2, "disaggregation_bootstrap_port": 65535},
-            "the last would be 65536",
+            "the last one would be 65536",
         ),
         (
             {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
-            "exclude each other",
+            "cannot be combined with --hicache-storage-backend",
         ),
         ({"host": "0.0.0.0"}, "BANYAN_DIST_SECRET"),
         ({"disaggregation_transfer_backend": "mori"}, "use tcp"),

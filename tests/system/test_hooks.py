@@ -169,7 +169,10 @@ def test_the_warm_up_runs_the_prompt_of_the_file(server: StartServer, tmp_path: 
         ({"debug_tensor_dump_layers": [0]}, "needs --debug-tensor-dump-output-folder"),
         ({"debug_tensor_dump_inject": True}, "needs --debug-tensor-dump-input-file"),
         ({"debug_tensor_dump_input_file": "/no/file"}, "no safetensors file with the ids"),
-        ({"debug_tensor_dump_output_folder": "x", "num_continuous_decode_steps": 4}, "eager then"),
+        (
+            {"debug_tensor_dump_output_folder": "x", "num_continuous_decode_steps": 4},
+            "steps are eager",
+        ),
         (
             {"debug_tensor_dump_output_folder": "x", "debug_tensor_dump_layers": [2]},
             "layers are 0 to 1",

@@ -75,7 +75,7 @@ def test_rows_that_are_sent_to_their_experts_give_the_same_bits(tmp_path):
     plain, _ = answers(tmp_path, ep_size=2, **JOINED)
     sent, _ = answers(tmp_path, moe_a2a_backend="deepep", deepep_mode="low_latency", **JOINED)
     assert sent == plain
-    with pytest.raises(BanyanError, match="4096 tokens of prompts and 4 of answers, which is 4100"):
+    with pytest.raises(BanyanError, match="4096 prompt tokens and 4 decode tokens, which is 4100"):
         flags = {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency", **JOINED}
         answers(tmp_path, prefill=4096, **flags)
 

@@ -262,7 +262,7 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
             together = list(pool.map(lambda name: scores(served, name), company))
         assert together == [alone[name] for name in company]
         taken, why = served.update_weights_from_disk(str(tiny_model))[:2]
-        assert not taken and "not taken where DoRA adapters are served" in why
+        assert not taken and "cannot be updated while DoRA adapters are served" in why
     some = {"chunked_prefill_size": 7, "num_continuous_decode_steps": 4}
     with engine(tiny_model, lora_paths=paths, **exact, **some) as cut:
         assert {name: scores(cut, name) for name in alone} == alone

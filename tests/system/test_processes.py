@@ -417,7 +417,7 @@ def test_an_idle_server_leaves_at_once_on_sigterm(server):
     with server() as running:
         for number in ("USR1", "USR2"):
             subprocess.run(["kill", f"-{number}", str(running.pid)], check=True)
-        wait_until(lambda: "SIGUSR2 means nothing" in running.log.read_text(), 30.0, "the log")
+        wait_until(lambda: "SIGUSR2 has no effect" in running.log.read_text(), 30.0, "the log")
         assert status_of(running, "/health") == 200
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         assert running.exit_code(5.0) == 0

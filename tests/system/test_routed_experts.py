@@ -230,8 +230,16 @@ def test_without_the_flag_a_request_is_refused(model):
     ("variant", "flags", "match"),
     [
         ("mistral", {}, "this model has no experts"),
-        ("qwen3 moe", {"model_impl": "transformers"}, "--model-impl transformers do not"),
-        (VARIANT, {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill do not"),
+        (
+            "qwen3 moe",
+            {"model_impl": "transformers"},
+            "cannot be combined with --model-impl transformers",
+        ),
+        (
+            VARIANT,
+            {"disaggregation_mode": "prefill"},
+            "cannot be combined with --disaggregation-mode prefill",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_named(variant, flags, match, tmp_path):
