@@ -117,7 +117,7 @@ test-ray: $(VENV)/.ray
 # libibverbs (Debian and Ubuntu: apt install libibverbs1). Some minutes.
 test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed .transfer/memfabric/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@PYTHONPATH=.transfer/mooncake:.transfer/nixl:.transfer/memfabric $(BIN)/python -m pytest tests/transfer \
+	@PYTHONPATH=.transfer/mooncake:.transfer/nixl:.transfer/memfabric $(BIN)/python -m pytest tests/kv_transfer tests/disaggregation \
 	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py tests/ascend/emulation/test_handoff.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.

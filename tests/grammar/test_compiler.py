@@ -213,7 +213,7 @@ def test_a_model_without_an_end_token_cannot_be_constrained(opened: Open):
     assert "end-of-sequence" in reason(compiler, DIGITS).text
 
 
-# -- the desk ---------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------
 
 
 def generate(name: str, grammar: str = DIGITS) -> Generate:
@@ -223,30 +223,30 @@ def generate(name: str, grammar: str = DIGITS) -> Generate:
 
 def test_only_requests_whose_constraint_is_not_at_hand_wait(opened: Open):
     compiler, bell = opened()
-    desk, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
-    assert not desk.keeps(generate("free", ""), events)
-    assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
+    queue, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
+    assert not queue.holds(generate("free", ""), events)
+    assert queue.holds(generate("a"), events) and queue.holds(generate("b"), events)
     bell.wait()
-    desk.release(got.append)
-    assert [g.request for g in got] == ["a", "b"] and not len(desk) and not events
-    assert not desk.keeps(generate("c"), events), "it is at hand"
+    queue.release(got.append)
+    assert [g.request for g in got] == ["a", "b"] and not len(queue) and not events
+    assert not queue.holds(generate("c"), events), "it is at hand"
 
 
 def test_a_waiting_request_can_be_aborted(opened: Open):
     compiler, bell = opened()
-    desk, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
-    assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
-    assert desk.keeps(Abort(RequestId("a")), events)
-    assert not desk.keeps(Abort(RequestId("unknown")), events)
-    assert not desk.keeps(Control(1, "abort_all"), events), "the core hears of it too"
+    queue, events, got = GrammarQueue(compiler), list[Event](), list[Generate]()
+    assert queue.holds(generate("a"), events) and queue.holds(generate("b"), events)
+    assert queue.holds(Abort(RequestId("a")), events)
+    assert not queue.holds(Abort(RequestId("unknown")), events)
+    assert not queue.holds(Control(1, "abort_all"), events), "the core hears of it too"
     assert [(e.request, e.reason) for e in events if isinstance(e, Finished)] == [
         ("a", "abort"),
         ("b", "abort"),
     ]
-    desk.keeps(generate("c", regex("x")), events)
+    queue.holds(generate("c", regex("x")), events)
     while not got:
         bell.wait()
-        desk.release(got.append)
+        queue.release(got.append)
     assert [g.request for g in got] == ["c"]
 
 
@@ -358,8 +358,8 @@ def test_a_frame_without_end_from_the_compiler_is_not_awaited():
 
 def test_a_name_that_waits_already_and_a_full_desk_are_refused(opened: Open):
     compiler, _ = opened(GrammarLimits(max_waiting=1))
-    desk, events = GrammarQueue(compiler), list[Event]()
-    assert desk.keeps(generate("a"), events)
-    assert desk.keeps(generate("a"), events)
-    assert desk.keeps(generate("b", regex("x")), events)
+    queue, events = GrammarQueue(compiler), list[Event]()
+    assert queue.holds(generate("a"), events)
+    assert queue.holds(generate("a"), events)
+    assert queue.holds(generate("b", regex("x")), events)
     assert [e.status for e in events if isinstance(e, Failed)] == [400, 503]

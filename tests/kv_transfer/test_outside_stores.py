@@ -186,7 +186,7 @@ def test_what_mooncake_is_told_is_read_or_refused_by_name(extra, told, monkeypat
 def test_a_package_that_is_not_there_is_named(kind: str, monkeypatch, tmp_path) -> None:
     for module in ("mooncake.store", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._call", lambda address: None)
+    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._check_master", lambda address: None)
     extra = {"path": str(tmp_path)}
     if kind == "mooncake":
         extra = {"master_server_address": "x:1", "global_segment_size": 0}

@@ -124,7 +124,7 @@ BATTERY = (
         "a cache too small for what runs",
         "retracted requests answer as if nothing had been",
         f"{SYSTEM}/test_numerics.py::test_forced_retraction_changes_no_answer "
-        f"{SYSTEM}/test_states.py tests/memory tests/scheduler/test_growth.py",
+        f"{SYSTEM}/test_states.py tests/kv_cache tests/scheduler/test_growth.py",
         "STATES=all",
     ),
     Line(
