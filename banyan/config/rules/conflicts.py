@@ -70,7 +70,8 @@ def _flag(name: str, value: Callable[[Config], object]) -> Feature:
         given = value(config)
         if not given:
             return ""
-        return f"--{name}" if isinstance(given, bool) else f"--{name} {given}"
+        shown = f"{given:g}" if isinstance(given, float) else given
+        return f"--{name}" if isinstance(given, bool) else f"--{name} {shown}"
 
     return feature
 

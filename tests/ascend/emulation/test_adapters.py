@@ -258,7 +258,7 @@ def test_ranks_say_what_one_says_on_the_cpu(npu, tmp_path, layout, steps) -> Non
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"lora_target_modules": ["all", "lm_head"]}, "adapters of lm_head on npu: those of proj"),
+        ({"lora_target_modules": ["all", "lm_head"]}, "adapters of lm_head on npu: projections"),
         ({"max_lora_rank": 64, "lora_memory_gib": 0.001}, "8 adapters of rank 64 have .* --lora"),
     ],
 )

@@ -174,7 +174,9 @@ def test_buffers_that_save_nothing_are_refused(npu: EmulatedNpu, model: Path) ->
 
 
 def test_two_ways_to_say_which_layers_are_refused(model: Path) -> None:
-    with pytest.raises(BanyanError, match="--cpu-offload-gb 1 and --offload-group-size 2 both"):
+    with pytest.raises(
+        BanyanError, match="--cpu-offload-gb 1 cannot be combined with --offload-group-size 2"
+    ):
         Engine(str(model), device="npu", cpu_offload_gb=1, **HALF)
     with pytest.raises(
         BanyanError, match="--offload-num-in-group 3 exceeds --offload-group-size 2"
