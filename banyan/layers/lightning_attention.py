@@ -61,7 +61,7 @@ class LightningAttention(Caching):
         mixed = ops.apply_gate(self.ones.unsqueeze(0).expand_as(mixed), mixed, "silu")
         q, k, v = (part.unflatten(-1, heads) for part in mixed.chunk(3, dim=-1))
         # A step that is held at one number is the same for all tokens, whatever it is made of.
-        held = mixed[:, : self.heads]
+        held = mixed.narrow(1, 0, self.heads)
         moved, kept = ops.decay_gates(held, self.zeros, self.rates, _STEP, _STEP)
         states, rows = step.states(self.layer)
         out = ops.scan(q, k, v, kept, moved, None, False, states[MATRIX], rows).flatten(1)

@@ -88,8 +88,7 @@ class SpreadNorm(RMSNorm):
         width = x.shape[1]
         whole = self.group.all_gather(x, width * self.group.size)
         normed = self.ops.rms_norm(whole, self.weight, self.eps)
-        first = width * self.group.rank
-        return normed[:, first : first + width]
+        return normed.narrow(1, width * self.group.rank, width)
 
 
 class LayerNorm(Layer):

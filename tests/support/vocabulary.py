@@ -70,7 +70,7 @@ IDENTIFIERS = frozenset(
         "lockstep",
         "trail",
         "trails",
-        "narrow",
+        
         "narrows",
         "horizon",
         "stamp",
