@@ -70,7 +70,6 @@ IDENTIFIERS = frozenset(
         "lockstep",
         "trail",
         "trails",
-        
         "narrows",
         "horizon",
         "stamp",
