@@ -249,4 +249,4 @@ def test_a_code_belongs_to_one_page_in_one_place_of_one_connection() -> None:
         code_of(other, b"k", 0),
     ]
     assert len(dict.fromkeys(codes)) == 4 and codes[0] == code_of(page.copy(), b"k", 0)
-    assert BATCH >= taking._TOLD_AT_ONCE
+    assert BATCH >= taking._REPORTED_AT_ONCE
