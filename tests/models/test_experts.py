@@ -72,7 +72,7 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
         (expected,) = PagedModel(load_model(model_config, Build(ops))).step([(0, PROMPT)])
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
-            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
 
 
 def _rank(rank, model_configs, taken, address, results):
@@ -150,7 +150,7 @@ def test_a_missing_expert_is_named(ops, tmp_path):
         ({"index_topk": 0}, "index_topk must be in"),
         ({"index_n_heads": None}, "index_n_heads must be .*missing"),
         ({"index_head_dim": 6}, "index_head_dim must be in"),
-        ({"q_lora_rank": None}, "q_lora_rank must be a whole number.*squeezed"),
+        ({"q_lora_rank": None}, "q_lora_rank must be a whole number.*low-rank queries"),
         ({"indexer_types": ["full", "shared"] * 2}, "indexer_types.*no layer takes the choice"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 4 of dense, sparse"),
     ],

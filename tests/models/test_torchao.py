@@ -145,9 +145,18 @@ def test_experts_and_latent_attention_are_rounded_and_routers_are_not(variant, t
     ("words", "match"),
     [
         (["--torchao-config", "int4wo-100"], "int8wo.*int8dq.*int4wo-256"),
-        (["--torchao-config", "int8wo", "--quantization", "q4_0"], "both say.*Give one"),
-        (["--torchao-config", "int8wo", "--load-format", "dummy"], "--load-format dummy does not"),
-        (["--torchao-config", "int8wo", "--model-impl", "transformers"], "transformers does not"),
+        (
+            ["--torchao-config", "int8wo", "--quantization", "q4_0"],
+            "cannot be combined with --quantization q4_0",
+        ),
+        (
+            ["--torchao-config", "int8wo", "--load-format", "dummy"],
+            "cannot be combined with --load-format dummy",
+        ),
+        (
+            ["--torchao-config", "int8wo", "--model-impl", "transformers"],
+            "cannot be combined with --model-impl transformers",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, match, tmp_path):
