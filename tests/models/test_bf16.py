@@ -26,5 +26,5 @@ def test_logits_are_nearer_to_float32_than_those_of_a_model_in_bf16(
 
     kernel = next(c.kernel for c in compiled.choices if c.label == "linear[BF16]")
     error = (logits - exact).norm() / (theirs - exact).norm()
-    assert error < (0.7 if kernel == "linear:rounded" else 0.01)
-    assert (error > 0.01) == (kernel == "linear:rounded"), "nothing was rounded"
+    assert error < (0.7 if kernel == "linear:rounded" else 0.05)
+    assert (error > 0.05) == (kernel == "linear:rounded"), "nothing was rounded"
