@@ -178,10 +178,13 @@ def test_four_ranks_move_their_experts_and_change_no_bit(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        ({"model_impl": "transformers"}, "--model-impl transformers cannot share a model"),
+        (
+            {"model_impl": "transformers"},
+            "--enable-eplb cannot be combined with --model-impl transformers",
+        ),
         (
             {"model_impl": "transformers", "tp_size": 1, "ep_size": 1},
-            "--enable-eplb and --model-impl transformers do not",
+            "--enable-eplb cannot be combined with --model-impl transformers",
         ),
     ],
 )
