@@ -127,7 +127,7 @@ def test_beside_a_second_replica(tiny_model: Path, told: Path) -> None:
     ("flags", "said"),
     [
         ({"num_continuous_decode_steps": 4}, "cannot be combined with --forward-hooks"),
-        ({"model_impl": "transformers"}, "--model-impl transformers has others"),
+        ({"model_impl": "transformers"}, "cannot be combined with --model-impl transformers"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_by_name(
