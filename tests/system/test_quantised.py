@@ -55,7 +55,7 @@ def test_a_flag_may_name_the_form_and_no_other(tiny_model: Path, tmp_path: Path)
     named = prompt_scores(quantised, quantization="gptq_marlin")
 
     assert np.array_equal(named, prompt_scores(quantised))
-    with pytest.raises(ConfigError, match="its weights are gptq, and none are rounded to awq"):
+    with pytest.raises(ConfigError, match="its weights are gptq, and cannot be converted to awq"):
         prompt_scores(quantised, quantization="awq")
     with pytest.raises(ConfigError, match="are gptq already, only float weights are rounded"):
         prompt_scores(quantised, quantization="int8")
