@@ -68,7 +68,7 @@ def split(argv: Sequence[str]) -> Iterator[Said]:
 
 
 def _words_of(form: Form, following: Sequence[str]) -> list[str]:
-    """Those of the following words that the flag takes."""
+    """The following words that the flag takes."""
     words: list[str] = []
     for word in following:
         if word.startswith("--"):

@@ -30,7 +30,7 @@ class Given:
 
     Attributes:
         config: the defaults with everything that was given over them.
-        origins: schema field -> who said so; absent where the default stands.
+        origins: schema field -> where its value comes from; absent for defaults.
     """
 
     config: Config
@@ -88,7 +88,7 @@ class _Reading:
 
 
 def parse(argv: Sequence[str], environment: Environment) -> Config:
-    """Config of a server started with `argv`; what had no effect stands in `observe.notes`.
+    """Config of a server started with `argv`; `observe.notes` lists flags without effect.
 
     One word without dashes is the model.
 
@@ -108,8 +108,8 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
         also = [error.text for error in reading.illegal]
         raise _refusal(reading.refusals, [*environment.refusals, *also])
     if reading.illegal:
-        told = "; ".join(error.text for error in reading.illegal)
-        raise ConfigError(told, hint=reading.illegal[0].hint)
+        text = "; ".join(error.text for error in reading.illegal)
+        raise ConfigError(text, hint=reading.illegal[0].hint)
     values = {**file.values, **variables.values, **command_line.values}
     _check_open_lists(reading, values)
     config = build(values)

@@ -1,7 +1,7 @@
 """What a device suggests where the flags left something open, and how a Config takes it.
 
-The engine learns its device when it opens it, so these are filled in there; it tells the front with
-its first message. Until then 0, UNSAID and "auto" stand for "the
+The engine learns its device when it opens it, so these are filled in there; the API process gets
+them with its first message. Until then 0, UNSAID and "auto" stand for "the
 device's own".
 """
 

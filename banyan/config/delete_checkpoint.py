@@ -20,7 +20,7 @@ log = logger(__name__)
 KEEP, OWN, ANY = 0, 1, 2
 """Values of `LoadConfig.deletes`: nothing; what this start downloaded; whatever was loaded."""
 _COARSE_S = 0.1
-"""File systems stamp with a clock that may be this far behind."""
+"""The clock of a file system may lag by this much."""
 _MAX_DRIFT_S = 1.0
 """Between wall and machine in one start; a clock that is set goes further."""
 
@@ -69,7 +69,7 @@ def check_deletion(config: Config, model_config: ModelConfig, began: Moment) -> 
         )
     if config.parallel.world > 1:
         raise ConfigError(
-            f"{flag} goes with one rank only: the others read their shares in their own time",
+            f"{flag} works with one rank only: the others read their shares in their own time",
             hint="delete the files yourself once the server is ready",
         )
     tokenizer = config.model.tokenizer_path

@@ -1,5 +1,5 @@
 """What the flags say of a store beyond the process: which combinations are refused, and what its
-extra configuration means. Part of `config/resolve.py`; knows no stores.
+extra configuration means. Part of `config/resolve.py`.
 """
 
 import math
@@ -28,7 +28,7 @@ class StoreWishes:
     Attributes:
         threshold: tokens; fewer are not looked for.
         timeout_s, timeout_per_ki_s: most seconds that a request waits, and for each 1024 tokens.
-        rest: what the store itself is told.
+        rest: options of the store itself.
     """
 
     threshold: int = 256
@@ -64,7 +64,7 @@ def _number(given: dict[str, object], key: str, default: float) -> float:
 
 
 def why_no_store(config: Config, model_config: ModelConfig) -> str:
-    """Why the pages of this model, served so, go to no store; "" = they can. Those of several
+    """Why the pages of this model, served so, cannot be stored; "" = they can. Pages of several
     ranks lie in memory that the first one maps."""
     cache, parallel = config.cache, config.parallel
     for is_so, why in (
@@ -91,7 +91,8 @@ def can_have_store(config: Config, model_config: ModelConfig) -> bool:
 
 
 def check_hicache(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
-    """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
+    """A store keeps whole prefixes of one rank; features that are incompatible with it are
+    refused by name."""
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)
     if cache.store == HOST and not cache.host_tier:

@@ -1,5 +1,5 @@
 """What sees or changes the outputs of layers: functions of the operator's own, dumps, and inputs
-that take the place of others. Part of `config/resolve.py`; runs none of it and knows no tensors.
+that take the place of others. Part of `config/resolve.py`; runs none of them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""--kv-events-config: where an engine tells which prefixes its cache holds."""
+"""--kv-events-config: where an engine publishes which prefixes its cache holds."""
 
 from dataclasses import dataclass, fields
 from typing import cast

@@ -2,7 +2,7 @@
 and `banyan config`, which shows the outcome.
 
 Looks up every name that a flag gives, then finds the model and resolves the rest. Loads no weights,
-and no torch. A composition root: the names are those of several rooms.
+and no torch. A composition root: it imports several packages.
 """
 
 import ast
@@ -53,7 +53,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelConf
 def prepare_with_origins(
     config: Config, environment: Environment
 ) -> tuple[Config, ModelConfig, dict[str, str]]:
-    """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
+    """As `prepare`, with the name of the rule that set each schema field."""
     check_system()
     check_names(config)
     if check_start := facts_of(config).check_start:
@@ -63,14 +63,16 @@ def prepare_with_origins(
         return found
     found = resolve.prepare(config, environment)
     speculative = found[0].speculative
-    has_words = speculative.draft_path and not speculative.is_trained  # it has those of the other
+    has_words = (
+        speculative.draft_path and not speculative.is_trained
+    )  # it uses the target's vocabulary
     if has_words and not found[0].server.skip_tokenizer:
         _check_the_words(found[0])
     return found
 
 
 def _check_the_words(config: Config) -> None:
-    """Refuse a draft model whose tokens are other words than those of the model it drafts for."""
+    """Refuse a draft model whose vocabulary differs from the target model's."""
     from banyan.tokenizer.load import load_tokenizer
 
     name = f"--speculative-draft-model-path {printable(config.speculative.draft_source)}"
@@ -153,7 +155,7 @@ def _check_function(flag: str, name: str) -> None:
             hint="name it module:function, with the module on the Python path",
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return  # compiled: only its import can tell
+        return  # compiled: only its import can show it
     with open(spec.origin, "rb") as file:
         names = _top_names(file.read())
     if function not in names and "*" not in names:

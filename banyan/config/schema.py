@@ -365,7 +365,7 @@ class ExpertsConfig:
     location: str = "trivial"
     """Initial placement: "trivial", JSON, or a file."""
     a2a: str = "none"
-    """All-to-all backend: "none" = every rank gets all rows, "deepep" = only those of its experts,
+    """All-to-all backend: "none" = every rank gets all rows, "deepep" = only rows for its experts,
     "ascend_fuseep" = the same fused with the experts."""
     a2a_mode: str = "auto"
     """Exchange of rows: "low_latency" = all at once, "normal" = in pieces, "auto" = at once in

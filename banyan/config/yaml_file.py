@@ -28,7 +28,7 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
-        """Plain values only; a key that stands twice is an error, not a silent choice."""
+        """Plain values only; a duplicate key is an error, not a silent choice."""
 
         def construct_mapping(
             self, node: yaml.MappingNode, deep: bool = False

@@ -102,7 +102,7 @@ class Backend(Protocol):
         ...
 
     def load(self, compiled: bytes) -> Program:
-        """Milliseconds; runs beside the engine's loop."""
+        """Takes milliseconds; runs in a thread next to the engine's loop."""
         ...
 
 
@@ -152,11 +152,11 @@ def masks_for(grammar: Grammar, drafts: list[int], parents: list[int] | None = N
 
 
 def _masks_of(grammar: Grammar, drafts: list[int], parents: list[int]) -> list[bytes]:
-    """The masks of drafts that branch, each behind the drafts that lead there."""
+    """The masks of a draft tree: one for each draft, after its ancestors."""
     first = grammar.mask()
     masks = [first] * (len(drafts) + 1)
     here = list[int]()
-    """The drafts that the grammar stands behind now; the others are visited depth first."""
+    """The drafts that the grammar has accepted; the others are visited depth first."""
     left = [at for at in reversed(range(len(drafts))) if parents[at] < 0]
     while left:
         at = left.pop()

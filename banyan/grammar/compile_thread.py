@@ -1,5 +1,5 @@
-"""Lane: a thread with a workshop that makes one constraint after the other. Callers take turns by
-the time that theirs have taken; of one caller the shortest is made first. Knows no cache.
+"""Lane: a thread with a worker_pool that makes one constraint after the other. Callers take
+turns by the time that theirs have taken; of one caller the shortest is made first.
 """
 
 import threading
@@ -27,10 +27,10 @@ Finish = Callable[[Job, Program | RequestError], None]
 
 
 class Lane:
-    """Makes what is put into it. `finish` is told of each outcome, from the lane's thread."""
+    """Compiles queued constraints. Calls `finish` with each outcome, from its own thread."""
 
-    def __init__(self, workshop: GrammarWorkerPool, finish: Finish) -> None:
-        self.workshop = workshop
+    def __init__(self, worker_pool: GrammarWorkerPool, finish: Finish) -> None:
+        self.worker_pool = worker_pool
         self._finish = finish
         self._jobs: dict[str, Job] = {}
         self._shares = Shares()
@@ -62,7 +62,7 @@ class Lane:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self.workshop.close()
+        self.worker_pool.close()
 
     def _add(self, job: Job, callers: Iterable[bytes]) -> None:
         for caller in callers:
@@ -72,7 +72,7 @@ class Lane:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             began_s = time.monotonic()
-            outcome = self.workshop.make(job.bare)
+            outcome = self.worker_pool.make(job.bare)
             with self._changed:
                 self._shares.charge(job.callers, time.monotonic() - began_s)
             self._finish(job, outcome)

@@ -3,7 +3,7 @@ constraints to workshops, where they are compiled; a bounded cache keeps the res
 
 What compiles quickly never waits for what takes long: short constraints go first, and one that
 takes more than a moment goes on in a lane of its own. What one caller asks for does not hold up
-another's: they take turns. Knows no requests and no steps.
+another's: they take turns.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ class GrammarCompiler:
     """Satisfies grammar.base.GrammarFactory. Everything but the lanes belongs to one loop.
 
     Args:
-        backends: names in BACKENDS; each stands in for what those before it refuse.
+        backends: names in BACKENDS; each compiles what the earlier ones refuse.
         read: how to get the vocabulary.
         whitespace: pattern of white space between JSON tokens; "" = none, None = any.
         wake: called from a lane whenever `collect` has something.
@@ -121,7 +121,7 @@ class GrammarCompiler:
         bare = bare_of(grammar)
         outcome = self._cache.get(bare)
         if outcome is None:
-            outcome = self._slow.workshop.make(bare)
+            outcome = self._slow.worker_pool.make(bare)
             self._cache.put(bare, outcome)
         if isinstance(outcome, RequestError):
             raise outcome

@@ -73,8 +73,8 @@ def any_of(names: Iterable[str]) -> Rule:
     return rule
 
 
-def beside_others(schema: Schema) -> str:
-    """A keyword that stands for the whole value, beside others that demand something too."""
+def conflicting_keyword(schema: Schema) -> str:
+    """Return a keyword that defines the whole value next to others that constrain it too."""
     for name in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
         if name not in schema:
             continue

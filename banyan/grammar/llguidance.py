@@ -68,7 +68,8 @@ class LLGuidance:
     def _follow(self, matcher: llguidance.LLMatcher) -> None:
         """Write what every output begins with: RequestError when the library cannot follow it.
 
-        Some of its limits are met there only; those behind a choice end the answer that makes it.
+        Some of its limits are met there only; a limit after a choice ends the answer that makes
+        the choice.
         """
         for _ in range(_PROBED_TOKENS):
             matcher.consume_tokens(matcher.compute_ff_tokens())
@@ -157,14 +158,14 @@ def _refuse_error(matcher: llguidance.LLMatcher) -> None:
 def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().partition("\n<state>")[0]
     text = printable(text.removesuffix("\n<non-verbose/>").partition("; consider making")[0], 400)
-    return next((f"{told or text}. {do}" for sign, told, do in _WAYS_OUT if sign in text), text)
+    return next((f"{shown or text}. {do}" for sign, shown, do in _WAYS_OUT if sign in text), text)
 
 
 class _Program:
     def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
         self._matcher = matcher
         self.size_bytes = 50 * num_bytes
-        """The library does not tell; measured on the schemas of its own benchmark."""
+        """The library gives no size; measured on the schemas of its own benchmark."""
 
     def start(self) -> Matcher:
         return _Matcher(self._matcher.deep_copy())

@@ -14,8 +14,8 @@ from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import (
     Schema,
     any_of,
-    beside_others,
     check_schema,
+    conflicting_keyword,
     undeclared_required,
     without_type,
 )
@@ -72,7 +72,7 @@ _RULES = (
             *("$dynamicRef", "$recursiveRef"),
         )
     ),
-    beside_others,
+    conflicting_keyword,
     without_type,
     undeclared_required,
     _unescaped,

@@ -1,7 +1,6 @@
 """GrammarWorkerPool: from a constraint to a program, with the help of compiler processes that
 may fail. One library is asked after the other; the first that honours the whole constraint has it.
 
-Knows no requests and no cache.
 """
 
 import threading
@@ -38,13 +37,13 @@ class GrammarLimits:
 
     time_s: float = 20.0
     quick_s: float = 2.0
-    """What takes longer goes on behind the others, where it has `time_s`."""
+    """A longer compilation continues after the others, with limit `time_s`."""
     memory_bytes: int = 1 << 30
     cache_bytes: int = 256 << 20
     max_waiting: int = 1024
     """Different constraints waiting to be compiled."""
     max_of_one: int = 256
-    """Those of one caller."""
+    """Constraints of one caller."""
 
 
 Read = Callable[[], tuple[Vocabulary, Encode]]
@@ -58,7 +57,7 @@ class Words:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._found: tuple[Vocabulary, Encode, TokenMasks] | None = None
-        self._is_told = False
+        self._is_reported = False
         self._lock = threading.Lock()
 
     def get(self) -> tuple[Vocabulary, Encode, TokenMasks]:
@@ -75,9 +74,9 @@ class Words:
         try:
             return self._read()
         except ModelError as error:  # nobody looks for one where ids alone are served
-            if not self._is_told:
+            if not self._is_reported:
                 log.warning("constraints are refused: %s", error)
-            self._is_told = True
+            self._is_reported = True
             raise _refusal("the model has no tokenizer that can be read") from None
 
 

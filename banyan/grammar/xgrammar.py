@@ -11,8 +11,8 @@ from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import (
     Schema,
     any_of,
-    beside_others,
     check_schema,
+    conflicting_keyword,
     undeclared_required,
     without_type,
 )
@@ -56,7 +56,7 @@ _RULES = (
             *("contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
         )
     ),
-    beside_others,
+    conflicting_keyword,
     without_type,
     undeclared_required,
     _unescaped,
@@ -85,7 +85,7 @@ class XGrammar:
             check_schema(text, "xgrammar", _RULES)
             if self._whitespace:
                 raise RequestError(
-                    "xgrammar knows no pattern of white space",
+                    "xgrammar has no pattern for white space",
                     hint="Start the server with --grammar-backend llguidance.",
                 )
             compiled = self._compiler.compile_json_schema(

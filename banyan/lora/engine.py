@@ -37,15 +37,19 @@ def wanted_adapters(scheduler: Scheduler) -> RunControlOps | None:
 
 
 def end_adapters(
-    scheduler: Scheduler, given: RunControlOps, ok: bool, told: Sequence[ControlOpReply], text: str
+    scheduler: Scheduler,
+    given: RunControlOps,
+    ok: bool,
+    replies: Sequence[ControlOpReply],
+    text: str,
 ) -> str | None:
-    """Orders have ended: whoever waits for an adapter that did not come is told why.
+    """Control ops have ended: fail the requests whose adapter did not load.
 
     Args:
-        told: what the ranks said about orders that were carried out, or about the one that was not.
+        replies: the ranks' replies to the applied ops, or to the one that failed.
 
     Returns:
-        What whoever gave them is told; None where they will be given again.
+        Error text for the caller; None if the ops will be issued again.
     """
     adapters, request_table = scheduler.adapters, scheduler.request_table
     if adapters is None:
@@ -53,7 +57,7 @@ def end_adapters(
     if ok:
         adapters.has_left(given.call)
         return text
-    end = adapters.failed(max((reply.size_bytes for reply in told), default=0))
+    end = adapters.failed(max((reply.size_bytes for reply in replies), default=0))
     if end is None:
         return None
     text = end.text or text

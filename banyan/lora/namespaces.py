@@ -13,7 +13,7 @@ class AdapterNames:
 
     def narrowed(self, namespace: bytes, name: str, digest: str) -> bytes:
         """A namespace of an adapter's own, and of one version of it, within another: a digest of
-        all three, and the adapter's mark behind it."""
+        all three, followed by the adapter's mark."""
         parts = "\0".join((namespace.hex(), name, digest))
         mark = _mark(name)
         self._by_mark[mark] = name

@@ -96,7 +96,7 @@ def plan_lora(config: Config, model_config: ModelConfig, environment: Environmen
 def _kinds(
     targets: tuple[str, ...], adapter_configs: Sequence[AdapterConfig], model: ModelConfig
 ) -> tuple[str, ...]:
-    """Return the kinds of weights besides projections to support: named ones, and those of the
+    """Return the kinds of weights besides projections to support: named ones, and the kinds of the
     adapters of the start. Each kind costs a little in every step, so unused ones stay off."""
     absent = () if model.experts else (EXPERTS, ROUTER)
     brought = {kind for found in adapter_configs for kind in found.kinds if kind not in absent}

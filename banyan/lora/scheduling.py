@@ -41,7 +41,7 @@ class AdapterRules(msgspec.Struct, frozen=True, kw_only=True):
         max_running: adapters that running requests have between them.
         max_loaded: adapters that are loaded at once.
         max_bytes: of memory that they take on each rank; 0 = nobody counts.
-        first: those of the start, loaded as 1, 2 …
+        first: adapters of the start, loaded as 1, 2 …
     """
 
     max_running: int
@@ -58,7 +58,7 @@ class Adapter:
         number: what joins call it; 0 while it is not loaded.
         digest: of its files.
         size_bytes: that it takes where it takes most; 0 until somebody has tried.
-        stamp: when it was last used, or loaded; grows.
+        last_use: when it was last used, or loaded; grows.
         makes_room: it takes no more requests, and goes when the last has ended.
         leave_call: who asked to forget it; NO_CALL while nobody has.
     """
@@ -69,7 +69,7 @@ class Adapter:
     number: int = 0
     digest: str = ""
     size_bytes: int = 0
-    stamp: int = 0
+    last_use: int = 0
     makes_room: bool = False
     leave_call: int = NO_CALL
 
@@ -105,7 +105,7 @@ class Adapters:
     """Asked for by operators, in order; not known to requests yet."""
     _free: list[int] = field(default_factory=list[int])
     _under_way: _Load | None = None
-    _stamp: int = 0
+    _uses: int = 0
     _held: Request | None = None
     """The first request that found all places taken, since `_held_s`."""
     _held_s: float = 0.0
@@ -151,8 +151,8 @@ class Adapters:
                 self._held, self._held_s = request, now
             return False
         held = self._held
-        is_behind = held is not None and held.generate.adapter != name
-        return not is_behind or now - self._held_s < _PATIENCE_S
+        is_waiting = held is not None and held.generate.adapter != name
+        return not is_waiting or now - self._held_s < _PATIENCE_S
 
     def enter(self, request: Request) -> int:
         """The number that the request's join carries; it is being used."""
@@ -161,7 +161,7 @@ class Adapters:
             return 0
         adapter = self.known[name]
         if self.rules.eviction == LRU:
-            adapter.stamp = self._next_stamp()
+            adapter.last_use = self._next_use()
         return adapter.number
 
     # -- operators ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Adapters:
             self.known[adapter.name] = adapter
             self._new = [load for load in self._new if load.adapter is not adapter]
             for other in self.known.values():
-                other.makes_room = False  # whoever waits next chooses anew
+                other.makes_room = False  # the next waiting request chooses anew
 
     def failed(self, size_bytes: int = 0) -> LoadEnd | None:
         """The orders given last could not be carried out; None where they will be once there is
@@ -279,7 +279,8 @@ class Adapters:
         return sum(a.size_bytes for a in self.known.values() if a.number)
 
     def _next_load(self, waiting: Sequence[Request]) -> tuple[_Load | None, set[str]]:
-        """What to load next, and the adapters of requests that go before whoever needs it."""
+        """What to load next, and the adapters of requests that go before the request that needs
+        it."""
         if self._new:
             return self._new[0], set()
         before: set[str] = set()
@@ -299,7 +300,7 @@ class Adapters:
             for a in self.known.values()
             if a.number and not a.is_pinned and a.name not in kept and a.leave_call == NO_CALL
         ]
-        able.sort(key=lambda a: (not a.makes_room, a.name in busy, a.stamp))
+        able.sort(key=lambda a: (not a.makes_room, a.name in busy, a.last_use))
         going: list[Adapter] = []
         needed = self.used_bytes + adapter.size_bytes
         for other in [*able, None]:
@@ -328,11 +329,11 @@ class Adapters:
         return RunControlOps(load.call, [*(DropAdapter(a.number) for a in going), take])
 
     def _has_come(self, adapter: Adapter, number: int) -> None:
-        adapter.number, adapter.stamp = number, self._next_stamp()
+        adapter.number, adapter.last_use = number, self._next_use()
 
-    def _next_stamp(self) -> int:
-        self._stamp += 1
-        return self._stamp
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
 
 
 def has_place(

@@ -272,7 +272,7 @@ class CapturedForward:
         return np.concatenate([at * shape + np.arange(n) for at, n in enumerate(counts)])
 
     def _map_outputs(self, batch: Batch, shape: int, count: int) -> None:
-        """Map tokens and outputs of the batch to those of its graph."""
+        """Map tokens and outputs of the batch to the places in its graph."""
         tokens = int(batch.offsets[-1])
         self._size, self._places, self._outputs = len(batch.last), None, None
         if batch.whole_step is not None:

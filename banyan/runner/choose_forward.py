@@ -74,7 +74,7 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
 
     # With DP attention, missing drafts are replaced by one row of padding.
     max_rows += bool(build.groups.dp_batch and config.draft_room)
-    # A recording tells its sizes apart by their values, so no two of them may be equal.
+    # A recording distinguishes its sizes by their values, so no two may be equal.
     max_tokens = max(max_tokens, outputs + 1)
     if every is not None and max_tokens == every.replicas * outputs:
         max_tokens += 1

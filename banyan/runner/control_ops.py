@@ -142,16 +142,16 @@ class ControlOpExecutor:
             mine = ControlOpReply(True, body=mark)
         replies = self._gather(mine)
         if finish is None or not all(reply.ok for reply in replies):
-            why = _joined(
+            why = _combined_text(
                 [(rank, reply.text) for rank, reply in enumerate(replies) if not reply.ok]
             )
             return ControlOpReply(False, why, size_bytes=_most(replies))
         if odd := [rank for rank, reply in enumerate(replies) if reply.body != replies[0].body]:
             what = finish.what if isinstance(finish, Alike) else "it"
-            return ControlOpReply(False, f"{what} of {_ranks(odd)} is not that of rank 0")
+            return ControlOpReply(False, f"{what} of {_ranks(odd)} differs from rank 0")
         own = finish()
         replies = self._gather(ControlOpReply(True, own.text, own.body, own.size_bytes))
-        text = _joined([(rank, reply.text) for rank, reply in enumerate(replies)])
+        text = _combined_text([(rank, reply.text) for rank, reply in enumerate(replies)])
         return ControlOpReply(True, text, replies[0].body, _most(replies))
 
     def _prepare(self, op: ControlOp) -> Finish:
@@ -202,7 +202,7 @@ def _most(replies: list[ControlOpReply]) -> int:
     return max(reply.size_bytes for reply in replies)
 
 
-def _joined(texts: list[tuple[int, str]]) -> str:
+def _combined_text(texts: list[tuple[int, str]]) -> str:
     """The texts with rank numbers; the text alone if all are equal or only rank 0 has one."""
     texts = [(rank, text) for rank, text in texts if text]
     if not texts:

@@ -159,7 +159,7 @@ class Dump:
 
 
 class Injection:
-    """Replaces inputs of layers in passes whose tokens are exactly those of the file. The file uses
+    """Replaces inputs of layers in passes whose tokens equal the tokens in the file. The file uses
     the names of dumps; `input` without `residual` is the whole residual stream."""
 
     def __init__(self, model: DecoderLM, path: str) -> None:

@@ -20,7 +20,7 @@ class PageLayout(msgspec.Struct, frozen=True):
         page_bytes: size of one page.
         dtype, shape: of one token's entry, or of one state.
         shared: which parts of it ranks share; () = each rank has it whole. With parts, shape[axis]
-            counts those of all ranks together.
+            counts the parts of all ranks together.
         is_state: one entry per page, not per token.
         is_spread: one entry per page, spread over the page's tokens.
     """

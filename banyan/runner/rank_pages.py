@@ -1,4 +1,4 @@
-"""RankPages: presents the pages of all ranks of a replica as those of one, for page movers.
+"""RankPages: presents the pages of all ranks of a replica as one rank's pages, for page movers.
 
 Every rank holds its own heads and layers. Rank 0 maps their memory, or uses a window of one page
 for ranks on a device or another machine (rank_page_access.py). A transferred page has all layers in

@@ -64,7 +64,7 @@ class SlotTable:
             zeros((slots, group.columns(max_length)), torch.int32, device) for group in groups
         ]
         self.known = [0] * slots
-        """Tokens that have a value on the device, including those of launched steps."""
+        """Tokens that have a value on the device, tokens of launched steps included."""
         self.drafts: dict[int, list[int]] = {}
         """Slot -> drafts after its last known token."""
         self.parents: dict[int, list[int]] = {}

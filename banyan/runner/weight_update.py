@@ -202,7 +202,7 @@ class LoadedWeights:
         self._model_config = model_config
         self._build = build
         self._runner = runner
-        self._stamp = self._file_states(config, model_config)
+        self._loaded_files = self._file_states(config, model_config)
         self._may_release = may_release
         self._released: list[str] = []
 
@@ -216,7 +216,7 @@ class LoadedWeights:
         assert isinstance(op, TakeWeights)
         model_config = self._model_config_at(op.path)
         config = replace(self._config, load_format="auto", path=model_config.path)
-        stamp = self._file_states(config, model_config)
+        files = self._file_states(config, model_config)
         loaded = [load_weights(config, model_config, self._build, self._offload)]
 
         def take() -> RankReply:
@@ -226,7 +226,7 @@ class LoadedWeights:
                 return RankReply("The weights can be taken.")
             self._runner.take_model(loaded.pop())
             self._config, self._model_config = config, model_config
-            self._stamp = stamp
+            self._loaded_files = files
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             _settle_memory()
             mover = self._runner.mover
@@ -312,7 +312,7 @@ class LoadedWeights:
         Raises:
             ModelError, ConfigError: the files have changed since the weights were read.
         """
-        if self._file_states(self._config, self._model_config) != self._stamp:
+        if self._file_states(self._config, self._model_config) != self._loaded_files:
             raise ConfigError(
                 f"the files at {printable(self._model_config.path)!r} are not those that the "
                 "weights were read from",

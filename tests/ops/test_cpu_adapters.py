@@ -165,7 +165,7 @@ def test_matrices_beside_rounded_weights_are_kept_in_as_few_bits_as_change_them_
     assert change < (1e-3 if odd else 0.02)
 
 
-def test_a_token_is_the_same_bits_beside_others_where_matrices_are_in_8_bits(adapt):
+def test_a_token_is_the_same_bits_in_a_batch_where_matrices_are_in_8_bits(adapt):
     table = AdapterTable(INPUTS, 40, 3, is_rounded=True)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for number, dtype in enumerate(dtypes, 1):

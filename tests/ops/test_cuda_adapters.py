@@ -86,7 +86,7 @@ def test_each_token_gets_what_its_own_adapter_adds(inputs, outputs, rank, number
     assert torch.equal(wide[:, sum(outputs) :], before[:, sum(outputs) :])
 
 
-def test_a_token_has_the_same_bits_alone_and_beside_others():
+def test_a_token_has_the_same_bits_alone_and_in_a_batch():
     inputs, outputs = 1300, (72, 40)
     table, numbers = table_of(inputs, outputs, 8, TYPES[1]), NUMBERS[-1]
     filled(table, inputs, outputs, 8)

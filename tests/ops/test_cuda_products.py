@@ -94,7 +94,7 @@ def test_every_cut_gives_the_same_product(type, is_turned, parts):
 
 
 @pytest.mark.parametrize("type", SIMPLE)
-def test_a_token_has_the_same_bits_again_and_beside_others(type, monkeypatch):
+def test_a_token_has_the_same_bits_again_and_in_a_batch(type, monkeypatch):
     monkeypatch.setattr(products, "LEAST_INPUTS", 96)
     linear = pack_linear(stored(type, 70, 640), torch.float16)
     assert products.shape_of(16, linear.weight).parts > 2

@@ -127,7 +127,7 @@ def test_what_needs_all_ranks_alike_is_done_by_none_where_one_is_not(
     tmp_path, library: str
 ) -> None:
     for replies, done in together(2, tmp_path, obey_alike, library, b"mark 0"):
-        assert replies == [(False, "the file of rank 1 is not that of rank 0", b"")]
+        assert replies == [(False, "the file of rank 1 differs from rank 0", b"")]
         assert done == ["ready for TakeWeights", "step 1"]
     (tmp_path / "alike").mkdir()
     for replies, _ in together(2, tmp_path / "alike", obey_alike, library, b"mark 1"):

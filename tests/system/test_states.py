@@ -94,7 +94,7 @@ def engine(served: Served) -> Iterator[Engine]:
         yield engine
 
 
-def test_tokens_are_those_of_transformers_alone_and_beside_others(
+def test_tokens_are_those_of_transformers_alone_and_in_a_batch(
     served: Served, engine: Engine
 ) -> None:
     alone = [answers(engine, [prompt])[0] for prompt in PROMPTS]

@@ -259,7 +259,7 @@ def _switch(value: object, spelled: str) -> bool:
 
 
 def _listed(value: object) -> list[object]:
-    """The words of a list, of which a command line has several and also JSON has one form."""
+    """The items of a list: several words on a command line, or one JSON value."""
     if is_list(value) and len(value) == 1 and str(value[0]).startswith("["):
         value = value[0]
     if isinstance(value, str) and value.startswith("["):

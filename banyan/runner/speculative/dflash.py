@@ -1,9 +1,9 @@
 """DFLASH: a block drafter. One pass predicts all drafts at once.
 
 The draft model reads the newest token and one mask token for each draft; these attend to each
-other. Its keys and values are made from auxiliary hidden states of the target. Those of a position
-depend on that position alone and are stored next to the target's pages, so a cached prefix serves
-both. After verification, the positions of a block are written again.
+other. Its keys and values are made from auxiliary hidden states of the target. The entries of a
+position depend on that position alone and are stored next to the target's pages, so a cached
+prefix serves both. After verification, the positions of a block are written again.
 """
 
 from collections.abc import Callable, Sequence

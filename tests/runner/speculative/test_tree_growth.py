@@ -102,7 +102,7 @@ def test_each_step_grows_and_accepts_what_a_plain_loop_does(
     assert accepted > 10 and branched > 5
 
 
-def test_beside_others_a_tree_grows_as_alone_bit_for_bit(pair):
+def test_in_a_batch_a_tree_grows_as_alone_bit_for_bit(pair):
     _, folder = pair
     runner = runner_of(folder, True, tree=(4, 4))
     prompts = [prompt_of(length, 40 + length) for length in (3, 21, 37)]
